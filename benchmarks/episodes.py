@@ -2,9 +2,9 @@
 
 python -m benchmarks.episodes
 
-The desk, the environments and the clocks of calls are those of a run (megarl/workers/environment.py); the engine writes in no time, and
-the clock of the loop leaps to when something happens. The most that can be is slots / mean time of a call, where one that hangs takes its
-time limit; an episode that ends leaves its slot to others, until few are left.
+The environment server, the environments and the clocks of calls are those of a run (megarl/workers/environment.py). The engine takes no
+time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call, where a call that hangs takes
+its time limit; an episode that ends leaves its slot to others, until few are left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallErrorKind, Message, Task, ToolCall
 from megarl.agents.responder import Responder
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
-from megarl.workers.environment import TurnDesk, TurnOrder
+from megarl.workers.environment import EnvironmentServer, TurnOrder
 
 EPISODES, TURNS, SLOTS = 200, 12, 32
 LONGEST_S, LIMIT_S = 2.0, 4.0
@@ -98,7 +98,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
 
     toolbox = Toolbox([FunctionTool(work)])
     limits = CallLimits(time_limit_s=LIMIT_S)
-    desk = TurnDesk(
+    server = EnvironmentServer(
         lambda task: Responder(Counted(toolbox, limits), _Words(), lambda text: [ToolCall("work", {})], task), 2 * LIMIT_S, SLOTS
     )
 
@@ -109,7 +109,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
                 of_one.wrote(step.place, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), "stop")
             else:
                 assert isinstance(step, AnswerTurn)
-                report = await desk.answer(TurnOrder(number, Task(), step))
+                report = await server.answer(TurnOrder(number, Task(), step))
                 assert report.answer is not None
                 of_one.answered(report.place, report.answer)
         return of_one.trajectory.call_errors
@@ -121,7 +121,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
     loop = LeapingLoop()
     try:
         seconds, errors = loop.run_until_complete(everything())
-        num_left = desk.num_open + len(asyncio.all_tasks(loop))
+        num_left = server.num_open + len(asyncio.all_tasks(loop))
     finally:
         loop.close()
     total = {kind: sum(each.get(kind, 0) for each in errors) for kind in CallErrorKind}

@@ -45,7 +45,7 @@ from megarl.roles import models
 from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
-from megarl.roles.rollout.scheduler import PumpTotals
+from megarl.roles.rollout.scheduler import SchedulerTotals
 from megarl.roles.start import PPORoles
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
@@ -176,11 +176,11 @@ class Generating:
         return {}
 
     @property
-    def pump(self) -> Generating:
+    def scheduler(self) -> Generating:
         return self
 
-    def totals(self) -> PumpTotals:
-        return PumpTotals((0,), (0.0,), 0, 0.0, 0.0)
+    def totals(self) -> SchedulerTotals:
+        return SchedulerTotals((0,), (0.0,), 0, 0.0, 0.0)
 
 
 class Weights:

@@ -29,14 +29,14 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.rollout_buffer import GroupRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 from megarl.simulation.run import Script, SimulatedRun, Simulation
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink
@@ -92,7 +92,7 @@ class SleepingEngine(RolloutEngine):
         spans = (*one.spans, VersionSpan(self._version, one.length))
         return Sample(np.full(one.length, 5, dtype=np.int32), np.full(one.length, -1.0, dtype=np.float32), "length", spans)
 
-    def nudge(self) -> None:
+    def interrupt(self) -> None:
         self._word.set()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
@@ -196,28 +196,28 @@ def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
 def run(rollout: Rollout, weights: RolloutWeights, steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> Real:
     """The trainer's loop, with sleep in the place of the roles that train. Those without a max_staleness come first."""
     loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
-    ahead = _ahead(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
+    async_rollout = _async(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
     weights.push()
     waiting_s, lengths, start_s = 0.0, [], time.monotonic()
     for step in range(1, steps + 1):
         asked_s = time.monotonic()
-        prompts = next(ahead or loader)
-        batch = (ahead or rollout).generate(prompts, SAMPLING, step)
+        prompts = next(async_rollout or loader)
+        batch = (async_rollout or rollout).generate(prompts, SAMPLING, step)
         waiting_s += time.monotonic() - asked_s
         lengths += batch.ragged["responses"].lengths.view(PROMPTS, SAMPLES).tolist()
         time.sleep(training_s)
         weights.push()
     seconds = time.monotonic() - start_s
-    if ahead is not None:
-        ahead.close()
+    if async_rollout is not None:
+        async_rollout.close()
     return Real(seconds / steps, waiting_s / seconds, lengths)
 
 
-def _ahead(
+def _async(
     rollout: Rollout, weights: RolloutWeights, loader: BatchLoader, steps: int, max_staleness: int, on_update: OnUpdate
-) -> GenerationAhead:
-    make_ledger: Callable[[int], AdmissionLedger] = partial(
-        lambda version: AdmissionLedger(
+) -> AsyncRollout:
+    make_staleness: Callable[[int], StalenessController] = partial(
+        lambda version: StalenessController(
             max_staleness=max_staleness,
             prompts_per_step=PROMPTS,
             total_steps=steps,
@@ -226,7 +226,7 @@ def _ahead(
             step_pushes=lambda step: True,
         )
     )
-    return GenerationAhead(rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_ledger)
+    return AsyncRollout(rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness)
 
 
 def virtual(lengths: list[list[int]], steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> SimulatedRun:

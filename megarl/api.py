@@ -35,7 +35,7 @@ from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.rollout import Rollout
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
@@ -95,7 +95,7 @@ class Run:
         return self._trainer.roles.reward
 
     @property
-    def prompts(self) -> BatchLoader | GenerationAhead:
+    def prompts(self) -> BatchLoader | AsyncRollout:
         """Endless: `next` gives those of a step, `take(number)` further ones. A checkpoint knows how far it was read."""
         return self._trainer.prompts
 

@@ -177,8 +177,8 @@ class FakeEngine(RolloutEngine):
         self._record("abort", None if request_ids is None else sorted(request_ids))
         self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
 
-    def nudge(self) -> None:
-        self._record("nudge")
+    def interrupt(self) -> None:
+        self._record("interrupt")
 
     # ---- weights
 

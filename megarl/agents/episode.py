@@ -59,7 +59,7 @@ class TurnAnswer(NamedTuple):
     tool_s: float = 0.0
 
 
-class EpisodeGivenUpError(RuntimeError):
+class EpisodeDroppedError(RuntimeError):
     """Its environment was lost as often as it may be."""
 
 
@@ -145,12 +145,12 @@ class Episode:
     def lost_environment(self, attempt: int) -> bool:
         """The environment of that attempt is gone, with what it remembered: the episode begins anew, with the same seeds.
 
-        Raises EpisodeGivenUpError where it has begun `max_attempts` times.
+        Raises EpisodeDroppedError where it has begun `max_attempts` times.
         """
         if self.trajectory.end is not None or attempt != self.attempt:
             return False
         if self.attempt + 1 >= self._limits.max_attempts:
-            raise EpisodeGivenUpError(f"the environment was lost {self._limits.max_attempts} times, in turn {self.trajectory.num_turns}")
+            raise EpisodeDroppedError(f"the environment was lost {self._limits.max_attempts} times, in turn {self.trajectory.num_turns}")
         self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0

@@ -297,7 +297,7 @@ def _scaling(
             gpus_per_process=size if device is Device.cuda else 1,
         )
 
-    return ReplicaScaling(replicas, rollout.pump, sync, planned, reserve, size)
+    return ReplicaScaling(replicas, rollout.scheduler, sync, planned, reserve, size)
 
 
 def _rollout(

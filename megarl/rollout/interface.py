@@ -180,9 +180,11 @@ class RolloutEngine(ABC):
         """Forgets these requests, or all, where they are in flight."""
 
     @abstractmethod
-    def nudge(self) -> None:
-        """Ends the wait of the `collect` that is under way, else that of the next one. Any thread may call it; an engine whose `collect`
-        waits for nothing has nothing to do."""
+    def interrupt(self) -> None:
+        """Ends the wait of the `collect` under way, or else that of the next one. Any thread may call it.
+
+        An engine whose `collect` does not wait does nothing.
+        """
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
         """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n). Raises as `submit`."""
@@ -214,7 +216,7 @@ class RolloutEngine(ABC):
     def begin_weight_update(self, manifest: Manifest) -> None:
         """From here to `end_weight_update` the engine refuses to generate.
 
-        Pauses generation: requests in flight go on after the update. An update that was begun and not ended is given up.
+        Pauses generation: requests in flight continue after the update. An update that was begun and not ended is dropped.
         Raises as `needed_boxes`, and then leaves the engine as it was.
         """
 

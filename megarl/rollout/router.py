@@ -1,9 +1,9 @@
-"""Which replica gets which request: pure, so that every order of events can be tried.
+"""The request router, which decides which replica gets which request. It is pure, so that tests can try every order of events.
 
-Requests wait in the order of their arrival, but for those that go first; a replica gets the next ones up to a bound on what it has in
-flight, and of several that have room the one with the least in flight comes first. When a replica is lost, what it had in flight goes
-back to its place in the queue. A request ends once: what comes twice, or from a replica that does not have it, is an error; what was
-taken back and comes all the same is nothing.
+Requests are queued in the order of their arrival, except for those with priority. A replica gets the next requests up to its limit of
+requests in flight; among several replicas with room, the one with the fewest requests in flight is served first. When a replica is
+lost, its requests return to their positions in the queue. Each request finishes once: a request that finishes twice, or at a replica
+that does not have it, is an error. A cancelled request that finishes all the same is ignored.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
-_Place = tuple[int, int]  # 0 for what goes on, 1 for what goes first, 2 for others; and its number
+_Priority = tuple[int, int]  # 0 for continued requests, 1 for requests that go first, 2 for others; then the request id
 
 
-class DispatchError(RuntimeError):
-    """A replica finished what it was not given, or what it had finished before."""
+class RequestRoutingError(RuntimeError):
+    """A replica finished a request that it was not given, or that it had finished before."""
 
 
-class RequestQueue(Generic[Request]):
-    """`num_replicas`: numbered from 0. `max_concurrency`: requests that each has in flight."""
+class RequestRouter(Generic[Request]):
+    """A queue of requests in front of replicas.
+
+    Args:
+        num_replicas: The number of replicas, which are numbered from 0.
+        max_concurrency: The most requests in flight at a replica.
+    """
 
     def __init__(self, num_replicas: int, max_concurrency: int) -> None:
-        self._requests: dict[int, Request] = {}  # that are not finished
-        self._places: dict[int, _Place] = {}  # of these
-        self._preferred: dict[int, int] = {}  # the replica that has computed the beginning of a request before
-        self._waiting: list[tuple[_Place, int]] = []  # a heap; what was taken back is still in it
+        self._requests: dict[int, Request] = {}  # unfinished requests
+        self._priorities: dict[int, _Priority] = {}
+        self._preferred: dict[int, int] = {}  # request -> the replica that has its prefix in the cache
+        self._waiting: list[tuple[_Priority, int]] = []  # a heap, which still contains cancelled requests
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
-        self._taken_back: list[set[int]] = [set() for _ in range(num_replicas)]  # while the replica had them
+        self._cancelled: list[set[int]] = [set() for _ in range(num_replicas)]  # while they were in flight at the replica
         self._max_concurrency = max_concurrency
         self._last_id = -1
 
@@ -38,51 +43,58 @@ class RequestQueue(Generic[Request]):
         return len(self._requests)
 
     def load(self, replica: int) -> int:
-        """Requests that it has in flight."""
+        """Returns the number of requests in flight at a replica."""
         return len(self._in_flight[replica])
 
     def in_flight(self) -> list[set[int]]:
-        """The ids of the requests that each replica has. Any thread may ask."""
+        """Returns the ids of the requests in flight at each replica. Any thread may call it."""
         return [numbers.copy() for numbers in self._in_flight]
 
     def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False, prefer: int | None = None) -> None:
-        """(id, request) in the order of arrival; `first`: they go before others. prefer: the replica that has computed their beginning, so
-        that they go before all others; it gets them, unless it has no room, or more than twice as much in flight as another.
+        """Queues requests.
 
-        Raises ValueError for ids that do not rise."""
+        Args:
+            requests: Pairs of id and request in the order of arrival.
+            first: Whether they go before others.
+            prefer: The replica that has the prefix of the requests in its cache. They go before all others, to this replica unless it
+                has no room or more than twice as many requests in flight as another.
+
+        Raises:
+            ValueError: The ids do not increase.
+        """
         for request_id, request in requests:
             if request_id <= self._last_id:
                 raise ValueError(f"the ids of requests must rise: {request_id} came after {self._last_id}")
             self._last_id = request_id
             self._requests[request_id] = request
-            self._places[request_id] = place = (0 if prefer is not None else 1 if first else 2, request_id)
+            self._priorities[request_id] = place = (0 if prefer is not None else 1 if first else 2, request_id)
             heapq.heappush(self._waiting, (place, request_id))
             if prefer is not None:
                 self._preferred[request_id] = prefer
 
     def resize(self, num_replicas: int) -> None:
-        """Replicas join, or those with the highest numbers leave, which have lost what they had."""
+        """Adds replicas, or removes those with the highest numbers, whose requests must have been requeued."""
         joining = num_replicas - len(self._in_flight)
         assert not any(self._in_flight[num_replicas:])
         self._in_flight = self._in_flight[:num_replicas] + [set() for _ in range(joining)]
-        self._taken_back = self._taken_back[:num_replicas] + [set() for _ in range(joining)]
+        self._cancelled = self._cancelled[:num_replicas] + [set() for _ in range(joining)]
 
-    def take_back(self, request_ids: Collection[int]) -> dict[int, list[int]]:
-        """Nobody waits for these any more; returns what of them replicas have in flight, by replica."""
+    def cancel(self, request_ids: Collection[int]) -> dict[int, list[int]]:
+        """Cancels requests. Returns those that were in flight, by replica."""
         wanted = self._requests.keys() & set(request_ids)
         for request_id in wanted:
             self._drop(request_id)
-        given_up: dict[int, list[int]] = {}
+        cancelled: dict[int, list[int]] = {}
         for replica, in_flight in enumerate(self._in_flight):
             if begun := in_flight & wanted:
                 in_flight -= begun
-                self._taken_back[replica] |= begun
-                given_up[replica] = sorted(begun)
-        return given_up
+                self._cancelled[replica] |= begun
+                cancelled[replica] = sorted(begun)
+        return cancelled
 
-    def deal(self, ready: Collection[int]) -> dict[int, list[Request]]:
-        """Gives waiting requests to the replicas of `ready`, as many as they may have; those that get none are left out."""
-        dealt: dict[int, list[Request]] = {}
+    def assign(self, ready: Collection[int]) -> dict[int, list[Request]]:
+        """Assigns queued requests to the replicas in `ready` up to their limits. Returns the requests of each replica that got any."""
+        assigned: dict[int, list[Request]] = {}
         while self._waiting and ready:
             least = min(ready, key=lambda number: (self.load(number), number))
             if self.load(least) >= self._max_concurrency:
@@ -93,32 +105,36 @@ class RequestQueue(Generic[Request]):
                 most = min(2 * (self.load(least) + 1), self._max_concurrency - 1)
                 replica = preferred if preferred in ready and self.load(preferred) <= most else least
                 self._in_flight[replica].add(request_id)
-                dealt.setdefault(replica, []).append(self._requests[request_id])
-        return dealt
+                assigned.setdefault(replica, []).append(self._requests[request_id])
+        return assigned
 
     def finish(self, replica: int, request_id: int) -> bool:
-        """False where the request was taken back. Raises DispatchError for one that the replica does not have in flight."""
-        if request_id in self._taken_back[replica]:
-            self._taken_back[replica].remove(request_id)
+        """Marks a request as finished. Returns False if it was cancelled.
+
+        Raises:
+            RequestRoutingError: The replica does not have the request in flight.
+        """
+        if request_id in self._cancelled[replica]:
+            self._cancelled[replica].remove(request_id)
             return False
         if request_id not in self._in_flight[replica]:
             known = (
                 "was finished before" if 0 <= request_id <= self._last_id and request_id not in self._requests else "was not given to it"
             )
-            raise DispatchError(f"replica {replica} finished request {request_id}, which {known}")
+            raise RequestRoutingError(f"replica {replica} finished request {request_id}, which {known}")
         self._in_flight[replica].remove(request_id)
         self._drop(request_id)
         return True
 
-    def lose(self, replica: int) -> Collection[int]:
-        """Puts what the replica has in flight back to its place in the queue; the ids."""
+    def requeue(self, replica: int) -> Collection[int]:
+        """Puts the requests in flight at a replica back into the queue, at their old positions. Returns their ids."""
         lost = self._in_flight[replica]
         for request_id in lost:
-            heapq.heappush(self._waiting, (self._places[request_id], request_id))
-        self._in_flight[replica], self._taken_back[replica] = set(), set()
+            heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
+        self._in_flight[replica], self._cancelled[replica] = set(), set()
         return lost
 
     def _drop(self, request_id: int) -> None:
         del self._requests[request_id]
-        del self._places[request_id]
+        del self._priorities[request_id]
         self._preferred.pop(request_id, None)

@@ -1,11 +1,11 @@
-"""How far generation may run ahead of training: which group may be begun, and which are trained next. Pure.
+"""The staleness controller, which decides which groups may be started and which are trained next. It is pure.
 
-Groups, a prompt with its samples each, are begun in the order of the prompts, and trained in it: step s trains the next
-`prompts_per_step`, however long they take. A group is admitted only where the step that will train it is at most `max_staleness`
-versions of the weights ahead of those that begin it, and where there is such a step. So nothing that is finished is ever thrown away for
-its age, and long answers are trained as often as short ones. A group may be dropped, for its samples teach nothing or there will be none:
-those behind it are then trained earlier, never later. Without `in_order` a step trains the oldest groups that are finished; those that are
-late keep their room, and their age has no bound.
+Groups (a prompt with its samples) are started and trained in the order of the prompts: step s trains the next `prompts_per_step` groups,
+however long they take. A group is admitted only if the step that will train it exists, and if the weights of that step are at most
+`max_staleness` versions newer than those that start the group. Finished groups are therefore never discarded for their age, and long
+responses are trained as often as short ones. A group may be dropped because its samples carry no signal or cannot be generated; later
+groups are then trained earlier, never later. Without `in_order` a step trains the oldest finished groups; late groups keep their place,
+and their age is not bounded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,18 @@ from collections.abc import Callable
 from itertools import islice
 
 
-class AdmissionLedger:
-    """next_step: the first that trains. version: of the weights which that step trains. step_pushes: whether new weights are pushed at
-    the end of a step. Groups are numbered from 0."""
+class StalenessController:
+    """Bounds how old the weights behind a training batch may be. Groups are numbered from 0.
+
+    Args:
+        max_staleness: The most versions between the weights that start a group and those that train it.
+        prompts_per_step: The number of groups of a step.
+        total_steps: The last step of the run.
+        next_step: The first step that trains.
+        version: The version of the weights that `next_step` trains.
+        step_pushes: Returns whether new weights are pushed at the end of a step.
+        in_order: Whether groups are trained in the order of the prompts.
+    """
 
     def __init__(
         self,
@@ -34,57 +43,57 @@ class AdmissionLedger:
         self.max_staleness, self.prompts_per_step = max_staleness, prompts_per_step
         self._total_steps, self._step_pushes = total_steps, step_pushes
         self.next_step = next_step
-        self._next_version = version  # that `next_step` trains
-        self._live: dict[int, tuple[int, bool]] = {}  # in order: group -> (version that began it, whether it is finished)
-        self._dropped: list[int] = []  # since the last group that was taken; in order
+        self._next_version = version  # the version that `next_step` trains
+        self._live: dict[int, tuple[int, bool]] = {}  # in order: group -> (version that started it, whether it is finished)
+        self._dropped: list[int] = []  # since the last taken group, in order
         self._num_admitted = 0
 
     @property
     def live(self) -> dict[int, int]:
-        """The groups that are begun and neither taken nor dropped, in order, with the versions that began them."""
+        """The groups that are neither taken nor dropped, in order, with the versions that started them."""
         return {group: version for group, (version, _) in self._live.items()}
 
     def may_admit(self, version: int) -> bool:
-        """Whether weights of `version` may begin the next group."""
-        step = self.next_step + len(self._live) // self.prompts_per_step  # that would train it
+        """Whether weights of `version` may start the next group."""
+        step = self.next_step + len(self._live) // self.prompts_per_step  # the step that would train it
         if len(self._live) >= (self.max_staleness + 1) * self.prompts_per_step or step > self._total_steps:
             return False
         return self.trained_version(step) - version <= self.max_staleness
 
     def trained_version(self, step: int) -> int:
-        """Of the weights that `step` trains, one that is not before `next_step`."""
+        """Returns the version of the weights that `step` trains. `step` must not be before `next_step`."""
         return self._next_version + sum(map(self._step_pushes, range(self.next_step, step)))
 
     def admit(self, version: int) -> int:
-        """Begins a group; its number. `may_admit` of the version has been asked."""
+        """Admits a group and returns its number. The caller has checked `may_admit`."""
         group = self._num_admitted
         self._num_admitted += 1
         self._live[group] = (version, False)
         return group
 
     def finish(self, group: int) -> None:
-        """It has all its samples."""
+        """Marks a group as finished: it has all its samples."""
         self._live[group] = (self._live[group][0], True)
 
     def drop(self, group: int) -> None:
-        """It is not trained."""
+        """Drops a group, which is then not trained."""
         del self._live[group]
         self._dropped.insert(bisect_left(self._dropped, group), group)
 
     @property
     def is_ready(self) -> bool:
-        """All groups of the next step are finished."""
+        """Whether all groups of the next step are finished."""
         first = self._next()
         return len(first) == self.prompts_per_step and all(self._live[group][1] for group in first)
 
     @property
     def num_dropped(self) -> int:
-        """Groups that have been dropped among, or before, those of the next step that are begun."""
+        """The number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
         return bisect_left(self._dropped, first[-1]) if len(first) == self.prompts_per_step else len(self._dropped)
 
     def take(self, version: int) -> list[int]:
-        """The groups of the next step, which trains the weights of `version`, in order; it is ready."""
+        """Returns the groups of the next step in order. The step must be ready and train the weights of `version`."""
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()
@@ -97,6 +106,6 @@ class AdmissionLedger:
         return groups
 
     def _next(self) -> list[int]:
-        """The groups that the next step trains, as far as there are so many."""
+        """Returns the groups that the next step trains, or as many of them as have been admitted."""
         candidates = self._live if self.in_order else (group for group, (_, is_finished) in self._live.items() if is_finished)
         return list(islice(candidates, self.prompts_per_step))

@@ -13,7 +13,7 @@ from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import Alone, nobody_else
+from megarl.roles.rollout.replicas import ExclusiveAccess, unshared
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -128,7 +128,7 @@ class ScriptedEngine:
         return answer
 
     def call_beside(self, method: RemoteMethod) -> None:
-        assert method is RolloutWorker.nudge
+        assert method is RolloutWorker.interrupt
         call = self._call
         assert call is not None
         self._clock.at(self._clock.now_s, lambda: self._end(call))
@@ -193,7 +193,7 @@ class ScriptedEngines:
         self.groups = [ScriptedEngine(clock, length_of, version, tick_s=tick_s) for _ in range(count)]
         self.starting: set[int] = set()
         self.restarted: list[tuple[float, int]] = []
-        self.alone: Alone = nobody_else
+        self.exclusive: ExclusiveAccess = unshared
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -205,8 +205,8 @@ class ScriptedEngines:
             engine.push(version, pause_s)
         self.starting.clear()
 
-    def admit(self, number: int) -> bool:
-        """It has the weights of now."""
+    def readmit(self, number: int) -> bool:
+        """Gives a restarted engine the current weights."""
         self.groups[number].push(self._version, 0.0)
         self.starting.discard(number)
         return True

@@ -1,4 +1,6 @@
-"""A run on a clock of its own: groups, ledger, pump and dispatch are those of a run; engines, trainer and scoring only take their time.
+"""A run in virtual time, with the rollout buffer, staleness controller, request scheduler and router of a run.
+
+Engines, trainer and scoring only take time.
 
     outcome = Simulation(Script(lengths=[[120, 80], [300, 40], ...], prompts_per_step=2, ...)).run()
 
@@ -18,12 +20,12 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.rollout.finished_groups import FinishedGroup, Written
+from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
 from megarl.roles.rollout.rollout import Deliver
-from megarl.roles.rollout.rollout_buffer import GroupRules, GroupsAhead, Taken
-from megarl.roles.rollout.scheduler import GiveUp, Pump, RolloutLimits
+from megarl.roles.rollout.rollout_buffer import GroupRules, RolloutBuffer, StepGroups
+from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 
 _NEVER_S = 1e12  # nobody hangs in a simulation
@@ -118,7 +120,7 @@ class Simulation:
     """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or end the run by what
     it raises."""
 
-    kind: type[Written] = Sample
+    kind: type[RolloutOutput] = Sample
 
     def __init__(self, script: Script, saved: Saved | None = None, on_event: Callable[[int], None] = lambda number: None) -> None:
         self._script = script
@@ -138,10 +140,10 @@ class Simulation:
         )
         limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
-        self.pump = Pump(self.engines, self.engines.admit, limits, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(self.engines, self.engines.readmit, limits, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
         self._loader = BatchLoader(_Rows(len(script.lengths)), script.prompts_per_step, shuffle=False, seed=0)
         self._scoring = _Scoring(clock, script)
-        ledger = AdmissionLedger(
+        staleness = StalenessController(
             max_staleness=script.max_staleness,
             prompts_per_step=script.prompts_per_step,
             total_steps=script.total_steps,
@@ -151,22 +153,22 @@ class Simulation:
             in_order=script.late is Late.wait,
         )
         rules = GroupRules(sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate)
-        self.groups = GroupsAhead(self, self, self._loader, self._scoring, rules, ledger)
+        self.buffer = RolloutBuffer(self, self, self._loader, self._scoring, rules, staleness)
         if saved is not None:
             self._loader.load_state_dict(saved.position)
-            self.groups.restore(saved.groups, saved.position.get("trained", []))
+            self.buffer.restore(saved.groups, saved.position.get("trained", []))
 
     def run(self) -> SimulatedRun:
-        self.groups.begin()
-        for number in range(self.groups.ledger.next_step, self._script.total_steps + 1):
+        self.buffer.begin()
+        for number in range(self.buffer.staleness.next_step, self._script.total_steps + 1):
             start_s = self.clock.now_s
-            self._work(lambda: self.groups.is_ready)
-            self._record(number, self.groups.take(), self.clock.now_s - start_s)
+            self._work(lambda: self.buffer.is_ready)
+            self._record(number, self.buffer.take(), self.clock.now_s - start_s)
             self._work(lambda: False, self._script.training_s, is_awaited=False)
             if number > self._script.critic_warmup_steps:
                 self._push()
-            self.saved = Saved(number, self.version, self.groups.position(), {group.uid: group for group in self.groups.finished()})
-        tokens, slots = sum(self.pump.totals().num_tokens), self._script.num_engines * self._script.slots
+            self.saved = Saved(number, self.version, self.buffer.position(), {group.uid: group for group in self.buffer.finished()})
+        tokens, slots = sum(self.scheduler.totals().num_tokens), self._script.num_engines * self._script.slots
         busy = tokens * self._script.token_s / (slots * self.clock.now_s)
         return SimulatedRun(self.steps, self.clock.now_s, busy, len(self.engines.restarted))
 
@@ -183,12 +185,12 @@ class Simulation:
         ]
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
     ) -> Callable[[], None]:
-        numbers = self.pump.add(requests, lambda replica, finished: deliver(replica, *finished), give_up=give_up)
-        return lambda: self.pump.take_back(numbers)
+        numbers = self.scheduler.add(requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure)
+        return lambda: self.scheduler.cancel(numbers)
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
+    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         """Scoring reads whose they are alone."""
         return prompts
 
@@ -196,32 +198,32 @@ class Simulation:
 
     def _work(self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True) -> None:
         """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an engine that has started."""
-        end_s, self.pump.may_admit = self.clock.now_s + limit_s, is_awaited
+        end_s, self.scheduler.may_readmit = self.clock.now_s + limit_s, is_awaited
         while True:
-            self.groups.score()
+            self.buffer.score()
             if is_enough() or self.clock.now_s >= end_s:
                 return
             until_s = min(end_s, self._scoring.next_s)
-            if self.pump.is_at_work:
-                self.pump.turn(until_s - self.clock.now_s)
+            if self.scheduler.is_at_work:
+                self.scheduler.poll(until_s - self.clock.now_s)
             elif (until_s := min(until_s, self.clock.next_s)) == math.inf:
-                raise StalledError(f"at {self.clock.now_s:g}: nobody works, and step {self.groups.ledger.next_step} waits for samples")
+                raise StalledError(f"at {self.clock.now_s:g}: nobody works, and step {self.buffer.staleness.next_step} waits for samples")
             else:
                 self.clock.pass_by(until_s - self.clock.now_s)
 
     def _push(self) -> None:
         if self._script.on_update is OnUpdate.drain:
             start_s = self.clock.now_s
-            self._work(lambda: not (self.pump.is_at_work or self.groups.awaits_scores))
+            self._work(lambda: not (self.scheduler.is_at_work or self.buffer.awaits_scores))
             last = self.steps[-1]
             self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
-        self.pump.hold()
+        self.scheduler.pause()
         self.version += 1
         self.engines.push(self.version, self._script.push_s)
         self.clock.pass_by(self._script.push_s)
-        self.groups.begin()
+        self.buffer.begin()
 
-    def _record(self, number: int, taken: Taken, waiting_s: float) -> None:
+    def _record(self, number: int, taken: StepGroups, waiting_s: float) -> None:
         trained = [index for index, is_dropped in enumerate(taken.is_dropped) if not is_dropped]
         uids = taken.prompts.non_tensor_batch["uid"]
         samples = [sample for index in trained for sample in taken.samples[index]]

@@ -23,10 +23,10 @@ from megarl.data.loader import BatchLoader
 from megarl.machine.errors import CheckpointError
 from megarl.roles.models import ABSENT, valid_token_count
 from megarl.roles.reward import score_weights
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.start import PPORoles
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 from megarl.tracking.scale_request import take_request
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, leave_out_late
@@ -55,14 +55,14 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.roles = roles
-        self._ahead = generation_ahead(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
-        self.prompts = self._ahead or prompts
+        self._async_rollout = make_async_rollout(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
+        self.prompts = self._async_rollout or prompts
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
-        self._status = StatusOfRun(config, roles, monitor, self._ahead)
+        self._status = StatusOfRun(config, roles, monitor, self._async_rollout)
         self._rows = SampleRows(config)
-        self._sample = make_sampling(config, self._ahead or roles.rollout, roles.reward, prompts)
+        self._sample = make_sampling(config, self._async_rollout or roles.rollout, roles.reward, prompts)
         self._advantages = AdvantageStep(
             config.algorithm,
             max_response_length=config.data.max_response_length,
@@ -72,7 +72,7 @@ class PPOTrainer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """All steps are made within it: the run's files are open, and it says where it is."""
-        with self.monitor, StatusWriter(Path(self.config.trainer.output_dir), self._status.look) as status:
+        with self.monitor, StatusWriter(Path(self.config.trainer.output_dir), self._status.snapshot) as status:
             yield
             if self.checkpoints.stopped_after is not None:
                 status.end_state = STOPPED
@@ -85,8 +85,8 @@ class PPOTrainer:
                     prompts = next(self.prompts)
                 self.monitor.record(self.train_step(prompts, step))
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._async_rollout is not None:
+                self._async_rollout.close()
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; what is between two of them is the step. The first weights are pushed before; behind a
@@ -126,7 +126,7 @@ class PPOTrainer:
 
     def _files(self) -> dict[str, bytes]:
         """What a checkpoint keeps beside that state."""
-        groups = self._ahead.finished_groups() if self._ahead is not None else []
+        groups = self._async_rollout.finished_groups() if self._async_rollout is not None else []
         return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -138,9 +138,9 @@ class PPOTrainer:
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])  # a fixed one is as the configuration says
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
-        if self._ahead is not None and (folder / SAMPLES_FILE).is_file():
+        if self._async_rollout is not None and (folder / SAMPLES_FILE).is_file():
             try:
-                self._ahead.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
+                self._async_rollout.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged") from error
 
@@ -164,7 +164,7 @@ class PPOTrainer:
         results = gather(*updates)
 
         parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
-        parts += (self._ahead.drain_metrics(),) if self._ahead is not None else ()
+        parts += (self._async_rollout.drain_metrics(),) if self._async_rollout is not None else ()
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -222,12 +222,12 @@ class PPOTrainer:
         return result.metrics
 
 
-def generation_ahead(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer) -> GenerationAhead:
+def make_async_rollout(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer) -> AsyncRollout:
     """Of a run whose `rollout.max_staleness` is above 0."""
     trainer, rollout = config.trainer, config.rollout
 
-    def ledger(version: int) -> AdmissionLedger:
-        return AdmissionLedger(
+    def staleness(version: int) -> StalenessController:
+        return StalenessController(
             max_staleness=rollout.max_staleness,
             prompts_per_step=trainer.prompts_per_step,
             total_steps=trainer.total_steps,
@@ -237,4 +237,4 @@ def generation_ahead(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, c
             in_order=rollout.late is Late.wait,
         )
 
-    return GenerationAhead(roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, ledger)
+    return AsyncRollout(roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, staleness)

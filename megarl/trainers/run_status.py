@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
-from megarl.roles.rollout.async_rollout import GenerationAhead
-from megarl.roles.rollout.scheduler import PumpTotals, ReplicaState, RequestState
+from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.scheduler import ReplicaState, RequestState, SchedulerTotals
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.monitor import WAIT, Monitor
@@ -21,7 +21,7 @@ _STALLED_SHARE = 0.25  # of the limit after which a replica is taken for hung
 
 class _Moment(NamedTuple):
     now_s: float
-    pump: PumpTotals
+    scheduler: SchedulerTotals
     waited_s: float  # by the trainer, for samples
 
 
@@ -29,22 +29,22 @@ class StatusOfRun:
     """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds nobody up. What it sees goes to
     the timeline too."""
 
-    def __init__(self, config: PPOConfig, roles: PPORoles, monitor: Monitor, ahead: GenerationAhead | None) -> None:
-        self._config, self._roles, self._monitor, self._ahead = config, roles, monitor, ahead
+    def __init__(self, config: PPOConfig, roles: PPORoles, monitor: Monitor, async_rollout: AsyncRollout | None) -> None:
+        self._config, self._roles, self._monitor, self._async_rollout = config, roles, monitor, async_rollout
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
     def _moment(self) -> _Moment:
-        return _Moment(time.monotonic(), self._roles.rollout.pump.totals(), self._position.seconds_in(WAIT))
+        return _Moment(time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT))
 
-    def look(self) -> RunStatus:
+    def snapshot(self) -> RunStatus:
         rollout, position = self._roles.rollout, self._position
-        requests, replicas = rollout.look()
+        requests, replicas = rollout.snapshot()
         first, now = self._moments[0], self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
-        num_tokens = [last - before for before, last in zip_longest(first.pump.num_tokens, now.pump.num_tokens, fillvalue=0)]
-        busy_s = sum(now.pump.busy_s) - sum(first.pump.busy_s)
+        num_tokens = [last - before for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)]
+        busy_s = sum(now.scheduler.busy_s) - sum(first.scheduler.busy_s)
         begun = position.begun.copy()
         groups = _by_group(requests)
         num_groups = self._num_groups(groups)
@@ -83,7 +83,7 @@ class StatusOfRun:
         return {
             "waiting": sum(waiting),
             "generating": len(waiting) - sum(waiting),
-            "finished": 0 if self._ahead is None else self._ahead.num_finished(),
+            "finished": 0 if self._async_rollout is None else self._async_rollout.num_finished(),
             "training": self._config.trainer.prompts_per_step if training else 0,
         }
 

@@ -136,9 +136,9 @@ class _Polled(UnderWay):
         self._wire, self._work = wire, work
 
     def is_done(self, patience_s: float) -> bool:
-        give_up_s, nap_s = time.monotonic() + patience_s, _POLL_S
+        deadline_s, nap_s = time.monotonic() + patience_s, _POLL_S
         while not self._work.is_completed():
-            if time.monotonic() >= give_up_s:
+            if time.monotonic() >= deadline_s:
                 return False
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_POLL_S)

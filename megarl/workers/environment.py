@@ -1,4 +1,4 @@
-"""The process in which environments and tools run: it answers turns of many episodes at the same time."""
+"""The process in which environments and tools run. It answers turns of many episodes at the same time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.tool_calls import call_parser
 
-_GRACE_S = 5.0  # a call has the same clock, and says more than that it was too late
+_GRACE_S = 5.0  # Calls of tools have the same limit, and their own error says more.
 
 
 class TurnOrder(NamedTuple):
-    """episode: a number that is used once."""
+    """A turn to be answered. `episode` is a number that is used once."""
 
     episode: int
     task: Task
@@ -33,32 +33,32 @@ class TurnOrder(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """answer: None where it took too long."""
+    """The answer to a turn, None if it took too long."""
 
     episode: int
     place: TurnPlace
     answer: TurnAnswer | None
 
 
-class TurnDesk:
+class EnvironmentServer:
     """Answers turns of many episodes, at most `max_concurrency` at the same time, each within `limit_s`.
 
-    An episode's environment is made for its first order, and closed with the last answer or when the episode is said to be over.
+    The environment of an episode is created for its first turn, and closed after its last answer or when the episode is ended.
     """
 
     def __init__(self, make: Callable[[Task], Responder], limit_s: float, max_concurrency: int) -> None:
         self._make, self._limit_s = make, limit_s
-        self._gate = asyncio.Semaphore(max_concurrency)
+        self._semaphore = asyncio.Semaphore(max_concurrency)
         self._responders: dict[int, Responder] = {}
 
     @property
     def num_open(self) -> int:
-        """Environments."""
+        """The number of environments."""
         return len(self._responders)
 
     async def answer(self, order: TurnOrder) -> TurnReport:
         """Raises EnvironmentFailedError."""
-        async with self._gate:
+        async with self._semaphore:
             answer: TurnAnswer | None = None
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -74,14 +74,14 @@ class TurnDesk:
             return TurnReport(order.episode, order.turn.place, answer)
 
     async def close(self, episode: int) -> None:
-        """Also of an episode that has none. Raises EnvironmentFailedError."""
+        """Closes the environment of an episode, if it has one. Raises EnvironmentFailedError."""
         responder = self._responders.pop(episode, None)
         if responder is not None:
             await responder.close()
 
 
 class EnvironmentWorker(Worker):
-    """A desk in a thread of its own, which takes orders and gives reports of many episodes in one call."""
+    """An environment server in a thread of its own. One call exchanges turns and answers of many episodes."""
 
     def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None) -> None:
         super().__init__()
@@ -90,19 +90,23 @@ class EnvironmentWorker(Worker):
         set_chat_time(tokenizer, chat_time)
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
         parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
-        self._desk = TurnDesk(lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency)
+        self._server = EnvironmentServer(
+            lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency
+        )
         self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
-        """Takes turns to be answered, and episodes that are over without an answer; waits at most `wait_s` for an answer, and gives back
-        all that there are. Raises EnvironmentFailedError."""
+        """Takes turns to answer and episodes to end, waits at most `wait_s` for an answer, and returns all answers.
+
+        Raises EnvironmentFailedError.
+        """
         for order in orders:
             asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
         for episode in ended:
-            asyncio.run_coroutine_threadsafe(self._work(self._desk.close(episode)), self._loop)
+            asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
         reports: list[TurnReport] = []
         try:
             heard = self._reports.get(timeout=wait_s)
@@ -115,8 +119,8 @@ class EnvironmentWorker(Worker):
             return reports
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def nudge(self) -> None:
-        """Called beside `exchange`, whose wait it ends."""
+    def interrupt(self) -> None:
+        """Ends the wait of an `exchange` that runs at the same time."""
         self._reports.put(None)
 
     async def _work(self, what: Coroutine[Any, Any, None]) -> None:
@@ -126,4 +130,4 @@ class EnvironmentWorker(Worker):
             self._reports.put(error)
 
     async def _answer(self, order: TurnOrder) -> None:
-        self._reports.put(await self._desk.answer(order))
+        self._reports.put(await self._server.answer(order))

@@ -37,9 +37,9 @@ class RolloutWorker(Worker):
         self._engine.abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def nudge(self) -> None:
-        """Called beside `submit_and_poll`, whose wait it ends."""
-        self._engine.nudge()
+    def interrupt(self) -> None:
+        """Ends the wait of a `submit_and_poll` that runs at the same time."""
+        self._engine.interrupt()
 
     # ---- weights: see RolloutEngine
 

@@ -83,8 +83,8 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
         if step > 1:
             return
         assert isinstance(roles.rollout, EpisodeRollout)
-        pump, environments = roles.rollout.pump, roles.rollout.environments
-        turn, add, (replica,) = environments.turn, pump.add, roles.rollout.replicas[0].process_ids()
+        scheduler, environments = roles.rollout.scheduler, roles.rollout.environments
+        turn, add, (replica,) = environments.poll, scheduler.add, roles.rollout.replicas[0].process_ids()
 
         def turn_and_kill(wait_s: float) -> Any:
             if not killed and called.exists() and (pids := called.read_text().split()):
@@ -99,8 +99,8 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
                 os.kill(replica, signal.SIGKILL)  # what was just added cannot have been generated yet
             return numbers
 
-        environments.turn = turn_and_kill  # type: ignore[method-assign]
-        pump.add = add_and_kill  # type: ignore[method-assign]
+        environments.poll = turn_and_kill  # type: ignore[method-assign]
+        scheduler.add = add_and_kill  # type: ignore[method-assign]
 
     config = load_config(
         PPOConfig,

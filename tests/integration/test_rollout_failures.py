@@ -25,7 +25,7 @@ from megarl.roles.rollout.replicas import RestartLimitError
 from megarl.roles.rollout.rollout import Rollout
 from megarl.roles.rollout.scheduler import EngineFaultError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
-from megarl.rollout.router import DispatchError
+from megarl.rollout.router import RequestRoutingError
 from megarl.weights.checksum import checksum
 from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
@@ -174,12 +174,12 @@ def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
     with pytest.raises(WorkerError, match="exceed the model's max_position_embeddings"):
         list(rollout.stream([GenerationRequest(0, [1] * 60, SamplingParameters(max_new_tokens=9, seed=0))]))
     assert rollout.drain_metrics()["rollout/num_restarts"] == 0
-    assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # what was given up does not come back
+    assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # cancelled requests do not come back
 
 
 LIES: dict[What, tuple[type[RunError], str]] = {
-    What.lie_doubled: (DispatchError, r"replica 0 finished request \d+, which was finished before"),
-    What.lie_unknown: (DispatchError, r"replica 0 finished request 1000000000, which was not given to it"),
+    What.lie_doubled: (RequestRoutingError, r"replica 0 finished request \d+, which was finished before"),
+    What.lie_unknown: (RequestRoutingError, r"replica 0 finished request 1000000000, which was not given to it"),
     What.lie_version: (EngineFaultError, r"rollout replica 0 wrote a sample with the weight versions \(4, 5\); .*version 5"),
     What.lie_too_long: (EngineFaultError, r"rollout replica 0 gave .*: \d+ tokens where 1 to 12 were asked for"),
     What.lie_log_probs: (EngineFaultError, r"rollout replica 0 gave .*: \d+ log-probs for \d+ tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.schema import DType
-from tests.soak import ahead_kills, kills, save_kills
+from tests.soak import async_kills, kills, save_kills
 
 
 def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path) -> None:
@@ -21,6 +21,6 @@ def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path)
         assert report.num_checksums > 0
     for engine, num_kills in (("fake", 30), ("sglang", 3)):  # while generation runs ahead of training, the driver too
         (folder := tmp_path / f"{engine}_ahead").mkdir()
-        assert f"{num_kills} kills" in ahead_kills.run(engine, num_kills, seed=0, folder=folder)
+        assert f"{num_kills} kills" in async_kills.run(engine, num_kills, seed=0, folder=folder)
     (folder := tmp_path / "saves").mkdir()
     assert "the end is that of an undisturbed run" in save_kills.soak("hybrid", DType.bfloat16, num_kills=4, seed=0, folder=folder)

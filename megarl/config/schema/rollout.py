@@ -68,7 +68,7 @@ class RolloutConfig:
     max_staleness: int = ranged(0, at_least=0, at_most=64)  # steps that generation may run ahead of training; 0: it waits for new weights
     on_update: OnUpdate = OnUpdate.go_on  # what samples in flight do when new weights come; they are where max_staleness is above 0
     late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
-    # share of a step's prompts that may be given up where an engine cannot write their samples; others take their place, ahead of training
+    # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace them, ahead of training
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     restart_limit: int = ranged(3, at_least=0)  # replica restarts that one run allows
     health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung

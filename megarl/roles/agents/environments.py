@@ -1,4 +1,4 @@
-"""The processes that answer a model's turns as the driver sees them: orders go out, reports come back, those that die are replaced."""
+"""The processes of the environments as the driver sees them: orders go out, reports come back, dead processes are restarted."""
 
 from __future__ import annotations
 
@@ -19,18 +19,29 @@ from megarl.roles.rollout.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
 
-_WAIT_S = 5.0  # that a process waits for an answer before it says that it is still there
+_WAIT_S = 5.0  # A process that has no report answers after this time, to show that it is alive.
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentLimitError(RunError):
-    """Processes of environments ended too often."""
+    """Too many processes of environments had to be restarted."""
 
 
 @dataclass
 class _Process:
-    """episodes: whose environments it may have. unanswered: those of which a turn is with it. is_up: it has answered a call, so that it is
-    no longer starting."""
+    """A process of environments.
+
+    Attributes:
+        group: Its worker group.
+        heard_s: When it last reported a turn, or got the first one.
+        orders: Turns that it has not been sent yet.
+        ended: Episodes that have ended and whose end it has not been sent yet.
+        episodes: The episodes whose environments it may have.
+        unanswered: The episodes of which it has a turn.
+        future: The call under way.
+        is_interrupted: Whether this call was interrupted.
+        is_up: Whether it has answered a call, so that it is no longer starting.
+    """
 
     group: RoleGroup
     heard_s: float
@@ -39,13 +50,21 @@ class _Process:
     episodes: set[int] = field(default_factory=set)
     unanswered: set[int] = field(default_factory=set)
     future: WorkerFuture[list[TurnReport]] | None = None
-    is_nudged: bool = False
+    is_interrupted: bool = False
     is_up: bool = False
 
 
 class Environments:
-    """One process for each pool; an episode stays with one. hang_limit_s: a process that owes answers and gives none for so long is
-    ended. restart_limit: processes that may be started anew in a run. wait: as wait_for_any."""
+    """The processes of the environments, one per pool. An episode stays with one process.
+
+    Args:
+        pools: Where each process runs.
+        worker: What to start there.
+        restart_limit: The number of restarts after which the run ends.
+        hang_limit_s: A process that has turns to answer and reports none for this time is restarted.
+        phase_time_limit_s: The limit of a call.
+        wait: Has the semantics of wait_for_any.
+    """
 
     def __init__(
         self,
@@ -83,7 +102,7 @@ class Environments:
         process.unanswered.add(order.episode)
 
     def end(self, episode: int) -> None:
-        """It is over; its environment, where it has one, is closed."""
+        """Ends an episode and closes its environment, if it has one."""
         process = self._process_of(episode)
         if episode in process.episodes:
             process.episodes.remove(episode)
@@ -94,18 +113,23 @@ class Environments:
     def _process_of(self, episode: int) -> _Process:
         return self._processes[episode % len(self._processes)]
 
-    def turn(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
-        """Hands out, and waits at most `wait_s` for a process to say something: reports, and episodes whose environments are lost.
+    def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
+        """Sends orders and waits at most `wait_s` for an answer of a process.
 
-        Raises EnvironmentLimitError; WorkerError where an environment's own code failed.
+        Returns:
+            The reports, and the episodes whose environments are lost.
+
+        Raises:
+            EnvironmentLimitError: All restarts are used up.
+            WorkerError: The code of an environment failed.
         """
         for process in self._processes:
             if process.future is None and (process.orders or process.ended or process.unanswered):
                 process.future = process.group.call(EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S)
-                process.orders, process.ended, process.is_nudged = [], [], False
-            elif process.future is not None and (process.orders or process.ended) and not process.is_nudged:
-                process.is_nudged = True
-                process.group.call_beside(EnvironmentWorker.nudge)
+                process.orders, process.ended, process.is_interrupted = [], [], False
+            elif process.future is not None and (process.orders or process.ended) and not process.is_interrupted:
+                process.is_interrupted = True
+                process.group.call_beside(EnvironmentWorker.interrupt)
         futures = [process.future for process in self._processes if process.future is not None]
         ready = self._wait(futures, wait_s) if futures else []
         reports: list[TurnReport] = []

@@ -1,4 +1,4 @@
-"""The rollout role of a run with an agent: a sample is an episode, whose turns engines write and environments answer."""
+"""The rollout role of a run with an agent: a sample is an episode, whose turns engines generate and environments answer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import SamplingConfig
 from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episode_runner import Playing
-from megarl.roles.rollout.finished_groups import Written
+from megarl.roles.agents.episode_runner import EpisodeRunner
+from megarl.roles.rollout.finished_groups import RolloutOutput
 from megarl.roles.rollout.replicas import Replicas
 from megarl.roles.rollout.rollout import Deliver, Rollout, Scoring, TokenRules
-from megarl.roles.rollout.scheduler import EngineFaultError, GiveUp, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.rollout.scheduler import EngineFaultError, OnFailure, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 
 
 class EpisodeRollout(Rollout):
-    """Engines and environments work at the same time, on different episodes."""
+    """A rollout of episodes. Engines and environments work at the same time, on different episodes."""
 
     kind = Trajectory
 
@@ -42,16 +42,17 @@ class EpisodeRollout(Rollout):
     ) -> None:
         super().__init__(replicas, weights, rules, limits, seed)
         self.environments = environments
-        self._playing = Playing(self.pump, environments, of_episodes)
+        self._runner = EpisodeRunner(self.scheduler, environments, of_episodes)
 
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
     ) -> DataProto:
-        """As Rollout.generate, where `response_mask` is True for what the model wrote. Beside it, of the same tokens: `answer_mask`, True
-        in the last turn, and `environment_rewards`, each on the last token of its turn; and the arrays `num_turns`, `num_calls`,
-        `call_errors` (kind -> number), `tool_s` and `episode_end` (B,).
+        """Generates episodes as Rollout.generate generates samples. `response_mask` is True for tokens that the model generated.
 
-        Raises also EnvironmentLimitError, RunError for an episode that was begun too often, and WorkerError where a user's environment
+        The batch also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`, each on the last token of
+        its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind -> number), `tool_s` and `episode_end` (B,).
+
+        Also raises EnvironmentLimitError, RunError for an episode that was started too often, and WorkerError if a user's environment
         failed.
         """
         requests = self.requests(prompts, sampling, step, generation)
@@ -59,7 +60,7 @@ class EpisodeRollout(Rollout):
         self._weights.bring_in()
         version, n = self._weights.version, sampling.n
         ended: dict[int, Trajectory] = {}
-        missing, whole = [n] * len(prompts), list[int]()  # samples of each prompt, and the prompts that wait to be scored
+        missing, whole = [n] * len(prompts), list[int]()  # missing samples of each prompt, and the prompts that wait to be scored
 
         def end(row: int, replica: int, trajectory: Trajectory) -> None:
             if trajectory.weight_versions != (version,):
@@ -76,49 +77,52 @@ class EpisodeRollout(Rollout):
                 whole.clear()
 
         tasks = [_task(rows, row, request) for row, request in enumerate(requests)]
-        with self._replicas.alone():
-            numbers = self._playing.begin(requests, tasks, [partial(end, row) for row in range(len(requests))], first=True)
+        with self._replicas.exclusive():
+            numbers = self._runner.begin(requests, tasks, [partial(end, row) for row in range(len(requests))], first=True)
             try:
                 while len(ended) < len(requests):
-                    self._playing.turn()
+                    self._runner.poll()
             finally:
-                self._playing.take_back(numbers)
+                self._runner.cancel(numbers)
         return self.assemble(rows, [ended[row] for row in range(len(requests))], version)
 
     @property
     def is_at_work(self) -> bool:
-        return self._playing.is_at_work
+        return self._runner.is_at_work
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
     ) -> Callable[[], None]:
         tasks = [_task(prompts, place, request) for request in requests]
         ends = [partial(_deliver, deliver, request.request_id) for request in requests]
-        numbers = self._playing.begin(requests, tasks, ends, give_up=give_up)
-        return lambda: self._playing.take_back(numbers)
+        numbers = self._runner.begin(requests, tasks, ends, on_failure=on_failure)
+        return lambda: self._runner.cancel(numbers)
 
-    def turn(self, wait_s: float) -> None:
-        """See Playing.turn."""
-        self._playing.turn(wait_s)
+    def poll(self, wait_s: float) -> None:
+        """See EpisodeRunner.poll."""
+        self._runner.poll(wait_s)
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
+    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         return batch_of_trajectories(prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Also `agent/num_restarts`, of processes of environments in this run, and `agent/waiting_share`, of the time of the episodes that
-        have ended the share in which they waited for tools."""
-        with self._replicas.alone():
-            share = self._playing.drain_wait()
+        """Returns the metrics of Rollout and of the environments.
+
+        `agent/num_restarts` counts the restarted processes of environments in this run. `agent/waiting_share` is the share of the time
+        of ended episodes in which they waited for tools.
+        """
+        with self._replicas.exclusive():
+            share = self._runner.drain_wait()
         of_waits = {} if share is None else {"agent/waiting_share": share}
         return {**super().drain_metrics(), "agent/num_restarts": float(self.environments.num_restarts), **of_waits}
 
-    def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """Also episodes that wait for tools."""
-        requests, replicas = super().look()
-        return sorted([*requests, *self._playing.waiting()], key=lambda one: -one.seconds), replicas
+    def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
+        """Returns what Rollout.snapshot does, and also the episodes that wait for tools."""
+        requests, replicas = super().snapshot()
+        return sorted([*requests, *self._runner.waiting()], key=lambda one: -one.seconds), replicas
 
     def drain_spans(self) -> list[Span]:
-        with self._replicas.alone():
+        with self._replicas.exclusive():
             return [*super().drain_spans(), *self.environments.drain_spans()]
 
     def shutdown(self) -> None:
@@ -136,7 +140,7 @@ def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajec
 
 
 def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int) -> DataProto:
-    """What EpisodeRollout.generate gives; `prompts` has a row for each episode."""
+    """Builds the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
     assert len(trajectories) == len(prompts)
     answers = [_answer_mask(trajectory) for trajectory in trajectories]
     tensors = {

@@ -1,4 +1,4 @@
-"""Samples that wait to be trained, as a checkpoint keeps them."""
+"""Finished groups that wait to be trained, and their format in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.rollout.interface import Sample, VersionSpan
 
-Written = Sample | Trajectory
+RolloutOutput = Sample | Trajectory
 
 _OF_TOKENS = ("token_ids", "log_probs", "token_versions")
 _OF_ROWS = ("version", "is_dropped", "uid")
@@ -24,16 +24,23 @@ _OF_EPISODES = ("episode_end", "num_calls", "call_errors", "tool_s")  # is_model
 
 
 class FinishedGroup(NamedTuple):
-    """All samples of a prompt. uid: of the prompt. version: of the weights that began them. is_dropped: they are not trained."""
+    """All samples of a prompt.
+
+    Attributes:
+        uid: The uid of the prompt.
+        version: The version of the weights that started them.
+        samples: The samples.
+        is_dropped: Whether they are not trained.
+    """
 
     uid: str
     version: int
-    samples: list[Written]
+    samples: list[RolloutOutput]
     is_dropped: bool = False
 
 
 def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
-    """There is at least one. Their samples are all of one kind."""
+    """Serializes groups. There must be at least one, and their samples must be of one kind."""
     rows = [(group, sample) for group in groups for sample in group.samples]
     written = [sample for _, sample in rows]
     tensors: dict[str, Column] = {
@@ -59,7 +66,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
 
 
 def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
-    """ROUTED_EXPERTS, where samples have routes: all or none of them."""
+    """Returns the column ROUTED_EXPERTS if samples have routes; all or none of them must."""
     routes = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     if not routes:
         return {}
@@ -67,13 +74,13 @@ def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
 
 
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
-    """By uid. Raises ValueError for what `to_bytes` has not given."""
+    """Returns the groups by uid. Raises ValueError for data that `to_bytes` has not made."""
     rows = DataProto.from_bytes(data)
     there = rows.ragged.keys() | rows.tensors.keys() | rows.non_tensor_batch.keys()
     of_kind = ("is_model", "rewards", *_OF_EPISODES) if "is_model" in there else ("finish_reason",)
     if missing := {*_OF_TOKENS, *_OF_ROWS, *of_kind} - there:
         raise ValueError(f"there is no {', '.join(sorted(missing))}")
-    written: Sequence[Written] = _episodes(rows) if "is_model" in there else _samples(rows)
+    written: Sequence[RolloutOutput] = _episodes(rows) if "is_model" in there else _samples(rows)
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
     for uid, version, is_dropped, sample in zip(rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True):
@@ -82,7 +89,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
 
 
 def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:
-    """Of each row, copies: what is kept of a row keeps no other."""
+    """Yields the columns of each row as copies, so that a row does not keep the memory of the others."""
     return zip(*([row.numpy().copy() for row in rows.ragged[key].each()] for key in keys), strict=True)
 
 
@@ -98,7 +105,7 @@ def _samples(rows: DataProto) -> list[Sample]:
 
 
 def _episodes(rows: DataProto) -> list[Trajectory]:
-    """Their prompts are the loader's to give, and nobody asks for what has ended."""
+    """Reads episodes, without their prompts: the loader has these."""
     episodes = []
     arrays = zip(*(rows.non_tensor_batch[key] for key in _OF_EPISODES), strict=True)
     for (*tokens, is_model, rewards), (end, num_calls, errors, tool_s) in zip(

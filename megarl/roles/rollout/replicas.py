@@ -1,4 +1,4 @@
-"""The replicas of the rollout role as processes: started one by one, given weights together, replaced when they die or hang."""
+"""The replicas of the rollout role as processes: started one by one, given weights together, restarted when they die or hang."""
 
 from __future__ import annotations
 
@@ -26,39 +26,47 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Alone(Protocol):
+class ExclusiveAccess(Protocol):
+    """Gives the calling thread the replicas for itself. `for_weights`: to push weights to them."""
+
     def __call__(self, for_weights: bool = False) -> AbstractContextManager[None]: ...
 
 
-def nobody_else(for_weights: bool = False) -> AbstractContextManager[None]:
-    """Of replicas that one thread uses."""
+def unshared(for_weights: bool = False) -> AbstractContextManager[None]:
+    """Exclusive access to replicas that only one thread uses."""
     return nullcontext()
 
 
 class RestartLimitError(RunError):
-    """Replicas ended too often. The message ends with the last words of the one that ended last."""
+    """Too many replicas had to be restarted. The message ends with the last output of the last one."""
 
     hint = ENGINE_ENDED
 
 
 class NodeLostError(RunError):
-    """The node of a replica has left the cluster. The message ends with the replica's last words."""
+    """The node of a replica has left the cluster. The message ends with the last output of the replica."""
 
     hint = hints.NODE_LOST
 
 
 class ReplicaPlace(NamedTuple):
-    """Where a replica runs: a pool of one process, and what its environment must say beside what Ray puts there."""
+    """Where a replica runs: a pool of one process, and the environment variables that it needs besides those that Ray sets."""
 
     pool: RayResourcePool
     environment: Mapping[str, str] = NO_ENVIRONMENT
 
 
 class Replicas:
-    """One process per replica, each a worker group of its own in its place. All are used by one thread.
+    """One process per replica, each a worker group of its own. One thread at a time uses them.
 
-    `restart_limit`: how many may be started anew before the run ends. Restarting means: the replica's process is killed, what it
-    started ends with it, a new one takes its place and gets the current weights.
+    A restart kills the process of a replica with all that it has started. The new process gets the current weights.
+
+    Args:
+        places: Where each replica runs.
+        build_engine: Builds the engine in the process of a replica.
+        restart_limit: The number of restarts after which the run ends.
+        phase_time_limit_s: The limit of a call.
+        at_work: Which groups work at the same time.
     """
 
     def __init__(
@@ -77,10 +85,10 @@ class Replicas:
         self._restart_limit = restart_limit
         self._spans: list[Span] = []
         self.num_restarts = 0
-        # How somebody comes to use them where a thread that generates ahead does (async_rollout.py); `for_weights`: to give them others.
-        self.alone: Alone = nobody_else
-        self.weight_version: int | None = None  # that all replicas have
-        self.starting: set[int] = set()  # those that were started anew and have no weights yet
+        # A generation thread (async_rollout.py) replaces this, so that others can take the replicas from it.
+        self.exclusive: ExclusiveAccess = unshared
+        self.weight_version: int | None = None  # the version that all replicas have
+        self.starting: set[int] = set()  # restarted replicas that have no weights yet
         self.groups = [self._start(number) for number in range(len(self._places))]
 
     def __len__(self) -> int:
@@ -103,11 +111,17 @@ class Replicas:
         return dict(enumerate(self.groups))
 
     def accept(self, replicas: Mapping[int, RoleGroup], version: int) -> dict[int, Exception]:
-        """These have got weights of `version`, but for those that it returns, which have died since. Raises RunError where one says
-        another version."""
+        """Records that these replicas got weights of `version`.
+
+        Returns:
+            The replicas that have died since, with the reason.
+
+        Raises:
+            RunError: A replica reports another version.
+        """
         lost: dict[int, Exception] = {}
         asking = {number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()}
-        said = results_of(asking, lost, is_dead_or_unborn)
+        said = results_of(asking, lost, is_dead_or_failed_start)
         if wrong := {number: stamped for number, stamped in said.items() if stamped != version}:
             raise RunError(f"rollout replicas have been sent the weights of version {version}, and say that they have {wrong}")
         if said:
@@ -116,9 +130,11 @@ class Replicas:
         return lost
 
     def restart(self, number: int, why: str) -> None:
-        """Ends a replica that died or hangs and starts another in its place; it needs weights when its group is ready.
+        """Restarts a replica that died or hangs. It needs weights when its group is ready.
 
-        Raises RestartLimitError when there were too many, NodeLostError when its node has left the cluster.
+        Raises:
+            RestartLimitError: All restarts are used up.
+            NodeLostError: The node of the replica has left the cluster.
         """
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
@@ -139,8 +155,11 @@ class Replicas:
         self.starting.add(number)
 
     def replace(self, lost: Mapping[int, Exception]) -> None:
-        """Starts those anew that are lost, with the reason. Raises it where one never came up and none has ever worked, as another
-        attempt would not either; RestartLimitError; NodeLostError."""
+        """Restarts lost replicas.
+
+        Raises the reason instead if a replica failed to start before any replica has ever worked, because another attempt would fail as
+        well. Also raises RestartLimitError and NodeLostError.
+        """
         for number, error in lost.items():
             if self.weight_version is None and isinstance(error, (WorkerError, PhaseTimeoutError)) and is_failed_start(error):
                 raise error
@@ -149,14 +168,14 @@ class Replicas:
     # ---- how many
 
     def join(self, place: ReplicaPlace) -> None:
-        """One more is started; it needs weights when its group is ready."""
+        """Starts one more replica. It needs weights when its group is ready."""
         number = len(self.groups)
         self._places = (*self._places, place)
         self.groups.append(self._start(number))
         self.starting.add(number)
 
     def leave(self) -> None:
-        """The last one ends at once."""
+        """Ends the last replica at once."""
         number = len(self.groups) - 1
         self.kill(number)
         self.groups.pop()
@@ -166,20 +185,20 @@ class Replicas:
     # ---- memory
 
     def sleep(self) -> None:
-        """All give their memory back. One that has died is replaced, and asked as well: what takes the memory next must find all of it."""
+        """Makes all replicas release their memory. A dead replica is restarted and must release it too, since all of it is needed next."""
         while lost := _on_each(self.all, RolloutWorker.sleep):
             self.replace(lost)
 
     def wake(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Those that sleep take the memory of their weights again; they have none yet. Returns those that are dead, with the reason."""
+        """Makes sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead ones with the reason."""
         return _on_each(replicas, RolloutWorker.wake)
 
     def wake_cache(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """They take the memory of their caches again, and can generate. Returns as `wake`."""
+        """Makes replicas allocate their caches, after which they can generate. Returns the dead ones with the reason."""
         return _on_each(replicas, RolloutWorker.wake_cache)
 
     def resident_memory_gb(self) -> float:
-        """Of the fullest replica; those that are dead have none."""
+        """Returns the resident memory of the largest replica. Dead replicas count as 0."""
         sizes = [0.0]
         for group in self.groups:
             try:
@@ -205,7 +224,7 @@ class Replicas:
         self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
 
     def drain_spans(self) -> list[Span]:
-        """As RoleGroup.drain_spans, of all replicas and of those that were replaced; the rank is the replica's number."""
+        """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank. See RoleGroup.drain_spans."""
         for number in range(len(self.groups)):
             self._keep_spans(number)
         spans, self._spans = self._spans, []
@@ -213,16 +232,19 @@ class Replicas:
 
 
 def _on_each(replicas: Mapping[int, RoleGroup], method: RemoteMethod[[], None, ..., Any]) -> dict[int, Exception]:
-    """Those that are dead, with the reason; raises another failure when all have ended."""
+    """Calls a method on each replica. Returns the dead ones with the reason, and raises any other failure after all calls have ended."""
     lost: dict[int, Exception] = {}
-    results_of({number: group.call_rank(0, method) for number, group in replicas.items()}, lost, is_dead_or_unborn)
+    results_of({number: group.call_rank(0, method) for number, group in replicas.items()}, lost, is_dead_or_failed_start)
     return lost
 
 
 def results_of(
     futures: Mapping[int, WorkerFuture[T]], lost: dict[int, Exception], is_lost: Callable[[WorkerError | PhaseTimeoutError], bool]
 ) -> dict[int, T]:
-    """What replicas gave, by number. Failures of those that are lost go into `lost`; raises another when all have ended."""
+    """Returns the results by replica.
+
+    Failures of lost replicas go into `lost`. Any other failure is raised after all calls have ended.
+    """
     results: dict[int, T] = {}
     failure: WorkerError | PhaseTimeoutError | None = None
     for number, future in futures.items():
@@ -238,17 +260,17 @@ def results_of(
     return results
 
 
-def is_dead_or_unborn(error: WorkerError | PhaseTimeoutError) -> bool:
+def is_dead_or_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
     return is_dead(error) or is_failed_start(error)
 
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
-    """The process or its engine is gone or stuck; anything else is an error of what it was asked to do."""
+    """Whether the process or its engine is gone or stuck. Any other error comes from the call itself."""
     if isinstance(error, PhaseTimeoutError):
         return True
     return error.kind is FailureKind.death or error.error_type == qualified_name(EngineDeadError)
 
 
 def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
-    """A replica did not come up."""
+    """Whether a replica failed to start."""
     return isinstance(error, WorkerError) and error.role == "rollout" and error.method == "__init__" and error.kind is FailureKind.exception

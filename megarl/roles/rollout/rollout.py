@@ -1,4 +1,4 @@
-"""The rollout role as the training loop sees it: prompts go in, a batch of samples comes out, whatever happens to the replicas."""
+"""The rollout role as the training loop sees it: it turns prompts into a batch of samples, even if replicas die meanwhile."""
 
 from __future__ import annotations
 
@@ -16,26 +16,38 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
-from megarl.roles.rollout.finished_groups import Written, route_column
-from megarl.roles.rollout.replicas import Alone, Replicas
-from megarl.roles.rollout.scheduler import EngineFaultError, GiveUp, Pump, PumpTotals, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.rollout.finished_groups import RolloutOutput, route_column
+from megarl.roles.rollout.replicas import ExclusiveAccess, Replicas
+from megarl.roles.rollout.scheduler import (
+    EngineFaultError,
+    OnFailure,
+    ReplicaState,
+    RequestScheduler,
+    RequestState,
+    RolloutLimits,
+    SchedulerTotals,
+)
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
 
-Deliver = Callable[[int, int, Written], None]  # replica, the request's id, and what was written
+Deliver = Callable[[int, int, RolloutOutput], None]  # replica, the request's id, and its output
 
 
-class _Told(NamedTuple):
+class _Reported(NamedTuple):
     num_restarts: int
-    pump: PumpTotals
+    scheduler: SchedulerTotals
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """What the tokenizer fixes for generation.
+    """What the tokenizer determines about generation.
 
-    chat_time: What chat templates are told in other processes; None: the time of their first use.
+    Attributes:
+        pad_token_id: The padding of responses.
+        stop_token_ids: The tokens that end a response.
+        max_response_length: The most tokens of a response.
+        chat_time: The time that chat templates see in other processes. None: the time of their first use.
     """
 
     pad_token_id: int
@@ -45,7 +57,7 @@ class TokenRules:
 
 
 class Scoring(Protocol):
-    """See Reward."""
+    """The part of Reward that generation uses."""
 
     @property
     def may_begin(self) -> bool: ...
@@ -56,13 +68,13 @@ class Scoring(Protocol):
 
 
 class Rollout:
-    """All replicas. Each request goes to the least loaded one that has room, in order of arrival.
+    """The handle on all replicas. Each request goes to the least loaded replica with room, in order of arrival.
 
-    A replica that dies or hangs is started anew with the current weights, and its unfinished requests are sent again: with the
-    same seeds, so that the samples are those that it would have written.
+    A replica that dies or hangs is restarted with the current weights, and its unfinished requests are sent again with the same seeds,
+    so that they give the same samples.
     """
 
-    kind: type[Written] = Sample  # of what is written
+    kind: type[RolloutOutput] = Sample
 
     def __init__(
         self,
@@ -73,38 +85,52 @@ class Rollout:
         seed: int,
         routes_of: SamplingConfig | None = None,
     ) -> None:
-        """routes_of: samples that are drawn so have their routes; of engines that return them."""
+        """routes_of: Samples that are drawn with this configuration return the experts of their tokens. The engines must support it."""
         self._routes_of = routes_of
         self._replicas = replicas
         self._weights = weights
         self._rules = rules
         self._seed = seed
-        self.pump = Pump(replicas, weights.admit, limits, can_admit=weights.can_admit)
-        self._reported = _Told(0, self.pump.totals())
+        self.scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+        self._reported = _Reported(0, self.scheduler.totals())
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
-        """A worker group of one process for each; others once a replica was replaced."""
+        """The worker group of each replica, which changes when a replica is restarted."""
         return tuple(self._replicas.groups)
 
-    def give_way_by(self, alone: Alone) -> None:
-        """Another thread has the replicas from now on; who wants them asks for them so."""
-        self._replicas.alone = alone
+    def share_through(self, exclusive: ExclusiveAccess) -> None:
+        """Declares that another thread uses the replicas from now on. Others get access by `exclusive`."""
+        self._replicas.exclusive = exclusive
 
     # ---- generation
 
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
     ) -> DataProto:
-        """B = prompts x n rows, the samples of a prompt side by side: the prompts' columns (see with_prompt_rows), and as rows of tokens
-        `responses`, `response_mask`, `rollout_log_probs` and `token_versions` (int32, the weights that drew a token, -1 where the model
-        wrote none), and the arrays `weight_version` (the oldest that wrote a sample) and `finish_reason` (B,). The meta information has
-        `weight_version`: of the weights that were sent last. Where the engines are asked for it, also `routed_experts`.
+        """Generates `sampling.n` samples of each prompt.
 
-        scoring: begins with the prompts whose samples are there while those of others are written.
-        The same prompts, weights, seed, step and generation (a step may have several) give the same samples, however many replicas there
-        are.
-        Raises EngineFaultError, DispatchError and RestartLimitError; ValueError for prompts that no engine can continue.
+        The same prompts, weights, seed, step and generation give the same samples for any number of replicas.
+
+        Args:
+            prompts: The prompts.
+            sampling: How samples are drawn.
+            step: The training step.
+            generation: Distinguishes several generations of a step.
+            scoring: Starts to score prompts whose samples are finished while others are generated.
+
+        Returns:
+            A batch of B = prompts x n rows, the samples of a prompt side by side. It has the prompts' columns (see with_prompt_rows); as
+            token columns `responses`, `response_mask`, `rollout_log_probs` and `token_versions` (int32, the version of the weights that
+            drew a token, -1 for tokens that the model did not generate); `routed_experts` if the engines are asked for it; and the
+            arrays `weight_version` (the oldest of a sample) and `finish_reason` (B,). `weight_version` in its meta information is that
+            of the last pushed weights.
+
+        Raises:
+            EngineFaultError: An engine returned a sample that cannot be right.
+            RequestRoutingError: A replica finished a request that it does not have.
+            RestartLimitError: Too many replicas were restarted.
+            ValueError: No engine can continue a prompt.
         """
         prompts = DataProto.from_dict(with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info)
         requests = self.requests(prompts, sampling, step, generation)
@@ -132,33 +158,45 @@ class Rollout:
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        """One for each sample, those of a prompt side by side, with the seeds that `generate` gives them where `first` other prompts stand
-        before these."""
+        """Plans one request per sample, those of a prompt side by side.
+
+        Their seeds are those of `generate` for a batch in which `first` other prompts come before these.
+        """
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
         return plan_requests(ids, self._parameters(sampling, step, generation), prompts.non_tensor_batch.get("uid"), first=first)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
-        """The samples as they finish. Those that are not asked for to the end are given up. Raises as `generate`."""
+        """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate` raises."""
         self._weights.bring_in()
         for arrived in self._finished(requests):
             yield from (finished for _, finished in arrived)
 
     @property
     def is_at_work(self) -> bool:
-        """Something is asked for, and somebody works on it."""
-        return self.pump.is_at_work
+        """Whether there are requests and a replica that works on them."""
+        return self.scheduler.is_at_work
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, give_up: GiveUp
+        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
     ) -> Callable[[], None]:
-        """requests: of the samples of the row `place` of `prompts`. deliver: gets each of them within some `turn`, under the request's id.
-        give_up: see Pump.add. What it returns takes back those that have not come."""
-        numbers = self.pump.add(requests, lambda replica, finished: deliver(replica, *finished), give_up=give_up)
-        return lambda: self.pump.take_back(numbers)
+        """Starts to generate the samples of one prompt.
 
-    def turn(self, wait_s: float) -> None:
-        """See Pump.turn."""
-        self.pump.turn(wait_s)
+        Args:
+            prompts: Prompts.
+            place: The row of the prompt.
+            requests: The requests of its samples.
+            deliver: Is called with each sample during a call of `poll`, under the request's id.
+            on_failure: See RequestScheduler.add.
+
+        Returns:
+            A function that cancels the samples that are missing.
+        """
+        numbers = self.scheduler.add(requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure)
+        return lambda: self.scheduler.cancel(numbers)
+
+    def poll(self, wait_s: float) -> None:
+        """See RequestScheduler.poll."""
+        self.scheduler.poll(wait_s)
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         return SamplingParameters(
@@ -174,58 +212,62 @@ class Rollout:
         )
 
     def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[list[tuple[int, FinishedRequest]]]:
-        """Replica and sample, those that came together; each request once."""
+        """Yields lists of (replica, sample) that finished together, each request once."""
         arrived: list[tuple[int, FinishedRequest]] = []
-        with self._replicas.alone():
-            numbers = self.pump.add(requests, lambda replica, finished: arrived.append((replica, finished)), first=True)
+        with self._replicas.exclusive():
+            numbers = self.scheduler.add(requests, lambda replica, finished: arrived.append((replica, finished)), first=True)
             missing = len(numbers)
             try:
                 while missing:
-                    self.pump.turn()
+                    self.scheduler.poll()
                     if arrived:
                         missing -= len(arrived)
                         yield list(arrived)
                         arrived.clear()
             finally:
-                self.pump.take_back(numbers)
+                self.scheduler.cancel(numbers)
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Written], version: int) -> DataProto:
-        """What `generate` returns, of prompts and samples side by side. `version`: of the weights that were sent last."""
+    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
+        """Builds the batch that `generate` returns from prompts and samples side by side. `version` is that of the last pushed weights."""
         return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
 
-    # ---- what the run shows
+    # ---- observation
 
     def drain_metrics(self) -> dict[str, float]:
-        """Since the last time: `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle`, the share of the time in which a replica
-        had no request, a mean over replicas; and for each replica `rollout/replica_<number>/tokens_per_s` while samples were being
-        written."""
-        with self._replicas.alone():
-            before, now = self._reported, _Told(self._replicas.num_restarts, self.pump.totals())
+        """Returns metrics since the last call.
+
+        These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in which a replica had no
+        request, averaged over replicas) and, per replica, `rollout/replica_<number>/tokens_per_s` while samples were being generated.
+        """
+        with self._replicas.exclusive():
+            before, now = self._reported, _Reported(self._replicas.num_restarts, self.scheduler.totals())
             self._reported = now
             metrics = {
                 "rollout/num_restarts": float(now.num_restarts - before.num_restarts),
-                "rollout/num_resent": float(now.pump.num_resent - before.pump.num_resent),
+                "rollout/num_resent": float(now.scheduler.num_resent - before.scheduler.num_resent),
             }
-            if seconds := now.pump.now_s - before.pump.now_s:
-                metrics["perf/engines_idle"] = 1 - (sum(now.pump.busy_s) - sum(before.pump.busy_s)) / (seconds * len(self._replicas))
-            if generating_s := now.pump.generating_s - before.pump.generating_s:
-                written = [last - first for first, last in zip_longest(before.pump.num_tokens, now.pump.num_tokens, fillvalue=0)]
+            if seconds := now.scheduler.now_s - before.scheduler.now_s:
+                metrics["perf/engines_idle"] = 1 - (sum(now.scheduler.busy_s) - sum(before.scheduler.busy_s)) / (
+                    seconds * len(self._replicas)
+                )
+            if generating_s := now.scheduler.generating_s - before.scheduler.generating_s:
+                written = [last - first for first, last in zip_longest(before.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)]
                 for replica, num_tokens in enumerate(written[: len(self._replicas)]):
                     metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
             return metrics
 
-    def look(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """See Pump.look. Any thread may ask."""
-        return self.pump.look()
+    def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
+        """See RequestScheduler.snapshot. Any thread may call it."""
+        return self.scheduler.snapshot()
 
     @property
     def num_restarts(self) -> int:
-        """Of replicas, in this run."""
+        """The number of replicas that were restarted in this run."""
         return self._replicas.num_restarts
 
     def drain_spans(self) -> list[Span]:
         """See Replicas.drain_spans."""
-        with self._replicas.alone():
+        with self._replicas.exclusive():
             return self._replicas.drain_spans()
 
     def shutdown(self) -> None:
@@ -234,7 +276,7 @@ class Rollout:
 
 
 def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int) -> DataProto:
-    """What Rollout.generate gives; `prompts` has a row for each sample."""
+    """Builds the batch that Rollout.generate returns. `prompts` has one row per sample."""
     assert len(samples) == len(prompts)
     responses = RaggedTensor.of_rows([sample.token_ids for sample in samples], torch.int32, padding=pad_token_id)
     tensors = {

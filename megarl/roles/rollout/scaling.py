@@ -1,4 +1,4 @@
-"""Replicas that join and leave a running job: the devices that they get, and who is told of them."""
+"""Replicas that join and leave a running job."""
 
 from __future__ import annotations
 
@@ -7,45 +7,56 @@ from typing import NamedTuple, Protocol
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.scheduler import Pump
+from megarl.roles.rollout.scheduler import RequestScheduler
 from megarl.weights.plan import RankPlace
 
 
 class PlannedReplica(NamedTuple):
-    """ranks: where those of its engine are."""
+    """A replica of the placement plan, with the locations of its engine's ranks."""
 
     place: ReplicaPlace
     ranks: Sequence[RankPlace]
 
 
-class WeightCarrier(Protocol):
-    """See WeightSync."""
+class WeightTargets(Protocol):
+    """The part of WeightSync that scaling uses."""
 
     def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None: ...
 
 
 class ReplicaScaling:
-    """Of a run whose engines have devices of their own. planned: the replicas that it began with, whose devices stay reserved. reserve:
-    gives a pool of one process with the devices of an engine, by the replica's number. num_ranks: of an engine."""
+    """Scales the replicas of a run whose engines have devices of their own.
+
+    Args:
+        replicas: The replicas.
+        scheduler: The request scheduler, which is told of the change.
+        sync: The weight sync, which is told where the replicas are.
+        planned: The initial replicas, whose devices stay reserved.
+        reserve: Returns a pool of one process with the devices of an engine, given the replica's number.
+        num_ranks: The number of ranks of an engine.
+    """
 
     def __init__(
         self,
         replicas: Replicas,
-        pump: Pump,
-        carrier: WeightCarrier,
+        scheduler: RequestScheduler,
+        sync: WeightTargets,
         planned: Sequence[PlannedReplica],
         reserve: Callable[[int], RayResourcePool],
         num_ranks: int,
     ) -> None:
-        self._replicas, self._pump, self._carrier = replicas, pump, carrier
+        self._replicas, self._scheduler, self._sync = replicas, scheduler, sync
         self._planned, self._reserve, self._num_ranks = planned, reserve, num_ranks
-        self._pools: list[RayResourcePool] = []  # of those beyond the planned ones
+        self._pools: list[RayResourcePool] = []  # the pools of replicas beyond the planned ones
 
     def scale(self, count: int) -> None:
-        """There are so many replicas, the new ones starting, when it returns: the others generate meanwhile, and each gets the weights of
-        now before its first request. Those with the highest numbers leave, and their requests go to the others.
+        """Changes the number of replicas to `count`.
 
-        Raises InsufficientResourcesError where the cluster has no room, and then changes nothing.
+        New replicas are starting when it returns, while the others generate; each gets the current weights before its first request.
+        Replicas with the highest numbers leave, and their requests go to the others.
+
+        Raises:
+            InsufficientResourcesError: The cluster has no room. Nothing has changed.
         """
         reserved = [self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)]
         check_fits(reserved)
@@ -57,13 +68,13 @@ class ReplicaScaling:
                 pool.release()
             raise
         self._pools += reserved
-        with self._replicas.alone():
-            self._carrier.send_to([self._of(number).ranks for number in range(count)])
+        with self._replicas.exclusive():
+            self._sync.send_to([self._of(number).ranks for number in range(count)])
             while len(self._replicas) > count:
                 self._replicas.leave()
             while len(self._replicas) < count:
                 self._replicas.join(self._of(len(self._replicas)).place)
-            self._pump.resize()
+            self._scheduler.resize()
         while len(self._pools) > max(0, count - len(self._planned)):
             self._pools.pop().release()
 

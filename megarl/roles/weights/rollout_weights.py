@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megarl.controller.group import RoleGroup
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import Replicas, is_dead_or_unborn, results_of
+from megarl.roles.rollout.replicas import Replicas, is_dead_or_failed_start, results_of
 from megarl.roles.weights.sync import PushReport
 from megarl.weights.tensors import Manifest
 from megarl.workers.rollout_worker import RolloutWorker
@@ -43,11 +43,11 @@ class RolloutWeights:
         """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
         had.
 
-        Replicas that are lost in it are restarted and get the weights when `can_admit` allows. Raises the failure of what the actor was
+        Replicas that are lost in it are restarted and get the weights when `can_readmit` allows. Raises the failure of what the actor was
         asked, what WeightSync.push raises, RestartLimitError, and RunError if a replica reports another version than it was sent.
         """
         self.await_actor()
-        with self._replicas.alone(for_weights=True):
+        with self._replicas.exclusive(for_weights=True):
             self.version += 0 if again else 1
             self._schedule.before_push()
             replicas = self._replicas.all
@@ -60,13 +60,13 @@ class RolloutWeights:
     def bring_in(self) -> None:
         """Make the engines ready to generate with the weights that were sent last. Raises as `push`.
 
-        Replicas that were restarted in the generation before this one, and could not be admitted in it, get their weights here.
+        Replicas that were restarted during the last generation, and could not be readmitted then, get their weights here.
         """
         left_out = self._replicas.starting and self._schedule.actor_is_offloaded
         if self.version and (self._schedule.engines_are_offloaded or left_out):
             self.push(again=True)
 
-    def can_admit(self) -> bool:
+    def can_readmit(self) -> bool:
         """Return whether a restarted replica can get its weights now.
 
         Where the actor has left the devices to the engines, its parameters and IPC buffers have no room beside the caches of the other
@@ -74,12 +74,12 @@ class RolloutWeights:
         """
         return not self._schedule.actor_is_offloaded or self._replicas.starting >= self._replicas.all.keys()
 
-    def admit(self, number: int) -> bool:
+    def readmit(self, number: int) -> bool:
         """Send the current weights to a restarted replica. Return False if it was lost in it and is started once more.
 
         Raises as `push`.
         """
-        assert self.can_admit(), "there is no room for the actor's weights beside the caches of the other replicas"
+        assert self.can_readmit(), "there is no room for the actor's weights beside the caches of the other replicas"
         replicas = {number: self._replicas.groups[number]}
         came_in = self._schedule.bring_in_actor()
         lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
@@ -100,9 +100,9 @@ class RolloutWeights:
         self._replicas.replace(self._replicas.accept(well, self.version))
 
     def settle(self) -> None:
-        """Wait for the replicas that are restarting, and send them the weights, as far as they can be admitted now."""
-        while self._replicas.starting and self.can_admit():
-            self.admit(min(self._replicas.starting))
+        """Wait for the replicas that are restarting, and send them the weights, as far as they can be readmitted now."""
+        while self._replicas.starting and self.can_readmit():
+            self.readmit(min(self._replicas.starting))
 
     def drain_metrics(self) -> dict[str, float]:
         """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
@@ -123,5 +123,5 @@ class FolderWeights:
             number: replica.call_rank(0, RolloutWorker.load_folder, str(self._folder.absolute()), self._manifest, version)
             for number, replica in replicas.items()
         }
-        results_of(loading, lost, is_dead_or_unborn)
+        results_of(loading, lost, is_dead_or_failed_start)
         return None, lost

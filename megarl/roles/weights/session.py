@@ -11,7 +11,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
-from megarl.roles.rollout.replicas import is_dead_or_unborn, results_of
+from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.carriers.device import DevicePlace, device_route
 from megarl.weights.carriers.group import GroupPlace, group_route
@@ -161,4 +161,4 @@ class WeightLinks:
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:
     """Of a replica in a push: it is dead, or it lost the trainers on the way; another in its place would do better."""
-    return is_dead_or_unborn(error) or (isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError))
+    return is_dead_or_failed_start(error) or (isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError))

@@ -233,10 +233,10 @@ class _Push:
 
     def _cause(self, error: WorkerError) -> WorkerError:
         """Of a trainer rank's failure: where another has died, those that waited for it say so first."""
-        give_up_s = time.monotonic() + _GRACE_S
+        deadline_s = time.monotonic() + _GRACE_S
         for sent in self._sending.values():
             try:
-                sent.get(max(0.0, give_up_s - time.monotonic()))
+                sent.get(max(0.0, deadline_s - time.monotonic()))
             except WorkerError as other:
                 if other.kind is FailureKind.death:
                     return other

@@ -116,7 +116,7 @@ class HFEngine(RolloutEngine):
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
 
-    def nudge(self) -> None:
+    def interrupt(self) -> None:
         """A batch is decoded to its end."""
 
     # ---- weights

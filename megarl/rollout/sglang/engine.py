@@ -170,7 +170,7 @@ class SGLangEngine(RolloutEngine):
         failed, self._failed = self._failed, []
         return failed
 
-    def nudge(self) -> None:
+    def interrupt(self) -> None:
         self._finished.put((_NUDGE, None))
 
     def _check_health(self) -> None:
@@ -184,7 +184,7 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """SGLang gives up what it knows of: a request that is on its way to its server is met by a later call."""
+        """Aborts the requests that SGLang knows. A request still on its way to its server is met by a later call."""
         tickets = [
             ticket for ticket, in_flight in self._in_flight.items() if request_ids is None or in_flight.request.request_id in request_ids
         ]

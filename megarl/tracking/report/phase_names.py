@@ -42,7 +42,7 @@ PHASE_NAMES = {
     # Engines.
     "submit_and_poll": "generate",
     "abort": "cancel requests",
-    "nudge": "wake",
+    "interrupt": "wake",
     "wake": "onload",
     "wake_cache": "onload KV cache",
     "sleep": "offload",

@@ -136,10 +136,10 @@ class DeviceEngineEnd(EngineEnd):
         self._number = 0  # of the next round
 
     def receive(self, landing: Landing) -> bool:
-        give_up_s = time.monotonic() + SLICE_S
+        deadline_s = time.monotonic() + SLICE_S
         with torch.no_grad():
             while self._number < landing.sources.num_rounds:
-                if time.monotonic() > give_up_s or not self._reader.is_written(self._number, PATIENCE_S):
+                if time.monotonic() > deadline_s or not self._reader.is_written(self._number, PATIENCE_S):
                     return False
                 landing.unpack(self._number, self._reader.slot(self._number, landing.dtype))
                 self._reader.has_read()

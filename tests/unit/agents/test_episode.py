@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeGivenUpError, EpisodeLimits, TurnAnswer, TurnPlace, WriteTurn
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeDroppedError, EpisodeLimits, TurnAnswer, TurnPlace, WriteTurn
 from megarl.agents.protocol import CallError, CallErrorKind
 from megarl.agents.trajectory import EpisodeEnd
 
@@ -111,7 +111,7 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
     assert not played.lost_environment(0)  # said twice
     assert not played.answered(late.place, TurnAnswer([20]))  # of the environment that is gone
     assert played.next == WriteTurn(TurnPlace(1, 0), PROMPT, limits.max_tokens, seeds[0])
-    with pytest.raises(EpisodeGivenUpError, match="lost 2 times, in turn 0"):
+    with pytest.raises(EpisodeDroppedError, match="lost 2 times, in turn 0"):
         played.lost_environment(1)
 
 
@@ -137,7 +137,7 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
             elif event == "lost" and draw.random() < 0.3:
                 try:
                     assert played.lost_environment(step.place.attempt)
-                except EpisodeGivenUpError:
+                except EpisodeDroppedError:
                     break
                 sent = None
             elif isinstance(step, WriteTurn):

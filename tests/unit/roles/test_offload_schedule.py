@@ -24,7 +24,7 @@ from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.rollout.replicas import unshared
 from megarl.roles.weights.rollout_weights import RolloutWeights
 
 GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
@@ -95,7 +95,7 @@ class FakeReplicas:
     """As roles/rollout/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
-        self.alone = nobody_else
+        self.exclusive = unshared
         self.log, self.groups = log, [FakeEngine(f"engine{number}", log) for number in range(count)]
         self.starting: set[int] = set()
 
@@ -269,7 +269,7 @@ def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches(
     world.generate()
     world.taken()
     world.replicas.replace({1: EngineDiedError()})
-    assert not world.weights.can_admit()
+    assert not world.weights.can_readmit()
     world.weights.settle()
     assert world.replicas.starting == {1}
     assert world.taken() == []

@@ -50,7 +50,7 @@ class RemoteEngine(RolloutEngine):
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self.ask("abort", request_ids)
 
-    def nudge(self) -> None:
+    def interrupt(self) -> None:
         """Of no use here: the actor does one thing after the other."""
 
     def needed_boxes(self, manifest: Manifest) -> list[Boxes]:

@@ -203,7 +203,7 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(ready: Su
 
 
 def test_asleep_it_holds_none_of_the_requests_that_were_on_their_way(ready: Subject) -> None:
-    """A request that arrives after all have been given up would run without weights."""
+    """A request that arrives after all have been aborted would run without weights."""
     for delay_ms in range(0, 12, 2):
         ready.engine.submit(plan_requests(PROMPTS * 6, greedy(40)))
         time.sleep(delay_ms / 1000)  # each finds them elsewhere

@@ -1,4 +1,4 @@
-"""The ledger on random schedules: the bound is kept and reached, nothing sticks, prompts are trained once and in order."""
+"""The staleness controller on random schedules: the bound is kept and reached, nothing sticks, prompts are trained once and in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 
 
 class Schedule(NamedTuple):
@@ -28,7 +28,7 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
     """Admits whatever may be admitted; groups end, steps begin and weights are pushed in any order that can be."""
     k, num_prompts, warmup, total, first = schedule
     version = 7
-    ledger = AdmissionLedger(
+    staleness = StalenessController(
         max_staleness=k,
         prompts_per_step=num_prompts,
         total_steps=total,
@@ -39,21 +39,21 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
     trained: list[Trained] = []
     unfinished: list[int] = []
     in_training: int | None = None
-    while ledger.next_step <= total or in_training is not None:
-        while ledger.may_admit(version):
-            unfinished.append(ledger.admit(version))
+    while staleness.next_step <= total or in_training is not None:
+        while staleness.may_admit(version):
+            unfinished.append(staleness.admit(version))
         moves = ["finish"] * bool(unfinished) + ["push"] * (in_training is not None)
-        moves += ["take"] * (in_training is None and ledger.is_ready)
+        moves += ["take"] * (in_training is None and staleness.is_ready)
         match chance.choice(moves):  # raises where it is stuck
             case "finish":
-                ledger.finish(unfinished.pop(chance.randrange(len(unfinished))))
+                staleness.finish(unfinished.pop(chance.randrange(len(unfinished))))
             case "take":
-                in_training, begun = ledger.next_step, ledger.live
-                trained += [Trained(in_training, group, version - begun[group]) for group in ledger.take(version)]
+                in_training, begun = staleness.next_step, staleness.live
+                trained += [Trained(in_training, group, version - begun[group]) for group in staleness.take(version)]
             case "push":
                 version += in_training is not None and in_training > warmup
                 in_training = None
-    assert not ledger.live
+    assert not staleness.live
     return trained
 
 
@@ -72,8 +72,8 @@ def test_ages_are_within_the_bound_and_every_prompt_is_trained_once_in_order() -
     assert oldest == {k: k for k in oldest}
 
 
-def ledger(max_staleness: int, warmup_steps: int = 0) -> AdmissionLedger:
-    return AdmissionLedger(
+def staleness(max_staleness: int, warmup_steps: int = 0) -> StalenessController:
+    return StalenessController(
         max_staleness=max_staleness,
         prompts_per_step=2,
         total_steps=10,
@@ -83,16 +83,16 @@ def ledger(max_staleness: int, warmup_steps: int = 0) -> AdmissionLedger:
     )
 
 
-def admit_all(ledger: AdmissionLedger, version: int) -> list[int]:
+def admit_all(staleness: StalenessController, version: int) -> list[int]:
     groups = []
-    while ledger.may_admit(version):
-        groups.append(ledger.admit(version))
+    while staleness.may_admit(version):
+        groups.append(staleness.admit(version))
     return groups
 
 
 @pytest.mark.parametrize(("max_staleness", "ahead"), [(0, 0), (1, 1), (2, 2)])
 def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> None:
-    one = ledger(max_staleness)
+    one = staleness(max_staleness)
     assert admit_all(one, version=1) == list(range(2 * (1 + ahead)))
     for group in (1, 0):
         assert not one.is_ready
@@ -103,7 +103,7 @@ def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> No
 
 
 def test_while_the_critic_warms_up_weights_do_not_age() -> None:
-    one = ledger(max_staleness=1, warmup_steps=3)
+    one = staleness(max_staleness=1, warmup_steps=3)
     assert admit_all(one, version=1) == [0, 1, 2, 3]
     one.finish(0)
     one.finish(1)

@@ -1,4 +1,4 @@
-"""Runs in virtual time, with the groups, the ledger and the pump of a run: over many scripts, and with a kill at every event of some."""
+"""Runs in virtual time with the rollout buffer, staleness controller and scheduler of a run: many scripts, and kills at each event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import Late, OnUpdate
-from megarl.roles.rollout.rollout_buffer import GivenUpError
+from megarl.roles.rollout.rollout_buffer import FailedPromptsError
 from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 
@@ -69,7 +69,7 @@ def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
 
 
 def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached() -> None:
-    """Also with engines that are lost, prompts that are dropped or given up, a critic that warms up, and long pushes."""
+    """Also with engines that are lost, prompts that are dropped or fail, a critic that warms up, and long pushes."""
     chance = random.Random(0)
     oldest = dict.fromkeys(range(4), 0)
     num_lost = num_dropped = num_failing = 0
@@ -175,23 +175,23 @@ def test_too_many_prompts_without_signal_end_the_wait() -> None:
         without_signal=frozenset(range(2, 40)),
     )
     simulation = Simulation(one)
-    simulation.groups.begin()
-    simulation._work(lambda: simulation.groups.is_ready)
-    assert simulation.groups.take().is_dropped == [False, False]
+    simulation.buffer.begin()
+    simulation._work(lambda: simulation.buffer.is_ready)
+    assert simulation.buffer.take().is_dropped == [False, False]
     simulation._push()
-    simulation._work(lambda: simulation.groups.is_ready)
-    assert not simulation.groups.ledger.is_ready
-    assert simulation.groups.ledger.num_dropped > 4
+    simulation._work(lambda: simulation.buffer.is_ready)
+    assert not simulation.buffer.staleness.is_ready
+    assert simulation.buffer.staleness.num_dropped > 4
 
 
 def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(caplog: pytest.LogCaptureFixture) -> None:
     one = Script(lengths=[[5, 5]] * 9, prompts_per_step=3, total_steps=3, max_staleness=1, failing=frozenset([1, 4, 5]))
     simulation = Simulation(one)
     assert [row for step in simulation.run().steps for row in step.uids] == ["0-0", "0-2", "0-3", "0-6", "0-7", "0-8", "1-0", "1-2", "1-3"]
-    assert simulation.groups.num_given_up == 4
+    assert simulation.buffer.num_failed == 4
     assert "dropped: prompt 0-4: scripted" in caplog.text
     with pytest.raises(
-        GivenUpError, match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: scripted\n"
+        FailedPromptsError, match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: scripted\n"
     ):
         Simulation(replace(one, max_error_rate=0.4)).run()
 
@@ -200,4 +200,4 @@ def test_who_would_wait_for_ever_is_told() -> None:
     one = Script(lengths=[[3]] * 4, prompts_per_step=2, total_steps=2, num_engines=1)
     simulation = Simulation(one)
     with pytest.raises(StalledError, match="step 1 waits for samples"):
-        simulation._work(lambda: simulation.groups.is_ready)  # nothing was begun
+        simulation._work(lambda: simulation.buffer.is_ready)  # nothing was begun

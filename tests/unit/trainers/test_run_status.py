@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.schema import PPOConfig, RolloutConfig, TrainerConfig
 from megarl.machine import clock as clock_module
-from megarl.roles.rollout.scheduler import Pump, RolloutLimits
+from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.tracking.status import GroupStatus, RunStatus
@@ -29,27 +29,27 @@ class Scene:
         monkeypatch.setattr(run_status, "time", time)
         monkeypatch.setattr(clock_module, "time", time)
         self.engines = ScriptedEngines(self.clock, 2, lambda request: request.prompt[0])
-        self.pump = Pump(self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
         self.position = Position()
         self.counts: list[tuple[str, dict[str, float]]] = []
         monitor: Any = SimpleNamespace(position=self.position, count=lambda name, values: self.counts.append((name, values)))
-        rollout = SimpleNamespace(pump=self.pump, look=self.pump.look, num_restarts=0)
+        rollout = SimpleNamespace(scheduler=self.scheduler, snapshot=self.scheduler.snapshot, num_restarts=0)
         roles: Any = SimpleNamespace(rollout=rollout, weights=SimpleNamespace(version=7))
         config = PPOConfig(
             rollout=RolloutConfig(max_staleness=2), trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400)
         )
-        ahead: Any = SimpleNamespace(num_finished=lambda: 3)
-        self._status = StatusOfRun(config, roles, monitor, ahead)
+        async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
+        self._status = StatusOfRun(config, roles, monitor, async_rollout)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)]
-        self.pump.add(requests, lambda replica, finished: None)
+        self.scheduler.add(requests, lambda replica, finished: None)
 
     def look_at(self, second: float) -> RunStatus:
-        while self.pump.num_unfinished and self.clock.now_s < second:
-            self.pump.turn(second - self.clock.now_s)
+        while self.scheduler.num_unfinished and self.clock.now_s < second:
+            self.scheduler.poll(second - self.clock.now_s)
         self.clock.now_s = second
-        return self._status.look()
+        return self._status.snapshot()
 
 
 def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch
 
 def test_shares_and_speeds_are_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    scene.pump.turn(0.001)
+    scene.scheduler.poll(0.001)
     position = scene.position
     position.step = 1
     status = scene.look_at(50)

@@ -19,15 +19,15 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.agents.episode_runner import Playing
+from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.agents.episodes import EpisodeRollout
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.rollout.rollout_buffer import GroupRules
-from megarl.roles.rollout.scheduler import Pump, RequestState, RolloutLimits
+from megarl.roles.rollout.scheduler import RequestScheduler, RequestState, RolloutLimits
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.workers.environment import TurnOrder, TurnReport
 from tests.unit.roles.rollout.test_async_rollout import MadeUpWeights, Unscored
@@ -105,7 +105,7 @@ class ScriptedEnvironments:
         mine.discard(episode)
         self._unanswered.discard(episode)
 
-    def turn(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
+    def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
         self._clock.wait([self], wait_s)
         reports, lost, self._reports, self._lost = self._reports, self._lost, [], []
         return reports, lost
@@ -123,7 +123,7 @@ class Stage(NamedTuple):
     engines: ScriptedEngines
     environments: ScriptedEnvironments
     weights: MadeUpWeights
-    ahead: GenerationAhead
+    async_rollout: AsyncRollout
 
 
 @contextmanager
@@ -144,16 +144,16 @@ def stage(
     weights, environments = MadeUpWeights(engines, version), ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
     rollout = EpisodeRollout(engines, weights, tokens, LIMITS, 0, environments, limits)  # type: ignore[arg-type]
-    rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
-    rollout._playing = Playing(rollout.pump, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
+    rollout.scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout._runner = EpisodeRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
     for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
         rows = Rows().batch([(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)], [""] * PROMPTS)
         for request in rollout.requests(rows, SAMPLING, step + 1):
             environments.prompts[request.sampling.seed] = request.prompt[0]
 
-    def ledger(version: int) -> AdmissionLedger:
-        return AdmissionLedger(
+    def staleness(version: int) -> StalenessController:
+        return StalenessController(
             max_staleness=max_staleness,
             prompts_per_step=PROMPTS,
             total_steps=total_steps,
@@ -162,13 +162,13 @@ def stage(
             step_pushes=lambda step: True,
         )
 
-    ahead = GenerationAhead(rollout, weights, loader, Unscored(), rules, on_update, ledger)  # type: ignore[arg-type]
+    async_rollout = AsyncRollout(rollout, weights, loader, Unscored(), rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
-        ahead.load_state_dict(position)
+        async_rollout.load_state_dict(position)
     try:
-        yield Stage(rollout, engines, environments, weights, ahead)
+        yield Stage(rollout, engines, environments, weights, async_rollout)
     finally:
-        ahead.close()
+        async_rollout.close()
 
 
 class Step(NamedTuple):
@@ -180,8 +180,8 @@ class Step(NamedTuple):
 def train(one: Stage, steps: Collection[int]) -> list[Step]:
     trained = []
     for number in steps:
-        prompts = next(one.ahead)
-        rows = one.ahead.generate(prompts, SAMPLING, number)
+        prompts = next(one.async_rollout)
+        rows = one.async_rollout.generate(prompts, SAMPLING, number)
         mask, versions = (rows.ragged[key].flat() for key in ("response_mask", "token_versions"))
         assert ((versions >= 0) == mask).all()
         trained.append(Step(prompts.tensors["prompts"][:, 0].tolist(), rows, int(one.weights.version - versions[mask].min())))
@@ -225,14 +225,14 @@ def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(m
 def test_a_slow_tool_delays_its_group_alone() -> None:
     """Those behind it are finished, up to what the bound lets begin, while its step waits."""
     seen = list[RequestState]()
-    with stage(2, 9, on_event=lambda number: seen.extend(one.rollout.look()[0])) as one:
+    with stage(2, 9, on_event=lambda number: seen.extend(one.rollout.snapshot()[0])) as one:
         trained = train(one, [1, 2])
-        prompts = next(one.ahead)  # with the slow one
+        prompts = next(one.async_rollout)  # with the slow one
         assert SLOW in prompts.tensors["prompts"][:, 0].tolist()
-        clock_s = one.rollout.pump.totals().now_s
+        clock_s = one.rollout.scheduler.totals().now_s
         assert clock_s > SLOW_S * turns_of(SLOW)
-        assert one.ahead.num_finished() == 2 * PROMPTS  # of the two steps behind it, before that one is trained
-        assert 0.5 < (one.rollout._playing.drain_wait() or 0) < 1
+        assert one.async_rollout.num_finished() == 2 * PROMPTS  # of the two steps behind it, before that one is trained
+        assert 0.5 < (one.rollout._runner.drain_wait() or 0) < 1
         (slow,) = {state.uid for state in seen if state.seconds > SLOW_S / 2}
         assert slow.partition("-")[2] == str(SLOW)
         assert all(state.waits_for_tools for state in seen if state.uid == slow and state.seconds > 1)
@@ -258,11 +258,11 @@ def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
 def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
     with stage(2, 8, OnUpdate.drain) as one:
         before = train(one, range(1, 4))
-        position, groups, version = one.ahead.state_dict(), one.ahead.finished_groups(), one.weights.version
+        position, groups, version = one.async_rollout.state_dict(), one.async_rollout.finished_groups(), one.weights.version
     stored = from_bytes(to_bytes(groups))
     assert len(groups) == PROMPTS * 2
     with stage(2, 8, OnUpdate.drain, position=position, next_step=4, version=version) as other:
-        other.ahead.restore(stored)
+        other.async_rollout.restore(stored)
         after = train(other, range(4, 9))
         begun = len(other.environments.opened)
     assert begun == (5 * PROMPTS - len(stored)) * SAMPLING.n
@@ -281,7 +281,7 @@ def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come
     kill = lambda number: one.environments.kill(0) if number == 60 else None  # noqa: E731
     with stage(1, 4, on_event=kill, limits=once, rules=GroupRules(SAMPLING, max_error_rate=9.0)) as one:
         trained = train(one, range(1, 5))
-        given_up = one.ahead.drain_metrics()["rollout/num_given_up"]
+        given_up = one.async_rollout.drain_metrics()["rollout/num_given_up"]
     prompts = [prompt for step in trained for prompt in step.prompts]
     assert prompts == sorted(set(prompts))
     assert 0 < given_up == prompts[-1] + 1 - len(prompts)

@@ -48,9 +48,9 @@ from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episode_runner import Playing
+from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.agents.episodes import EpisodeRollout, batch_of_trajectories
-from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.rollout.replicas import unshared
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
@@ -285,7 +285,7 @@ class Game:
 
 
 class Writing:
-    """Stands in for the pump: a turn is two tokens, at once."""
+    """Stands in for the request scheduler: a turn is two tokens, at once."""
 
     def __init__(self, end_token_id: int) -> None:
         self._end, self._waiting = end_token_id, list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
@@ -298,12 +298,12 @@ class Writing:
         self.seen += requests
         return [len(self.seen)]
 
-    def turn(self, wait_s: float) -> None:
+    def poll(self, wait_s: float) -> None:
         waiting, self._waiting = self._waiting, []
         for request, deliver in waiting:
             deliver(0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3)))
 
-    def take_back(self, numbers: Collection[int]) -> None: ...
+    def cancel(self, numbers: Collection[int]) -> None: ...
 
 
 class Process:
@@ -311,7 +311,7 @@ class Process:
 
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread, self._worker = ThreadPoolExecutor(1), make.cls(*make.args)
-        self._worker._desk._limit_s = 4.0  # long beside what others take, on a busy machine too
+        self._worker._server._limit_s = 4.0  # long beside what others take, on a busy machine too
         self._calls_left = dies_at
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
@@ -346,7 +346,7 @@ class Scoring:
 class Nobody(list[None]):
     """Stands in for replicas."""
 
-    alone = staticmethod(nobody_else)
+    exclusive = staticmethod(unshared)
 
 
 def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3) -> tuple[EpisodeRollout, Writing]:
@@ -368,13 +368,13 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
     worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
     environments = Threads([None, None], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
-    weights = SimpleNamespace(admit=lambda replica: True, can_admit=lambda: True, bring_in=lambda: None, version=3)
+    weights = SimpleNamespace(readmit=lambda replica: True, can_readmit=lambda: True, bring_in=lambda: None, version=3)
     rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
     rollout = EpisodeRollout(Nobody([None]), weights, rules, at_once, 0, environments, of_episodes)  # type: ignore[arg-type]
     writing = Writing(tokenizer.eos_token_id)
-    rollout._playing = Playing(writing, environments, of_episodes)  # type: ignore[arg-type]
+    rollout._runner = EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
     return rollout, writing
 
 

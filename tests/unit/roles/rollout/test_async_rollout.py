@@ -18,12 +18,12 @@ from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.rollout_buffer import GREEDY, GroupRules
-from megarl.roles.rollout.scheduler import Pump, RolloutLimits
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.trainers.sampling import DynamicSampling
 from tests.fake_engine import plain_sample
@@ -54,14 +54,14 @@ class MadeUpWeights:
 
     def bring_in(self) -> None: ...
 
-    def can_admit(self) -> bool:
+    def can_readmit(self) -> bool:
         return True
 
-    def admit(self, number: int) -> bool:
-        return self._engines.admit(number)
+    def readmit(self, number: int) -> bool:
+        return self._engines.readmit(number)
 
     def push(self) -> None:
-        with self._engines.alone(for_weights=True):
+        with self._engines.exclusive(for_weights=True):
             self.version += 1
             self._engines.push(self.version)
 
@@ -103,7 +103,7 @@ class Scene(NamedTuple):
     rollout: Rollout
     engines: ScriptedEngines
     weights: MadeUpWeights
-    ahead: GenerationAhead
+    async_rollout: AsyncRollout
 
 
 class Trained(NamedTuple):
@@ -130,11 +130,11 @@ def scene(
     )
     weights = MadeUpWeights(engines, version)
     rollout = Rollout(engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0)  # type: ignore[arg-type]
-    rollout.pump = Pump(engines, weights.admit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout.scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
     loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
-    def ledger(version: int) -> AdmissionLedger:
-        return AdmissionLedger(
+    def staleness(version: int) -> StalenessController:
+        return StalenessController(
             max_staleness=max_staleness,
             prompts_per_step=PROMPTS,
             total_steps=total_steps,
@@ -143,21 +143,21 @@ def scene(
             step_pushes=lambda step: True,
         )
 
-    ahead = GenerationAhead(rollout, weights, loader, scoring, rules, on_update, ledger)  # type: ignore[arg-type]
+    async_rollout = AsyncRollout(rollout, weights, loader, scoring, rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
-        ahead.load_state_dict(position)
+        async_rollout.load_state_dict(position)
     try:
-        yield Scene(rollout, engines, weights, ahead)
+        yield Scene(rollout, engines, weights, async_rollout)
     finally:
-        ahead.close()
-        assert not ahead._thread.is_alive()
+        async_rollout.close()
+        assert not async_rollout._thread.is_alive()
 
 
 def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda: None) -> list[Trained]:
     trained = []
     for step in steps:
-        prompts = next(one.ahead)
-        batch = one.ahead.generate(prompts, SAMPLING, step)
+        prompts = next(one.async_rollout)
+        batch = one.async_rollout.generate(prompts, SAMPLING, step)
         between()
         assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in prompts.non_tensor_batch["uid"] for _ in range(SAMPLING.n)]
         lengths = batch.tensors["response_mask"].sum(1)
@@ -201,7 +201,7 @@ def test_replicas_that_are_lost_cost_no_prompt_and_no_age() -> None:
     with scene(2, 12) as one:
 
         def lose() -> None:
-            with one.engines.alone():
+            with one.engines.exclusive():
                 if chance.random() < 0.6:
                     one.engines.restart(chance.randrange(2), "killed")
 
@@ -218,9 +218,9 @@ def test_validation_goes_first_and_begins_no_group() -> None:
         before = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
         assert sum(len(given) for engine in one.engines.groups for _, given in engine.submitted) == 2
         trained = train(one, [1, 2])
-        live = one.ahead._groups.ledger.live  # type: ignore[union-attr]
+        live = one.async_rollout._buffer.staleness.live  # type: ignore[union-attr]
         after = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
-        assert one.ahead._groups.ledger.live == live  # type: ignore[union-attr]
+        assert one.async_rollout._buffer.staleness.live == live  # type: ignore[union-attr]
         assert after.non_tensor_batch["weight_version"].tolist() == [3, 3]
         assert torch.equal(after.tensors["responses"], before.tensors["responses"])
         trained += train(one, [3, 4, 5, 6])
@@ -230,9 +230,9 @@ def test_validation_goes_first_and_begins_no_group() -> None:
 def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
     with scene(1, 3, rules=GroupRules(SAMPLING, greedy=True)) as one:
         for step in (1, 2, 3):
-            prompts = next(one.ahead)
-            assert len(one.ahead.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
-            greedy = one.ahead.generate(prompts, GREEDY, step)
+            prompts = next(one.async_rollout)
+            assert len(one.async_rollout.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
+            greedy = one.async_rollout.generate(prompts, GREEDY, step)
             assert greedy.non_tensor_batch["uid"].tolist() == in_order(3)[step - 1]
             one.weights.push()
         temperatures = [request.sampling.temperature for engine in one.engines.groups for _, given in engine.submitted for request in given]
@@ -245,10 +245,10 @@ def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlie
     scoring, config = ScoresBySignal(), DynamicSamplingConfig(enabled=True, max_generations=4)
     with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
     with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
-        loader: BatchLoader = one.ahead._prompts
-        sampling = DynamicSampling(one.ahead, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True)  # type: ignore[arg-type]
+        loader: BatchLoader = one.async_rollout._prompts
+        sampling = DynamicSampling(one.async_rollout, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True)  # type: ignore[arg-type]
         for step in range(1, 6):
-            prompts = next(one.ahead)
+            prompts = next(one.async_rollout)
             batch, scores, metrics = sampling(prompts, step)
             wanted, with_signal = with_signal[:PROMPTS], with_signal[PROMPTS:]
             assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in wanted for _ in range(SAMPLING.n)]
@@ -263,7 +263,7 @@ def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlie
 def test_what_generation_raises_the_trainer_is_told() -> None:
     with scene(1, 5, restart_limit=0) as one:
         train(one, [1])
-        with one.engines.alone():
+        with one.engines.exclusive():
             one.engines.groups[0].call = lambda method, *arguments: failing()  # type: ignore[method-assign, assignment]
         with pytest.raises(RunError, match="no such layer"):
             train(one, [2, 3, 4])
@@ -276,7 +276,7 @@ def failing() -> None:
 def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
     with scene(2, 10, OnUpdate.drain) as one:
         before = train(one, range(1, 5))
-        position, groups, version = one.ahead.state_dict(), one.ahead.finished_groups(), one.weights.version
+        position, groups, version = one.async_rollout.state_dict(), one.async_rollout.finished_groups(), one.weights.version
     stored = from_bytes(to_bytes(groups))
     assert [group.uid for group in groups] == list(stored)
     with pytest.raises(ValueError, match="is corrupt"):
@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     routed = groups[0]._replace(samples=[sample._replace(routed_experts=np.arange(6, dtype=np.uint8)) for sample in groups[0].samples])
     assert str(list(from_bytes(to_bytes([routed])).values())) == str([routed])
     with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
-        other.ahead.restore(stored)
+        other.async_rollout.restore(stored)
         after = train(other, range(5, 11))
         begun = sum(len(given) for engine in other.engines.groups for _, given in engine.submitted)
     assert [step.uids for step in before + after] == in_order(10)
@@ -298,5 +298,5 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
 def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
     with scene(1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
-        one.ahead.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
+        one.async_rollout.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
         assert train(one, [1])[0].versions.min() == 7

@@ -10,7 +10,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
-from megarl.roles.rollout.replicas import nobody_else
+from megarl.roles.rollout.replicas import unshared
 from megarl.roles.rollout.rollout import Rollout, TokenRules, batch_of_samples
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
@@ -105,7 +105,7 @@ class StandInReplicas:
         self.groups = [Group() for _ in range(count)]
         self.starting: set[int] = set()
         self.num_restarts = 0
-        self.alone = nobody_else
+        self.exclusive = unshared
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -118,10 +118,10 @@ class StandInWeights:
 
     def bring_in(self) -> None: ...
 
-    def can_admit(self) -> bool:
+    def can_readmit(self) -> bool:
         return True
 
-    def admit(self, number: int) -> bool:
+    def readmit(self, number: int) -> bool:
         raise AssertionError("no replica is restarted")
 
 

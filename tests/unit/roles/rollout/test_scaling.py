@@ -9,7 +9,7 @@ import pytest
 
 from megarl.controller.resource_pool import InsufficientResourcesError
 from megarl.roles.rollout import scaling as scaling_module
-from megarl.roles.rollout.replicas import ReplicaPlace, nobody_else
+from megarl.roles.rollout.replicas import ReplicaPlace, unshared
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
 from megarl.weights.plan import RankPlace
 
@@ -39,7 +39,7 @@ class Replicas:
 
     def __init__(self, first: ReplicaPlace) -> None:
         self.pools = [first.pool]
-        self.alone = nobody_else
+        self.exclusive = unshared
 
     def __len__(self) -> int:
         return len(self.pools)
@@ -59,8 +59,8 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     sent: list[list[list[RankPlace]]] = []
     carrier: Any = SimpleNamespace(send_to=sent.append)
     resized: list[int] = []
-    pump: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
-    scaling = ReplicaScaling(replicas, pump, carrier, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
+    scheduler: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
+    scaling = ReplicaScaling(replicas, scheduler, carrier, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
 
     def names() -> list[str]:
         return [pool.name for pool in replicas.pools]

@@ -1,11 +1,11 @@
-"""The pump over replicas that are made up, on a clock of their own: what is added meanwhile, taken back, lost, and held."""
+"""The request scheduler with fake replicas in virtual time: requests that are added late, cancelled, or lost, and pauses."""
 
 from __future__ import annotations
 
 import pytest
 
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.scheduler import Pump, RolloutLimits
+from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
 from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 
@@ -26,52 +26,54 @@ class Scene:
         self.clock = VirtualClock()
         self.engines = ScriptedEngines(self.clock, num_replicas, length_of, restart_limit=2)
         self.came: list[tuple[float, int]] = []  # when, and the request
-        self.pump = Pump(self.engines, self._admit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(self.engines, self._readmit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
 
-    def _admit(self, replica: int) -> bool:
+    def _readmit(self, replica: int) -> bool:
         self.engines.starting.discard(replica)
         return True
 
     def add(self, *lengths: int, first: bool = False) -> list[int]:
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
-        return self.pump.add([GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first)
+        return self.scheduler.add([GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first)
 
     def _deliver(self, replica: int, finished: FinishedRequest) -> None:
         self.came.append((round(self.clock.now_s), finished.request_id))
 
     def run(self) -> list[tuple[float, int]]:
-        while self.pump.num_unfinished:
-            self.pump.turn()
+        while self.scheduler.num_unfinished:
+            self.scheduler.poll()
         return self.came
 
 
 def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admitted() -> None:
     """Both were lost, and once the first has its weights and its cache there is no room for those of the second."""
     scene = Scene(2)
-    admitted = list[int]()
+    readmitted = list[int]()
 
-    def can_admit() -> bool:
+    def can_readmit() -> bool:
         return len(scene.engines.starting) == 2
 
-    def admit(replica: int) -> bool:
-        assert can_admit()
-        admitted.append(replica)
-        return scene._admit(replica)
+    def readmit(replica: int) -> bool:
+        assert can_readmit()
+        readmitted.append(replica)
+        return scene._readmit(replica)
 
-    scene.pump = Pump(scene.engines, admit, LIMITS, can_admit=can_admit, clock=lambda: scene.clock.now_s, wait=scene.clock.wait)  # type: ignore[arg-type]
+    scene.scheduler = RequestScheduler(
+        scene.engines, readmit, LIMITS, can_readmit=can_readmit, clock=lambda: scene.clock.now_s, wait=scene.clock.wait
+    )  # type: ignore[arg-type]
     for replica in (0, 1):
         scene.engines.restart(replica, "lost")
     scene.add(30, 40)
-    scene.pump.turn(wait_s=0.0)
+    scene.scheduler.poll(wait_s=0.0)
     scene.clock.pass_by(LIMITS.sample_limit_s / 2)  # nobody looks, and both come up
     assert [request for _, request in scene.run()] == [30, 40]
-    assert (admitted, scene.engines.starting) == ([0], {1})
+    assert (readmitted, scene.engines.starting) == ([0], {1})
 
 
 def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
     scene = Scene(2)
     scene.add(100, 101)
-    scene.pump.turn(wait_s=1.0)
+    scene.scheduler.poll(wait_s=1.0)
     scene.add(50, 40)
     scene.add(60, first=True)
     assert scene.run() == [(51, 50), (61, 60), (91, 40), (100, 100), (101, 101)]
@@ -82,11 +84,11 @@ def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
 def test_what_is_taken_back_is_not_delivered_and_makes_room() -> None:
     scene = Scene(1)
     numbers = scene.add(100, 20, 30)
-    scene.pump.turn(wait_s=1.0)
-    scene.pump.take_back([numbers[0]])
+    scene.scheduler.poll(wait_s=1.0)
+    scene.scheduler.cancel([numbers[0]])
     assert scene.run() == [(20, 20), (31, 30)]
     assert scene.engines.groups[0].aborted == [numbers[0]]
-    scene.pump.take_back(numbers)  # of what has come nothing is left
+    scene.scheduler.cancel(numbers)  # of what has come nothing is left
     assert scene.engines.groups[0].aborted == [numbers[0]]
 
 
@@ -94,24 +96,24 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
     scene = Scene(2)
     scene.add(999, 150)
     while not scene.engines.restarted:
-        scene.pump.turn()
+        scene.scheduler.poll()
     assert scene.engines.restarted == [(LIMITS.sample_limit_s, 0)]
     assert scene.came == [(150, 150)]
-    scene.pump.turn(0.1)
+    scene.scheduler.poll(0.1)
     assert prompts(scene.engines.groups[1])[-1] == (LIMITS.sample_limit_s, [999])
-    assert scene.pump.totals().num_resent == 1
+    assert scene.scheduler.totals().num_resent == 1
     with pytest.raises(RunError, match="too many"):  # nobody can write it
         scene.run()
 
 
 def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
-    scene, given_up = Scene(1), list[str]()
+    scene, failed = Scene(1), list[str]()
     request = GenerationRequest(7, [0], SamplingParameters(max_new_tokens=200, seed=0), "a")
-    scene.pump.add([request], scene._deliver, give_up=given_up.append)
+    scene.scheduler.add([request], scene._deliver, on_failure=failed.append)
     scene.add(20)
     assert scene.run() == [(20, 20)]
-    assert given_up == ["scripted"]
-    scene.pump.add([request], scene._deliver)
+    assert failed == ["scripted"]
+    scene.scheduler.add([request], scene._deliver)
     with pytest.raises(RunError, match="rollout replica 0 cannot write a sample of prompt a: scripted"):
         scene.run()
 
@@ -119,8 +121,8 @@ def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
 def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
     scene = Scene(2)
     scene.add(20, 30, 40)
-    scene.pump.turn(wait_s=2.0)
-    scene.pump.hold()
+    scene.scheduler.poll(wait_s=2.0)
+    scene.scheduler.pause()
     assert scene.clock.now_s < 2.1
     assert not any(engine.is_at_call for engine in scene.engines.groups)
     scene.clock.now_s += 100.0  # somebody else's work
@@ -131,29 +133,29 @@ def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
 def test_replicas_join_and_leave_and_no_request_is_lost() -> None:
     scene = Scene(1)
     scene.add(20, 30, 40, 50)
-    scene.pump.turn(wait_s=2.0)
-    scene.pump.hold()
+    scene.scheduler.poll(wait_s=2.0)
+    scene.scheduler.pause()
     scene.engines.groups.append(ScriptedEngine(scene.clock, length_of, 1, 5.0))
     scene.engines.starting.add(1)
-    scene.pump.resize()
-    assert [(one.is_starting, one.in_flight) for one in scene.pump.look()[1]] == [(False, 2), (True, 0)]
+    scene.scheduler.resize()
+    assert [(one.is_starting, one.in_flight) for one in scene.scheduler.snapshot()[1]] == [(False, 2), (True, 0)]
     while scene.clock.now_s < 12:
-        scene.pump.turn(wait_s=1.0)
+        scene.scheduler.poll(wait_s=1.0)
     given = [[number for _, numbers in prompts(engine) for number in numbers] for engine in scene.engines.groups]
     assert given == [[20, 30], [40, 50]]
-    scene.pump.hold()
+    scene.scheduler.pause()
     scene.engines.groups.pop()
-    scene.pump.resize()
+    scene.scheduler.resize()
     assert [request_id for _, request_id in scene.run()] == [20, 30, 40, 50]
-    assert scene.pump.totals().num_resent == 2
-    assert scene.pump.totals().num_tokens == (140, 0)
+    assert scene.scheduler.totals().num_resent == 2
+    assert scene.scheduler.totals().num_tokens == (140, 0)
 
 
 def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None:
     scene = Scene(2)
     scene.add(20, 30)
-    scene.pump.turn(wait_s=2.0)
-    scene.pump.hold()
+    scene.scheduler.poll(wait_s=2.0)
+    scene.scheduler.pause()
     scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)  # in a push, which also gave it the weights
     assert scene.run() == [(22, 20), (30, 30)]
-    assert scene.pump.totals().num_resent == 1
+    assert scene.scheduler.totals().num_resent == 1

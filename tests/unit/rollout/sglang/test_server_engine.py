@@ -92,7 +92,7 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
 def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
     requests = plan_requests([[5]] * 8, SamplingParameters(max_new_tokens=60, seed=0, ignore_eos=True))
     engine.submit(requests)
-    engine.nudge()
+    engine.interrupt()
     start_s = time.monotonic()
     found = engine.collect(60.0)
     assert time.monotonic() - start_s < 10.0

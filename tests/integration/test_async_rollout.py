@@ -15,7 +15,7 @@ from megarl.config.schema import DType, RolloutEngineKind
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.trainers.ppo import SAMPLES_FILE
 from tests.integration.tiny_run import run_ppo, save_inputs
-from tests.soak import ahead_kills
+from tests.soak import async_kills
 from tests.soak.save_kills import LOOK_S, Run, ahead_config, assert_same, assert_whole, untimed
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -54,7 +54,7 @@ def test_a_run_that_is_killed_with_samples_ahead_goes_on_as_if_nothing_had_been(
 
 
 def test_kills_of_a_replica_a_process_that_scores_and_the_driver_lose_and_double_nothing(tmp_path: Path) -> None:
-    assert "each prompt once, in order" in ahead_kills.run("fake", 3, seed=0, folder=tmp_path)
+    assert "each prompt once, in order" in async_kills.run("fake", 3, seed=0, folder=tmp_path)
 
 
 def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goes_on_to_the_bit(

@@ -1,6 +1,6 @@
 """Random kills while generation runs ahead of training: no prompt may be lost or come twice, and no sample may be older than the bound.
 
-python -m tests.soak.ahead_kills --engine fake|hf|sglang --kills 30 --seed 0
+python -m tests.soak.async_kills --engine fake|hf|sglang --kills 30 --seed 0
 
 As tests/soak/kills.py, with pushes in the middle of samples. In turns a replica is hit, a process that scores, and the driver, which is
 started again, with a replica more or less, and goes on from what it saved after its last step. The trainer only pushes.
@@ -39,10 +39,10 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.async_rollout import GenerationAhead
+from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.rollout.rollout_buffer import GroupRules
-from megarl.rollout.staleness import AdmissionLedger
+from megarl.rollout.staleness import StalenessController
 from megarl.workers.reward import RewardWorker
 from tests.command import Command
 from tests.integration.tiny_run import save_policy
@@ -127,15 +127,15 @@ class RunFolder:
         with self._steps.open("a") as file:
             file.write(json.dumps({"step": step, "uids": uids, "oldest": oldest}) + "\n")
 
-    def save(self, step: int, version: int, ahead: GenerationAhead) -> None:
-        groups = ahead.finished_groups()
+    def save(self, step: int, version: int, async_rollout: AsyncRollout) -> None:
+        groups = async_rollout.finished_groups()
         samples = base64.b64encode(to_bytes(groups)).decode() if groups else None
-        write_whole(self._saved, json.dumps({"step": step, "version": version, "data": ahead.state_dict(), "samples": samples}))
+        write_whole(self._saved, json.dumps({"step": step, "version": version, "data": async_rollout.state_dict(), "samples": samples}))
 
-    def restore(self, ahead: GenerationAhead, saved: dict[str, Any]) -> None:
-        ahead.load_state_dict(saved["data"])
+    def restore(self, async_rollout: AsyncRollout, saved: dict[str, Any]) -> None:
+        async_rollout.load_state_dict(saved["data"])
         if saved["samples"]:
-            ahead.restore(from_bytes(base64.b64decode(saved["samples"])))
+            async_rollout.restore(from_bytes(base64.b64decode(saved["samples"])))
 
     def saved(self) -> dict[str, Any] | None:
         return json.loads(self._saved.read_text()) if self._saved.exists() else None
@@ -159,11 +159,17 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
         rollout.send(subject.weights, saved["version"])
         loader = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
         ledger_after = saved["step"]
-        ahead = GenerationAhead(
-            rollout, rollout.weights, loader, reward, GroupRules(SAMPLING), OnUpdate.go_on, lambda version: _ledger(version, ledger_after)
+        async_rollout = AsyncRollout(
+            rollout,
+            rollout.weights,
+            loader,
+            reward,
+            GroupRules(SAMPLING),
+            OnUpdate.go_on,
+            lambda version: _staleness(version, ledger_after),
         )
         if saved["step"]:
-            folder.restore(ahead, saved)
+            folder.restore(async_rollout, saved)
         chance = random.Random(f"{seed} {victims.total()}")
         killer = KillerOfAll(
             rollout,
@@ -176,23 +182,23 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
         )
         try:
             with killer.at_work():
-                _train(subject.weights, rollout, ahead, reward, killer, folder, saved["step"])
+                _train(subject.weights, rollout, async_rollout, reward, killer, folder, saved["step"])
         finally:
-            ahead.close()
+            async_rollout.close()
 
 
 def _train(
     weights: dict[str, torch.Tensor],
     rollout: StartedRollout,
-    ahead: GenerationAhead,
+    async_rollout: AsyncRollout,
     reward: Reward,
     killer: Killer,
     folder: RunFolder,
     done: int,
 ) -> None:
     for step in itertools.count(done + 1):
-        prompts = next(ahead)
-        batch = ahead.generate(prompts, SAMPLING, step)
+        prompts = next(async_rollout)
+        batch = async_rollout.generate(prompts, SAMPLING, step)
         scores = reward.finish(batch).get().non_tensor_batch["score"]
         assert all(score >= 0 for score in scores)
         version, versions = rollout.weights.version, batch.ragged["token_versions"].values
@@ -204,13 +210,13 @@ def _train(
             break
         time.sleep(TRAINING_S)
         rollout.send(weights, version + 1)
-        folder.save(step, version + 1, ahead)
+        folder.save(step, version + 1, async_rollout)
 
 
 def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     """Raises AssertionError where a prompt or a sample is wrong, or something takes too long."""
     start_s, run_folder = time.monotonic(), RunFolder(folder)
-    arguments = ["-m", "tests.soak.ahead_kills", "--engine", engine, "--kills", str(num_kills), "--seed", str(seed), "--drive", str(folder)]
+    arguments = ["-m", "tests.soak.async_kills", "--engine", engine, "--kills", str(num_kills), "--seed", str(seed), "--drive", str(folder)]
     status = None
     while status != 0:
         command, before = Command(arguments, folder / "driver.log"), run_folder.victims().total()
@@ -232,8 +238,8 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     return f"{num_kills} kills ({said}) in {seconds:.0f} s, {len(steps)} steps: each prompt once, in order; oldest {oldest}"
 
 
-def _ledger(version: int, done: int) -> AdmissionLedger:
-    return AdmissionLedger(
+def _staleness(version: int, done: int) -> StalenessController:
+    return StalenessController(
         max_staleness=MAX_STALENESS,
         prompts_per_step=PROMPTS,
         total_steps=10_000,
