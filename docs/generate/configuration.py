@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from docs.generate.comments import explanation
 from megarl.config import schema
+from megarl.config.explanations import explanation
 from megarl.config.load import expected
 from megarl.config.schema.keys import Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
