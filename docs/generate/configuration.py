@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.config import schema
-from megarl.config.explanations import explanation
+from megarl.config.explanations import explanation, section_explanation
 from megarl.config.load import expected
 from megarl.config.schema.keys import Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
@@ -37,6 +37,27 @@ the models and data that they name are looked for in the current folder. Rewards
 
 An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
 another; `megarl check` lists all of that at once.
+
+## In an editor
+
+`megarl schema` prints a JSON Schema (draft 2020-12) of any run: keys, types, ranges, choices, defaults, and the explanations of this page.
+An editor with a [YAML language server](https://github.com/redhat-developer/yaml-language-server), as VS Code with Red Hat's YAML
+extension, completes and checks a file that names it in its first line:
+
+```bash
+megarl schema > megarl.schema.json
+```
+
+```yaml
+# yaml-language-server: $schema=megarl.schema.json
+kind: ppo
+base: configs/quickstart.yaml
+trainer:
+  total_steps: 20
+```
+
+The path is relative to the file. `megarl schema algorithm` is for presets, `megarl schema ppo` and `megarl schema sft` are for one kind of
+run. The schema knows one file and one key at a time, so that `megarl check` has the last word.
 """
 
 
@@ -68,8 +89,8 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
 def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
     """A heading, what the section is for, its own keys; then the sections in it."""
     yield f"### {prefix}{key}\n"
-    if section.__doc__ and not section.__doc__.startswith(f"{section.__name__}("):  # the docstring that dataclass makes
-        yield " ".join(section.__doc__.split()) + "\n"
+    if about := section_explanation(section):
+        yield about + "\n"
     inner, rows = [], []
     for entry in fields(section):
         kind, default = _types(section)[entry.name], getattr(value, entry.name)

@@ -28,6 +28,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "score": ("megarl score run.yaml outputs/run/generations.jsonl", "megarl score run.yaml train.jsonl --ground-truth"),
     "quickstart": ("megarl quickstart", "megarl quickstart trainer.total_steps=10"),
     "init": ("megarl init my_run --model MODEL_DIR --data rows.jsonl", "megarl init my_run --model MODEL_DIR --kind sft"),
+    "schema": ("megarl schema", "megarl schema algorithm"),
     "completion": ('eval "$(megarl completion bash)"',),
     "convert": ("megarl convert hf-to-megatron --help",),
 }

@@ -21,6 +21,8 @@ from megarl.cli.convert import add_commands, positive
 from megarl.cli.examples import epilog
 from megarl.cli.run_context import RunContext, RunFailedError
 from megarl.cli.termination import INTERRUPTED, ends_by_signal
+from megarl.config.json_schema import ANY_RUN
+from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.load import schema_of
 from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
 from megarl.machine.errors import ConfigError
@@ -225,6 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
     quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
     quickstart.set_defaults(start=lambda parsed: _run("run", "megarl.recipes.quickstart")(parsed.overrides))
     _add_init(commands)
+    _add_schema(commands)
     completion = commands.add_parser(
         "completion",
         help="print what makes a shell complete commands, files and keys",
@@ -258,6 +261,14 @@ def _add_init(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     init.add_argument("--device", choices=[device.value for device in Device], help="auto: GPUs where there are any (the default)")
     init.add_argument("--devices", metavar="N", type=positive, help="GPUs, or processes on a CPU: 1 where not given")
     init.set_defaults(start=_start_init)
+
+
+def _add_schema(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "print the JSON Schema of a configuration file, with which an editor completes and checks it"
+    schema = commands.add_parser("schema", help=summary, description=summary)
+    kinds = "run: any run, by its `kind` (the default); ppo or sft: one kind; algorithm: a preset"
+    schema.add_argument("kind", metavar="KIND", nargs="?", choices=SCHEMA_KINDS, default=ANY_RUN, help=kinds)
+    schema.set_defaults(start=lambda parsed: _run("schema")(parsed.kind))
 
 
 def _start_init(parsed: argparse.Namespace) -> int:

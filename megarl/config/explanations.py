@@ -1,4 +1,7 @@
-"""The comments that explain a class's names, read from its source: the one behind a name, and the lines above it."""
+"""What the schema's source says of its keys, choices and sections: `docs/configuration.md` and `megarl schema` are made from it.
+
+A key or a choice is explained by the comment behind it and the lines above it, a section by its docstring.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,15 @@ _FOR_TOOLS = ("type:", "noqa")
 
 
 def explanation(owner: type, name: str) -> str:
-    """What the comments say about `owner.name`, a field of a dataclass or a member of an enumeration; empty where they say nothing."""
+    """Return what the comments say about `owner.name`, a field of a dataclass or a member of an enumeration; empty without comments."""
     return _explanations(inspect.getsourcefile(owner) or "").get((owner.__name__, name), "")
+
+
+def section_explanation(section: type) -> str:
+    """Return the docstring of a section in one line; empty without one."""
+    text = section.__doc__ or ""
+    is_made_by_dataclass = text.startswith(f"{section.__name__}(")
+    return "" if is_made_by_dataclass else " ".join(text.split())
 
 
 @cache

@@ -183,13 +183,14 @@ def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
 
 def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
     """Find texts that no file can have as its name, half characters, and another language's word for null. Yields keys and problems."""
-    for key, value, _, is_prose in leaves(config):
-        for text in value if isinstance(value, list) else [value]:
+    for leaf in leaves(config):
+        key = leaf.key
+        for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
             if not isinstance(text, str) or isinstance(text, Enum):
                 continue
             if text == "None":
                 yield key, "is the text 'None'; write null for nothing"
-            elif is_prose:
+            elif leaf.is_prose:
                 if any("\ud800" <= character <= "\udfff" for character in text):
                     yield key, "has half of a character (a lone surrogate), which no tokenizer can read; remove it"
             elif not text.isprintable() or len(text) > _LONGEST_TEXT or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
@@ -221,7 +222,7 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
         value = getattr(section, entry.name)
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value, outputs)
-        elif isinstance(value, list) and _item_section(_hints(typing.cast(type, type(section)))[entry.name]):
+        elif isinstance(value, list) and _item_section(key_types(typing.cast(type, type(section)))[entry.name]):
             changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = _each_text(value, _whole_path)
@@ -263,7 +264,7 @@ class _Review:
 
     def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
         """`values` without what does not fit, so that the search for problems can go on."""
-        hints = _hints(section)
+        hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for name, value in values.items():
@@ -274,7 +275,7 @@ class _Review:
                 if isinstance(value, Mapping):
                     good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
                 else:
-                    self._refuse(key, f"{key}: is {value!r}, but is a section with the keys {', '.join(_hints(hints[name]))}", layer)
+                    self._refuse(key, f"{key}: is {value!r}, but is a section with the keys {', '.join(key_types(hints[name]))}", layer)
             elif (item := _item_section(hints[name])) and isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
                 good[name] = [self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)]
             else:
@@ -316,7 +317,8 @@ def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 @cache
-def _hints(section: Any) -> Mapping[str, Any]:
+def key_types(section: Any) -> Mapping[str, Any]:
+    """Return the type of each key of a section."""
     hints = typing.get_type_hints(section)
     return {entry.name: hints[entry.name] for entry in fields(section)}
 
@@ -332,9 +334,10 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
 
     Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text in a list.
     """
-    hints = _hints(section)
+    hints = key_types(section)
     for name, value in values.items():
-        if hints[name] in (bool, int, float, str) and value != MISSING and isinstance(value, bool) != (hints[name] is bool):
+        single = _without_null(hints[name])
+        if single in (bool, int, float, str) and value not in (None, MISSING) and isinstance(value, bool) != (single is bool):
             return False
         if isinstance(value, list) and not _item_section(hints[name]) and any(isinstance(item, Mapping | list) for item in value):
             return False
@@ -345,10 +348,16 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
     return True
 
 
+def _without_null(hint: Any) -> Any:
+    """Return `str` for `str | None`, and any other type as it is."""
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
+
+
 @cache
 def _without_sections(section: Any) -> Any:
     """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all of them."""
-    hints = _hints(section)
+    hints = key_types(section)
     own = [(entry.name, hints[entry.name], copy(entry)) for entry in fields(section) if not is_dataclass(hints[entry.name])]
     return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
 
@@ -367,7 +376,7 @@ def expected(hint: Any) -> str:
         return "one of " + ", ".join(member.name for member in hint)
     if typing.get_origin(hint) is list:
         if section := _item_section(hint):
-            return f"a list of sections with the keys {', '.join(_hints(section))}"
+            return f"a list of sections with the keys {', '.join(key_types(section))}"
         return f"a list, each item {expected(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is dict:
         return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
@@ -379,7 +388,7 @@ def expected(hint: Any) -> str:
 
 def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section, sections themselves included."""
-    for name, hint in _hints(section).items():
+    for name, hint in key_types(section).items():
         yield prefix + name
         if is_dataclass(hint):
             yield from schema_keys(hint, f"{prefix}{name}.")
@@ -387,11 +396,11 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     """A neighbour with a similar name, then the same name in another section, then any similar key, then the choices there are."""
-    if near := difflib.get_close_matches(name, _hints(section), n=1):
+    if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
         return f"did you mean {max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
     if near := difflib.get_close_matches(prefix + name, keys, n=1):
         return f"did you mean {near[0]}?"
-    return f"known here: {', '.join(_hints(section))}"
+    return f"known here: {', '.join(key_types(section))}"

@@ -90,9 +90,11 @@ def read_architectures(config: RunConfig) -> tuple[dict[str, Architecture], list
 
 
 def _ranges(config: RunConfig) -> Violations:
-    for key, value, allowed, _ in leaves(config):
-        if isinstance(value, int | float) and value not in allowed:
-            yield Violation((key,), allowed.explain(value))
+    for leaf in leaves(config):
+        if isinstance(leaf.value, int | float) and leaf.value not in leaf.range:
+            yield Violation((leaf.key,), leaf.range.explain(leaf.value))
+        if leaf.items is not None and not leaf.items.fits(leaf.value):
+            yield Violation((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")
 
 
 def _optim(config: RunConfig) -> Violations:
@@ -100,8 +102,6 @@ def _optim(config: RunConfig) -> Violations:
     if isinstance(config, PPOConfig):
         sections["critic.optim"] = config.critic.optim
     for key, optim in sections.items():
-        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-            yield Violation((f"{key}.betas",), f"is {optim.betas}, but must be two numbers in [0, 1), as [0.9, 0.95]")
         if optim.min_lr > optim.lr:
             yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
 

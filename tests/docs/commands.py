@@ -125,6 +125,12 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl train outputs/mine/run.yaml trainer.total_steps=5": InTest(
         f"{_EXAMPLES}::test_what_init_writes_trains", ('"init"', "trainer.total_steps=")
     ),
+    "megarl schema > megarl.schema.json": InTest(
+        "tests/unit/config/test_json_schema.py::test_without_a_kind_it_is_that_of_any_run", ('["schema"]',)
+    ),
+    "megarl schema algorithm": Executed(),
+    "megarl schema ppo": Executed(),
+    "megarl schema sft": Executed(),
     'eval "$(megarl completion bash)"': InTest("tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")),
     "make tutorial": Make(("-r requirements/models.txt", "examples.tutorial.run")),
     'make tutorial ARGS="trainer.seed=1 data.seed=1 trainer.output_dir=outputs/tutorial/seed1"': Make(

@@ -96,7 +96,7 @@ def test_what_takes_minutes_can_be_started(command: Command) -> None:
     """The program is there, and has the options; what is installed is there."""
     words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
     if words[:2] in (["megarl", "train"], ["megarl", "rehearse"]):
-        load_config(PPOConfig, ROOT / "megarl" / words[2], [word for word in words[3:] if "=" in word])
+        load_config(PPOConfig, ROOT / words[2], [word for word in words[3:] if "=" in word])
         return
     if words[0].startswith(".venv/") or not (ROOT / words[0]).is_file():
         words = words[1:]

@@ -45,6 +45,24 @@ def ranged(default: Value, **ends: float) -> Value:
     return field(default=default, metadata={Range: Range(**ends)})
 
 
+class ItemRange(NamedTuple):
+    """How many numbers a list has, and which each may be."""
+
+    length: int
+    range: Range
+
+    def fits(self, values: list[float]) -> bool:
+        return len(values) == self.length and all(value in self.range for value in values)
+
+    def __str__(self) -> str:
+        return f"{self.length} numbers, each {self.range}"
+
+
+def numbers(default: list[float], **ends: float) -> list[float]:
+    """The default of a key that takes a list of that many numbers, and the range of each. `ends`: see Range."""
+    return field(default_factory=default.copy, metadata={ItemRange: ItemRange(len(default), Range(**ends))})
+
+
 def prose(default: Value) -> Value:
     """The default of a key whose text is read by a model: it may be long and have line breaks, as no name may."""
     return field(default=default, metadata={prose: True})
@@ -77,12 +95,19 @@ def written() -> dict[Any, bool]:
 
 
 class Leaf(NamedTuple):
-    """A value of a configuration. key: dotted, and with the number of an element in a list of sections. is_prose: see `prose`."""
+    """A value of a configuration.
+
+    Attributes:
+        key: Dotted, and with the number of an element in a list of sections.
+        is_prose: See `prose`.
+        items: Set for a list of numbers that declares its length and their range.
+    """
 
     key: str
     value: Any
     range: Range
     is_prose: bool = False
+    items: ItemRange | None = None
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
@@ -92,7 +117,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
             continue
-        yield Leaf(key, value, range_of(entry), prose in entry.metadata)
+        yield Leaf(key, value, range_of(entry), prose in entry.metadata, entry.metadata.get(ItemRange))
         for number, element in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(element):
                 yield from leaves(element, f"{key}[{number}].")

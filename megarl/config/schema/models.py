@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
 
 
 class DType(str, Enum):
@@ -114,7 +114,7 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = ranged(1e-6, above=0, at_most=1)  # after the warm-up
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's two moments
+    betas: list[float] = numbers([0.9, 0.95], at_least=0, below=1)  # Adam's two moments
     eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's
     weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not on norms and biases
     clip_grad: float = ranged(1.0, at_least=0)  # by global norm; 0 switches it off

@@ -232,7 +232,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (["trainer.validate_every_steps=5"], "trainer.validate_every_steps, data.val_files: validation every 5 steps needs val_files"),
         (["tracking.loggers=[console,swanlab]"], "tracking.loggers: 'swanlab' needs a package that is not installed: pip install swanlab"),
         (["critic.model.path=nowhere"], "critic.model.path: nowhere/config.json: there is no folder 'nowhere'"),
-        (["actor.optim.betas=[0.9]"], "actor.optim.betas: is [0.9], but must be two numbers in [0, 1)"),
+        (["actor.optim.betas=[0.9]"], "actor.optim.betas: is [0.9], but must be 2 numbers, each in [0, 1)"),
         (["critic.optim.min_lr=1"], "critic.optim.min_lr, critic.optim.lr: min_lr 1 is above lr 1e-05"),
         (["algorithm.advantage.lam=1.5"], "algorithm.advantage.lam: is 1.5, but must be in [0, 1]"),
         (["algorithm.policy_loss.clip_low=1"], "algorithm.policy_loss.clip_low: is 1, but must be in (0, 1)"),
