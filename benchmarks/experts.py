@@ -74,11 +74,11 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.config.derive import num_active_parameters
     from megarl.config.schema import DType, EngineConfig, OptimConfig
     from megarl.engine import groups
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.spec import ModelSpec
+    from megarl.models.counts import num_active_parameters
     from megarl.models.families import read_architecture
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)

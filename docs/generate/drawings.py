@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from docs.generate.svg import FILLS, Drawing
-from megarl.config.derive import num_parameters
 from megarl.config.schema import (
     ActorConfig,
     ParallelConfig,
@@ -17,6 +16,7 @@ from megarl.config.schema import (
     RolloutConfig,
 )
 from megarl.models.architecture import Architecture
+from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import Weight, weights_of
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan

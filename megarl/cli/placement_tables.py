@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables import print_line, table, table_of_numbers
-from megarl.config.derive import num_parameters
 from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.counts import num_parameters
 from megarl.placement.dataflow import overlaps
 from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses, weight_bytes
 from megarl.placement.offload_plan import OffloadPlan

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, EngineConfig, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
 from megarl.models.architecture import Architecture
-
-VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
+from megarl.models.counts import num_expert_parameters, num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,51 +303,7 @@ def _micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, r
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """The smallest multiple of VOCABULARY_DIVISOR x tensor_parallel_size that holds the vocabulary, as Megatron-Core pads it."""
-    multiple = VOCABULARY_DIVISOR * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
-
-
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
     """For how many tokens logits are made at a time: where nothing is set 1,024, or as many as have 2**24 logits, which in float32 are
     64 MiB. Those of a small vocabulary take less to keep than to make again."""
     return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
-
-
-def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
-    """Parameters of the model as Hugging Face counts them, a tied embedding once; `with_value_head`: (H) weights instead of (V, H)."""
-    hidden, head_dim = architecture.hidden_size, architecture.head_dim
-    query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
-    attention = hidden * (query + 2 * key_value) + query * hidden
-    attention += (query + 2 * key_value) * architecture.qkv_bias + 2 * head_dim * architecture.qk_norm
-    layers = architecture.num_hidden_layers * (attention + 2 * hidden) + num_expert_parameters(architecture)
-    layers += architecture.num_dense_layers * 3 * hidden * architecture.intermediate_size
-    layers += len(architecture.sparse_layers) * hidden * _router_and_shared_width(architecture)
-    embedding = architecture.vocab_size * hidden
-    output = hidden if with_value_head else embedding * (not architecture.tie_word_embeddings)
-    return embedding + layers + hidden + output
-
-
-def num_expert_parameters(architecture: Architecture) -> int:
-    """Of all experts of all layers, without routers and shared experts."""
-    experts = architecture.experts
-    return len(experts.layers) * experts.num_experts * 3 * architecture.hidden_size * experts.intermediate_size if experts else 0
-
-
-def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
-    """Those that a token meets: of the experts only as many as the router takes."""
-    total, experts = num_parameters(architecture, with_value_head), architecture.experts
-    if experts is None:
-        return total
-    of_experts = num_expert_parameters(architecture)
-    return total - of_experts + of_experts // experts.num_experts * experts.num_experts_per_tok
-
-
-def _router_and_shared_width(architecture: Architecture) -> int:
-    """Of a sparse layer, numbers for each hidden dimension: the router's rows, and the shared expert's three matrices and its gate."""
-    experts = architecture.experts
-    if experts is None:
-        return 0
-    shared = experts.shared_intermediate_size
-    return experts.num_experts + (3 * shared + 1 if shared else 0)

@@ -14,11 +14,11 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import block_spec, canonical_name, forget_routes, fuse_gradient_accumulation, mark_cut_parameters
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
 
 

@@ -12,18 +12,11 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.derive import (
-    Row,
-    fullest_micro_batch,
-    logit_chunk_tokens,
-    micro_batch_tokens,
-    padded_vocab_size,
-    rows_of_prompt,
-    rows_of_replica,
-)
+from megarl.config.derive import Row, fullest_micro_batch, logit_chunk_tokens, micro_batch_tokens, rows_of_prompt, rows_of_replica
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4

@@ -48,11 +48,13 @@ def sparse_layer(architecture: Architecture, parallel: ParallelConfig, element_b
     return SparseLayer(ceil(kept), ceil(beside), ceil(beside + routing + met * hidden))
 
 
-def sparse_layers_of(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Those of a pipeline stage that have experts. Layers go to virtual stages in turn."""
+def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
+    """Return the global numbers of a pipeline stage's layers. Layers go to virtual stages in turn."""
+    stages = parallel.pipeline_parallel_size
     num_chunks = parallel.virtual_pipeline_parallel_size or 1
-    per_chunk = architecture.num_hidden_layers // (parallel.pipeline_parallel_size * num_chunks)
-    return [layer for layer in architecture.sparse_layers if layer // per_chunk % parallel.pipeline_parallel_size == stage]
+    num_layers = architecture.num_hidden_layers
+    per_chunk = max(1, num_layers // (stages * num_chunks))
+    return tuple(layer for layer in range(num_layers) if layer // per_chunk % stages == stage)
 
 
 def _crowding(experts: Experts, parallel: ParallelConfig) -> float:

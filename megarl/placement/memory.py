@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import ceil
 
-from megarl.config.derive import max_row_tokens, num_parameters, padded_vocab_size, samples_per_step
+from megarl.config.derive import max_row_tokens, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
 from megarl.models.architecture import Architecture
+from megarl.models.counts import ParameterCount, num_parameters, rank_parameters
 from megarl.placement.activations import working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.placement.expert_activations import sparse_layers_of
+from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
@@ -255,60 +256,46 @@ def engine_share(config: PPOConfig) -> int | None:
 
 
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
-    """Parameters, gradients and optimizer state of one rank of a pipeline stage: weights in `dtype`; where the model trains, float32
-    gradients, and over the ranks that hold the same (ZeRO 1), which are fewer of experts, two float32 moments and, for bfloat16, a float32
-    master copy."""
+    """Return the parameters, gradients and optimizer state of one rank of a pipeline stage.
+
+    Weights are in `dtype`. Where the model trains, there are float32 gradients and, over the ranks that hold the
+    same (ZeRO 1), which are fewer for experts, two float32 moments and, for bfloat16, a float32 master copy.
+    """
     parallel = model.parallel
-    of_experts = stage_expert_parameters(architecture, parallel, stage)
-    count = of_experts + stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
+    held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
     element_bytes = weight_bytes(dtype)
     master_bytes = 0 if dtype is DType.float32 else 4
     if model.optim is None:
-        return Usage(parameters=count * element_bytes)
+        return Usage(parameters=held.total * element_bytes)
+
+    state_bytes = 8 + master_bytes
+    optimizer = -(-held.dense * state_bytes // parallel.num_copies)
+    optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
     return Usage(
-        parameters=count * element_bytes,
-        gradients=count * _FLOAT32,
-        optimizer=-(-(count - of_experts) * (8 + master_bytes) // parallel.num_copies)
-        - (-of_experts * (8 + master_bytes) // parallel.expert_data_parallel_size),
+        parameters=held.total * element_bytes,
+        gradients=held.total * _FLOAT32,
+        optimizer=optimizer,
     )
 
 
 def second_moments(model: ModelRole, architecture: Architecture, stage: int) -> int:
-    """Bytes of those that one optimizer of a rank has: experts have one of their own."""
+    """Return the bytes of those that one optimizer of a rank has: experts have one of their own."""
     parallel = model.parallel
-    dense = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
-    of_experts = stage_expert_parameters(architecture, parallel, stage)
-    return _FLOAT32 * max(-(-dense // parallel.num_copies), -(-of_experts // parallel.expert_data_parallel_size))
+    held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
+    dense = -(-held.dense // parallel.num_copies)
+    of_experts = -(-held.experts // parallel.expert_data_parallel_size)
+    return _FLOAT32 * max(dense, of_experts)
 
 
-def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool) -> int:
-    """Elements that one rank of a pipeline stage holds beside experts: cut over tensor-parallel ranks, but for norms, routers and a value
-    head."""
-    cut, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    layers, num_sparse = architecture.num_hidden_layers // stages, len(sparse_layers_of(architecture, parallel, stage))
-    hidden, head_dim = architecture.hidden_size, architecture.head_dim
-    query, key_value = architecture.num_attention_heads * head_dim, architecture.num_key_value_heads * head_dim
-    linear = hidden * (query + 2 * key_value) + query * hidden
-    linear += (query + 2 * key_value) * architecture.qkv_bias
-    norms = 2 * hidden + 2 * head_dim * architecture.qk_norm
-    count = layers * (linear // cut + norms) + (layers - num_sparse) * (3 * hidden * architecture.intermediate_size // cut)
-    if (experts := architecture.experts) is not None:
-        shared = experts.shared_intermediate_size
-        count += num_sparse * hidden * (experts.num_experts + 3 * shared // cut + bool(shared))
-    embedding = padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size) // cut * hidden
-    is_first, is_last = stage == 0, stage == stages - 1
-    count += embedding * is_first + hidden * is_last
-    if is_last and with_value_head:
-        return count + hidden
-    has_output = is_last and not (architecture.tie_word_embeddings and is_first)  # tied: the last of several stages has a copy
-    return count + embedding * has_output
-
-
-def stage_expert_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    """Elements of experts that one rank of a pipeline stage holds."""
-    experts = architecture.experts
-    if experts is None:
-        return 0
-    held = experts.num_experts // parallel.expert_parallel_size
-    each = 3 * architecture.hidden_size * experts.intermediate_size // parallel.expert_tensor_parallel_size
-    return len(sparse_layers_of(architecture, parallel, stage)) * held * each
+def stage_parameters(architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool) -> ParameterCount:
+    """Count the parameters that one rank of a pipeline stage holds."""
+    return rank_parameters(
+        architecture,
+        layers=layers_of_stage(architecture, parallel, stage),
+        is_first_stage=stage == 0,
+        is_last_stage=stage == parallel.pipeline_parallel_size - 1,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        expert_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        with_value_head=with_value_head,
+    )

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from megarl.config.derive import padded_vocab_size
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import AXES, Cut, Place
 from megarl.models.tensor_table import Head, Weight, weights_of
 from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
@@ -43,7 +43,7 @@ class ShardLayout:
         if self.padded_vocab_size % self.tensor_parallel_size:
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is not a multiple of tensor_parallel_size "
-                f"{self.tensor_parallel_size}; use config/derive.py's padded_vocab_size"
+                f"{self.tensor_parallel_size}; use models/counts.py's padded_vocab_size"
             )
 
     def cut_of(self, weight: Weight) -> tuple[int, int]:

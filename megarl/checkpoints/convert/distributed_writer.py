@@ -31,8 +31,8 @@ from megarl.checkpoints.role_folder import (
 )
 from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
-from megarl.config.derive import padded_vocab_size
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import Cut
 from megarl.models.tensor_table import Head, Weight
 from megarl.weights.hf_folder import copy_companions

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from megarl.cli.main import main
-from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import read_architecture
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.placement.plan import plan_placement

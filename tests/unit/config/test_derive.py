@@ -6,25 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, most_checkpoints, num_parameters, padded_vocab_size, state_bytes
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, most_checkpoints, state_bytes
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
@@ -40,10 +23,9 @@ from megarl.config.schema import (
 )
 from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
+from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
-
-EXPERT_SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
@@ -100,31 +82,6 @@ def test_sft_by_hand(tmp_path: Path) -> None:
     assert (len(run.roles), run.roles[0].optimizer_steps_total) == (1, 5)
 
 
-@pytest.mark.parametrize(
-    ("config", "model"),
-    [
-        (Qwen2Config(tie_word_embeddings=True), Qwen2ForCausalLM),
-        (Qwen3Config(head_dim=16), Qwen3ForCausalLM),
-        (LlamaConfig(), LlamaForCausalLM),
-        (MixtralConfig(num_local_experts=4), MixtralForCausalLM),
-        (Qwen2MoeConfig(**EXPERT_SIZES, shared_expert_intermediate_size=40, mlp_only_layers=[1]), Qwen2MoeForCausalLM),
-        (Qwen3MoeConfig(**EXPERT_SIZES, norm_topk_prob=True, tie_word_embeddings=True), Qwen3MoeForCausalLM),
-    ],
-    ids=["qwen2-tied", "qwen3", "llama", "mixtral", "qwen2-moe", "qwen3-moe"],
-)
-def test_parameters_are_those_of_transformers(tmp_path: Path, config: PretrainedConfig, model: type[PreTrainedModel]) -> None:
-    head_dim = {} if config.model_type == "qwen2_moe" else {"head_dim": 16}
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = type(config)(**{**config.to_diff_dict(), **sizes, "vocab_size": 199, "layer_types": None, **head_dim})
-    config.save_pretrained(tmp_path)
-    architecture = read_architecture(str(tmp_path))
-    with torch.device("meta"):
-        reference = model(config)
-    assert num_parameters(architecture) == reference.num_parameters()
-    without_output = 0 if architecture.tie_word_embeddings else 199 * 48
-    assert num_parameters(architecture, with_value_head=True) == reference.num_parameters() - without_output + 48
-
-
 def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
     """2,000 parameters over TP 2. bfloat16: weights 2 and gradients 4 bytes each; over DP 2, moments 8 and a master 4."""
     # No layer: the embedding of 49 x 40, tied, and the last norm of 40.
@@ -145,11 +102,6 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert state_bytes(DType.bfloat16, role, tiny) == 1000 * (2 + 4 + (8 + 4) // 2)
     assert state_bytes(DType.float32, role, tiny) == 1000 * (4 + 4 + 8 // 2)
     assert state_bytes(DType.bfloat16, dataclasses.replace(role, optim=None), tiny) == 1000 * 2
-
-
-def test_padded_vocab_size() -> None:
-    assert padded_vocab_size(199, 2) == 256
-    assert padded_vocab_size(256, 2) == 256
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_memory_goes_back_to_the_system(trains: bool, rank_pool: RankPool, large: str) -> None:
-    from megarl.config.derive import num_parameters
+    from megarl.models.counts import num_parameters
 
     parameters = num_parameters(read_architecture(large))
     assert parameters > 50e6

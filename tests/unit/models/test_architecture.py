@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from megarl.config.derive import num_active_parameters, num_parameters
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture, Experts, RopeScaling
+from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import read_architecture
 
 SIZES = {

@@ -9,8 +9,8 @@ from math import ceil
 import pytest
 import torch
 
-from megarl.config.derive import padded_vocab_size
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import (
     Boxes,

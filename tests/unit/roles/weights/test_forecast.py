@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from megarl.config.derive import num_parameters
 from megarl.config.schema import (
     ActorConfig,
     Device,
@@ -20,6 +19,7 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.models.architecture import Architecture
+from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import weights_of
 from megarl.placement.plan import plan_placement
 from megarl.roles.weights.forecast import WeightForecast, engine_boxes, forecast_weights

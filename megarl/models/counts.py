@@ -1,0 +1,143 @@
+"""Numbers of parameters: sums over the rows of the tensor table.
+
+A row is counted once and multiplied by the number of layers, and of experts, that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from megarl.models.architecture import Architecture
+from megarl.models.mapping import Cut, MappingRow, Place
+from megarl.models.tensor_table import Head, dimension_sizes, rows_of
+
+_VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
+
+
+class ParameterCount(NamedTuple):
+    """Numbers of parameters, those of experts apart: other ranks hold copies of them.
+
+    Attributes:
+        dense: All but experts; routers and shared experts are among them.
+        experts: Those of the experts that a router chooses from.
+    """
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
+    """Count the parameters as Hugging Face does, a tied embedding once.
+
+    `with_value_head`: the output layer has (H) weights instead of (V, H).
+    """
+    return _whole(architecture, with_value_head).total
+
+
+def num_expert_parameters(architecture: Architecture) -> int:
+    """Count the parameters of all experts of all layers, without routers and shared experts."""
+    return _whole(architecture, with_value_head=False).experts
+
+
+def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
+    """Count the parameters that a token meets: of the experts only as many as the router takes."""
+    whole = _whole(architecture, with_value_head)
+    experts = architecture.experts
+    if experts is None:
+        return whole.total
+    return whole.dense + whole.experts // experts.num_experts * experts.num_experts_per_tok
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """Return how many rows of the vocabulary Megatron-Core holds over all tensor-parallel ranks of a stage.
+
+    It is the smallest multiple of 128 x `tensor_parallel_size` that holds the vocabulary.
+    """
+    multiple = _VOCABULARY_DIVISOR * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def rank_parameters(
+    architecture: Architecture,
+    *,
+    layers: tuple[int, ...],
+    is_first_stage: bool,
+    is_last_stage: bool,
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    expert_tensor_parallel_size: int,
+    with_value_head: bool = False,
+) -> ParameterCount:
+    """Count the parameters that one rank of a pipeline stage holds, with the rows that pad the vocabulary.
+
+    Args:
+        architecture: The model, which the sizes below divide.
+        layers: The global numbers of the stage's layers.
+        is_first_stage: The stage has the embedding.
+        is_last_stage: The stage has the last norm and the output layer.
+        tensor_parallel_size: The ranks that cut everything but experts.
+        expert_parallel_size: The ranks among which a layer's experts are distributed.
+        expert_tensor_parallel_size: The ranks that cut each expert.
+        with_value_head: The output layer is a value head.
+    """
+    vocab_size = padded_vocab_size(architecture.vocab_size, tensor_parallel_size)
+    sizes = dimension_sizes(architecture) | {"V": vocab_size}
+    num_experts = architecture.num_experts // expert_parallel_size
+    dense = 0
+    of_experts = 0
+
+    for row in rows_of(architecture, _head(with_value_head)):
+        whole = _row_size(row, sizes)
+        if row.place is Place.expert:
+            held = whole // expert_tensor_parallel_size
+            of_experts += held * num_experts * _num_layers(row, architecture, layers)
+            continue
+
+        held = whole if row.cut is Cut.replicated else whole // tensor_parallel_size
+        if row.place is Place.layer:
+            dense += held * _num_layers(row, architecture, layers)
+        elif row.place is Place.embedding:
+            dense += held * is_first_stage
+        else:
+            # A tied output layer on the stage of the embedding is the embedding's own parameter.
+            dense += held * (is_last_stage and not (row.is_copy and is_first_stage))
+    return ParameterCount(dense, of_experts)
+
+
+@lru_cache(maxsize=64)
+def _whole(architecture: Architecture, with_value_head: bool) -> ParameterCount:
+    """Count the parameters of the whole model, without padding."""
+    sizes = dimension_sizes(architecture)
+    layers = range(architecture.num_hidden_layers)
+    dense = 0
+    of_experts = 0
+
+    for row in rows_of(architecture, _head(with_value_head)):
+        size = _row_size(row, sizes)
+        if row.place is Place.expert:
+            of_experts += size * architecture.num_experts * _num_layers(row, architecture, layers)
+        elif row.place is Place.layer:
+            dense += size * _num_layers(row, architecture, layers)
+        elif not row.is_copy:
+            dense += size
+    return ParameterCount(dense, of_experts)
+
+
+def _head(with_value_head: bool) -> Head:
+    return "value" if with_value_head else "lm"
+
+
+def _row_size(row: MappingRow, sizes: dict[str, int]) -> int:
+    return sum(prod(sizes[letter] for letter in dims.split()) for _, dims in row.tensors)
+
+
+def _num_layers(row: MappingRow, architecture: Architecture, layers: Iterable[int]) -> int:
+    return sum(row.applies(architecture, layer) for layer in layers)

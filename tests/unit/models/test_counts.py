@@ -1,0 +1,103 @@
+"""Parameter counts against transformers, against the shapes of shards, and by hand."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture
+from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters, padded_vocab_size
+from megarl.models.families import FAMILIES, read_architecture
+from megarl.placement.memory import stage_parameters
+from megarl.weights.shard_layout import layouts_of, shard_shapes
+
+LAYOUTS = [
+    ParallelConfig(),
+    ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+    ParallelConfig(tensor_parallel_size=4, data_parallel_size=2),
+    ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+]
+EXPERT_LAYOUTS = [
+    ParallelConfig(data_parallel_size=4, expert_parallel_size=4),
+    ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2),
+    ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2, expert_tensor_parallel_size=4),
+]
+
+
+def written(folder: Path, fields: dict[str, Any]) -> Architecture:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return read_architecture(str(folder))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_model_has_as_many_parameters_as_in_transformers(tmp_path: Path, model_type: str, tied: bool) -> None:
+    architecture = written(tmp_path, FAMILIES[model_type].example() | {"tie_word_embeddings": tied})
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert num_parameters(architecture) == reference.num_parameters()
+
+    # A value head of (H) weights stands in place of an output layer of (V, H).
+    output = 0 if tied else reference.lm_head.weight.numel()
+    with_value_head = reference.num_parameters() - output + architecture.hidden_size
+    assert num_parameters(architecture, with_value_head=True) == with_value_head
+
+    # In memory, transformers has the experts of a layer in tensors of three dimensions.
+    of_experts = sum(value.numel() for name, value in reference.named_parameters() if value.dim() == 3)
+    assert num_expert_parameters(architecture) == of_experts
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_stage_counts_what_its_shards_hold(tmp_path: Path, model_type: str, tied: bool, head: Any) -> None:
+    architecture = written(tmp_path, FAMILIES[model_type].example() | {"tie_word_embeddings": tied})
+    for parallel in [*LAYOUTS, *(EXPERT_LAYOUTS if architecture.experts else [])]:
+        for rank, layout in enumerate(layouts_of(architecture, parallel)):
+            stage = parallel.coordinate(rank).pp
+            counted = stage_parameters(architecture, parallel, stage, with_value_head=head == "value")
+            sizes = {name: prod(shape) for name, shape in shard_shapes(architecture, layout, head).items()}
+            of_experts = sum(size for name, size in sizes.items() if ".local_experts." in name)
+            assert counted.experts == of_experts
+            assert counted.total == sum(sizes.values())
+
+
+def test_a_stage_with_experts_by_hand(tmp_path: Path) -> None:
+    """Qwen2-MoE, TP 2 x DP 2 with EP 2 x ETP 2, the first of two stages: layer 0 has experts, layer 1 is dense."""
+    architecture = written(tmp_path, FAMILIES["qwen2_moe"].example())
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        data_parallel_size=2,
+        expert_parallel_size=2,
+        expert_tensor_parallel_size=2,
+    )
+    embedding = 256 // 2 * 64  # 199 rows, padded
+    qkv = (8 + 2 * 4) * 8 * (64 + 1) // 2
+    attention = qkv + 64 * 64 // 2 + 2 * 64
+    router = 8 * 64
+    shared = 3 * 48 * 64 // 2 + 64
+    dense = 3 * 96 * 64 // 2
+    counted = stage_parameters(architecture, parallel, 0, with_value_head=False)
+    assert counted.dense == embedding + 2 * attention + router + shared + dense
+    assert counted.experts == 8 // 2 * 3 * 32 * 64 // 2
+
+
+def test_a_token_meets_the_chosen_experts_only(tmp_path: Path) -> None:
+    """Of 8 experts 2 are chosen; one has 3 x 32 x 64 parameters in each of 4 layers."""
+    architecture = written(tmp_path, FAMILIES["qwen3_moe"].example())
+    assert num_parameters(architecture) - num_active_parameters(architecture) == 6 * 4 * 3 * 32 * 64
+    dense = written(tmp_path, FAMILIES["qwen3"].example())
+    assert num_active_parameters(dense) == num_parameters(dense)
+
+
+@pytest.mark.parametrize(("vocab_size", "size", "padded"), [(199, 1, 256), (256, 2, 256), (257, 2, 512), (151936, 8, 152576)])
+def test_the_vocabulary_is_padded_to_128_rows_of_each_rank(vocab_size: int, size: int, padded: int) -> None:
+    assert padded_vocab_size(vocab_size, size) == padded
