@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd, lcm
 
-from megarl.config import (
-    agent_rules,
-    algorithm_rules,
-    checkpoint_rules,
-    data_rules,
-    expert_rules,
-    reward_rules,
-    rollout_rules,
-    staleness_rules,
-)
 from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, needs_reference
+from megarl.config.rules import agent, algorithm, checkpoint, data, experts, reward, rollout, staleness
 from megarl.config.schema import (
     Device,
     DType,
@@ -40,18 +31,18 @@ def validate(config: RunConfig) -> list[Violation]:
     """Return the violations of all rules that hold on every machine.
 
     Of all files that the configuration names, only the models' `config.json` is read. A rule is skipped if one of its own
-    numbers is out of range: the range is the message. `machine_rules` has what the run's machine needs.
+    numbers is out of range: the range is the message. `rules.machine` has what the run's machine needs.
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
     for rule in (
         _optim,
-        data_rules.train_files,
-        data_rules.columns,
+        data.train_files,
+        data.columns,
         _layers,
         _validation,
-        checkpoint_rules.validation_metrics,
-        checkpoint_rules.output_folders,
+        checkpoint.validation_metrics,
+        checkpoint.output_folders,
     ):
         violations += rule(config)
     if isinstance(config, PPOConfig):
@@ -65,14 +56,14 @@ def validate(config: RunConfig) -> list[Violation]:
     for role in model_roles(config):
         if role.name in architectures and not any(key.startswith(role.parallel_key) for key in broken):
             violations += _fits_layout(role, architectures[role.name])
-            violations += expert_rules.fit_layout(role, architectures[role.name])
+            violations += experts.fit_layout(role, architectures[role.name])
     if isinstance(config, PPOConfig) and "actor" in architectures and not broken.intersection(_ENGINE_SIZES):
-        violations += rollout_rules.engine_fits_model(config, architectures["actor"])
-        violations += expert_rules.engine_fits(config, architectures["actor"])
+        violations += rollout.engine_fits_model(config, architectures["actor"])
+        violations += experts.engine_fits(config, architectures["actor"])
     if "actor" in architectures:
-        violations += expert_rules.routing_replay(config, architectures["actor"])
+        violations += experts.routing_replay(config, architectures["actor"])
     if isinstance(config, PPOConfig) and REWARD_MODEL in architectures and not any(key.startswith("reward.model.") for key in broken):
-        violations += reward_rules.reads_conversations(config, architectures[REWARD_MODEL])
+        violations += reward.reads_conversations(config, architectures[REWARD_MODEL])
     violations += _lengths_fit(config, architectures)
     violations += _same_vocabulary(config, architectures)
     return list(dict.fromkeys(violations))  # the reference shares the actor's model and layout, and so its violations
@@ -154,15 +145,15 @@ _PPO_RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...
     (("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"), _mini_batches),
     (
         ("rollout.temperature", "rollout.top_p", "rollout.validation.min_new_tokens", "data.max_response_length"),
-        rollout_rules.sampling,
+        rollout.sampling,
     ),
-    (("rollout.tensor_parallel_size",), rollout_rules.whole_model),
-    ((), rollout_rules.engine_memory),
-    ((*_ENGINE_KEYS, *_sizes("actor")), rollout_rules.shared_devices),
-    (("rollout.max_staleness",), staleness_rules.generation_ahead),
-    ((), reward_rules.something_scores),
-    (("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"), agent_rules.episodes),
-    *algorithm_rules.RULES,
+    (("rollout.tensor_parallel_size",), rollout.whole_model),
+    ((), rollout.engine_memory),
+    ((*_ENGINE_KEYS, *_sizes("actor")), rollout.shared_devices),
+    (("rollout.max_staleness",), staleness.generation_ahead),
+    ((), reward.something_scores),
+    (("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"), agent.episodes),
+    *algorithm.RULES,
 )
 
 

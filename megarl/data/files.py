@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from megarl.config.data_rules import FORMATS, JSON_LINES, SAVED_TO_DISK, SPLITS
+from megarl.config.rules.data import FORMATS, JSON_LINES, SAVED_TO_DISK, SPLITS
 from megarl.machine.errors import one_line
 from megarl.machine.strict_json import refuse_repeated_keys
 

@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from megarl.config.data_rules import FORMATS
 from megarl.config.roles import model_roles
+from megarl.config.rules.data import FORMATS
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError, one_line

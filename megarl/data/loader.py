@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megarl.batch.data_proto import DataProto
-from megarl.config import data_rules
+from megarl.config.rules.data import too_few_rows
 from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.files import DataError
 from megarl.data.tables import RowIdentity
@@ -189,7 +189,7 @@ def train_loader(dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_p
 
     Raises DataError for steps of more rows than there are, and as `parts_of`.
     """
-    if problem := data_rules.too_few_rows(rows_per_step, len(dataset), key):
+    if problem := too_few_rows(rows_per_step, len(dataset), key):
         raise DataError(problem)
     parts = parts_of(data.train_files, data.train_weights, dataset.row_files)
     return BatchLoader(dataset, rows_per_step, shuffle=data.shuffle, seed=data.seed, parts=parts)

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megarl.config.data_rules import JSON_LINES
+from megarl.config.rules.data import JSON_LINES
 from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of

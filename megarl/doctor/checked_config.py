@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from megarl.config.load import PartialConfig, read_config, resolved
-from megarl.config.machine_rules import missing, writable_folders
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
+from megarl.config.rules.machine import missing, writable_folders
 from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.validate import read_architectures, validate

@@ -15,10 +15,10 @@ from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.data_rules import too_few_rows
 from megarl.config.derive import max_row_tokens
-from megarl.config.machine_rules import has_tokenizer, has_weights
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.rules.data import too_few_rows
+from megarl.config.rules.machine import has_tokenizer, has_weights
 from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, SFTConfig
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file

@@ -21,7 +21,7 @@ import aiohttp
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 from megarl.config.load import read_config, schema_of
-from megarl.config.machine_rules import code_files
+from megarl.config.rules.machine import code_files
 from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked_anywhere, refuse
 from megarl.launch.job_files import RUN_FILE, pack

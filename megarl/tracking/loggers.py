@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megarl.config.machine_rules import logger_problem
+from megarl.config.rules.machine import logger_problem
 from megarl.config.schema import LoggerKind
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.background import BackgroundLogger

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.convert.source import ModelSource
-from megarl.config.reward_rules import has_chat_template
+from megarl.config.rules.reward import has_chat_template
 from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 

@@ -13,7 +13,7 @@ from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import estimator_of, policy_loss_of, try_functions
 from megarl.config.load import load_config
-from megarl.config.machine_rules import code_files
+from megarl.config.rules.machine import code_files
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate
 from megarl.machine.user_functions import UserFunctionError

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config.checkpoint_rules import validation_metrics
 from megarl.config.load import load_config
-from megarl.config.machine_rules import missing, writable_folders
+from megarl.config.rules.checkpoint import validation_metrics
+from megarl.config.rules.machine import missing, writable_folders
+from megarl.config.rules.staleness import generation_ahead
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -33,7 +34,6 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.config.schema.keys import Range, leaves
-from megarl.config.staleness_rules import generation_ahead
 from megarl.config.validate import validate
 from megarl.config.versions import SGLANG
 from megarl.config.violation import Absence, nearest_divisors, nearest_multiples

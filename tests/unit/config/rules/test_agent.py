@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.agent_rules import episodes
+from megarl.config.rules.agent import episodes
 from megarl.config.schema import (
     AgentConfig,
     DataConfig,

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.algorithm_rules import function_references
-from megarl.config.data_rules import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.rules.algorithm import function_references
+from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, PPOConfig, SFTConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.violation import Absence, Violation, Violations

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import algorithm_rules
 from megarl.config.load import load_config
+from megarl.config.rules.algorithm import policy_loss
 from megarl.config.schema import AdvantageEstimator, Aggregation, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate
 from tests.unit.config.folders import ppo_values, write_yaml
@@ -109,7 +109,7 @@ def test_a_loss_that_its_paper_defines_over_responses_has_no_other_aggregation(k
     for aggregation in Aggregation:
         norm_tokens = 8 if aggregation is Aggregation.sequence_mean_token_sum_norm else None
         loss = PolicyLossConfig(kind=kind, aggregation=aggregation, norm_tokens=norm_tokens)
-        found = [str(each) for each in algorithm_rules.policy_loss(PPOConfig(algorithm=AlgorithmConfig(policy_loss=loss)))]
+        found = [str(each) for each in policy_loss(PPOConfig(algorithm=AlgorithmConfig(policy_loss=loss)))]
         refused = [f"only under sequence_mean_token_mean, not under {aggregation.name}" in message for message in found]
         assert refused == [True] * (own is not None and aggregation is not own), found
 
