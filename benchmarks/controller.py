@@ -24,7 +24,7 @@ from rich.table import Table
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.controller.cluster import shutdown, start_ray
-from megarl.controller.dispatch import Dispatch
+from megarl.controller.dispatch import RULES, Dispatch
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
@@ -34,7 +34,7 @@ COLUMNS = ("responses", "old_log_probs", "advantages")
 
 
 class ScoringWorker(Worker):
-    @register(Dispatch.DATA_PARALLEL)
+    @register(RULES[Dispatch.MEGATRON_MESH])  # the whole batch is split here
     def log_probs(self, batch: DataProto) -> DataProto:
         assert all(float(batch.ragged[name].flat()[-1]) == 1 for name in COLUMNS)
         return DataProto.from_dict({"log_probs": batch.ragged["old_log_probs"]})

@@ -1,7 +1,7 @@
-"""Which rank gets which part of a call's arguments, and what becomes of the results: pure plans, no Ray.
+"""Plans a call: which rank gets which part of the arguments, and what becomes of the results. Pure, no Ray.
 
-dispatch (`plan_call`) -> execute (actors.py) -> collect (`collect`). A mode is a row of the table `RULES`. All modes are public: megarl's
-own workers use RANK_ZERO, ONE_TO_ALL, and MEGATRON_MESH with parts that the driver has cut; a whole batch is cut here.
+dispatch (`plan_call`) -> execute (actors.py) -> collect (`collect`). A mode is a row of the table `RULES`; a worker's method may
+also have a `Rule` of its own. megarl's workers give MEGATRON_MESH the parts that the driver has cut; a whole batch is cut here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
 class Dispatch(Enum):
     RANK_ZERO = "rank_zero"  # rank 0 alone; its result
     ONE_TO_ALL = "one_to_all"  # the same arguments to all; a list of all results
-    ALL_TO_ALL = "all_to_all"  # every argument is a list with one value per rank; a list of all results
-    DATA_PARALLEL = "data_parallel"  # batches are split over all ranks; results are joined
     MEGATRON_MESH = "megatron_mesh"  # batches are split over replicas; joined from tp 0, last pp stage, cp 0 of each
 
 
@@ -150,11 +148,6 @@ def route_same_to_all(mesh: Mesh) -> Route:
     return Route(ranks, (0,) * len(mesh), ranks)
 
 
-def route_one_part_each(mesh: Mesh) -> Route:
-    ranks = tuple(range(len(mesh)))
-    return Route(ranks, ranks, ranks)
-
-
 def route_mesh(mesh: Mesh) -> Route:
     """Part d to every rank of replica d. Raises ValueError when the coordinates are not one full grid."""
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
@@ -176,13 +169,6 @@ def arrange_same(value: Any, num_parts: int) -> Arranged:
     return Arranged((value,) * num_parts)
 
 
-def arrange_one_each(value: Any, num_parts: int) -> Arranged:
-    if not isinstance(value, (list, tuple)) or len(value) != num_parts:
-        found = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
-        raise ValueError(f"ALL_TO_ALL takes a list with one value for each of the {num_parts} ranks, not {found}")
-    return Arranged(tuple(value))
-
-
 def arrange_split(value: Any, num_parts: int) -> Arranged:
     """A DataProto is padded and cut; a list of DataProto is cut already; anything else goes to all."""
     if isinstance(value, DataProto):
@@ -198,8 +184,6 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
 RULES: dict[Dispatch, Rule] = {
     Dispatch.RANK_ZERO: Rule(route_rank(0), arrange_same, CollectKind.first),
     Dispatch.ONE_TO_ALL: Rule(route_same_to_all, arrange_same, CollectKind.listed),
-    Dispatch.ALL_TO_ALL: Rule(route_one_part_each, arrange_one_each, CollectKind.listed),
-    Dispatch.DATA_PARALLEL: Rule(route_one_part_each, arrange_split, CollectKind.joined),
     Dispatch.MEGATRON_MESH: Rule(route_mesh, arrange_split, CollectKind.joined),
 }
 

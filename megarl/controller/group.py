@@ -1,11 +1,10 @@
-"""RayWorkerGroup: the driver's handle on all ranks of a role. A worker's registered methods are the group's own, by name."""
+"""RayWorkerGroup: the driver's handle on all ranks of a role, which call a worker's methods by `group.call(ActorWorker.update, ...)`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.controller.actors import ActorSet
 from megarl.controller.dispatch import RULES, Collect, CollectKind, Dispatch, Mesh, Rule, plan_call, rule_for_rank
@@ -14,7 +13,7 @@ from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import CallP, CallR, ColocatedWorkerClass, P, R, RayClassWithInitArgs, RemoteMethod, registered_methods
+from megarl.controller.worker import CallP, CallR, ColocatedWorkerClass, P, R, RayClassWithInitArgs, RemoteMethod, Worker
 from megarl.tracking.timeline import Span
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
@@ -24,25 +23,11 @@ class RoleGroup:
     """All ranks of one role. Several may share the same processes (`RayWorkerGroup.spawn`)."""
 
     def __init__(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
-        self._attach(actors, role, worker)
-
-    def _attach(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
-        self._actors, self.role, self._worker_class = actors, role, worker.cls
+        self._actors = actors
+        self.role = role
+        self._worker_class: type[Worker] | None = worker.cls
         self.mesh: Mesh = worker.mesh(actors.world_size)
         self._spans: list[Span] = []
-        for name, method in registered_methods(worker.cls).items():
-            setattr(self, name, partial(self.call, method))
-
-    if not TYPE_CHECKING:  # a type checker shall refuse the names that are only bound
-
-        def __getattr__(self, name: str) -> Any:
-            """Reached only for what is not there."""
-            if name.startswith("_"):
-                raise AttributeError(name)
-            worker = f"{self._worker_class.__name__} has no registered method {name!r}" if "_worker_class" in vars(self) else name
-            raise AttributeError(
-                f"{worker}; several roles in one process are reached through spawn()" if not vars(self).get("role") else worker
-            )
 
     @property
     def world_size(self) -> int:
@@ -65,16 +50,22 @@ class RoleGroup:
 
         Waiting raises WorkerError, PhaseTimeoutError. ValueError where the method is not one of this group's worker.
         """
-        future = self._execute(RULES[method.dispatch_mode], self._name(method), args, kwargs)
+        future = self._execute(method.rule, method, args, kwargs)
         return future.get() if method.blocking else future  # type: ignore[return-value]
 
     def call_rank(self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[R]:
-        """A worker's method on one rank alone, whatever its `@register` says. ValueError for a rank that does not exist."""
-        return self.execute_rank_async(rank, self._name(method), *args, **kwargs)
+        """Call a worker's method on one rank alone, whatever its `@register` says.
+
+        Raises:
+            ValueError: The rank does not exist, or the method is not one of this group's worker.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
+        return self._execute(rule_for_rank(rank), method, args, kwargs)
 
     def call_all(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[list[R]]:
-        """A worker's method on every rank with the same arguments, whatever its `@register` says; a result of each."""
-        return self.execute_all_async(self._name(method), *args, **kwargs)
+        """Call a worker's method on every rank with the same arguments, whatever its `@register` says; the result is a list by rank."""
+        return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
 
     def call_beside(self, method: RemoteMethod[[], None, ..., Any]) -> None:
         """A worker's method, which must be safe in a thread of its own, on every rank at once, beside the call that the rank is at.
@@ -84,36 +75,17 @@ class RoleGroup:
         self._actors.start_beside(self.role, self._name(method))
 
     def _name(self, method: RemoteMethod[..., Any, ..., Any]) -> str:
+        if self._worker_class is None:
+            raise ValueError(f"{method!r}: several roles share these processes; call it on one of the groups that spawn() returns")
         if not issubclass(self._worker_class, method.owner):
             raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
         return method.name
 
-    # ---- public, for those who know verl; megarl itself calls by `call`, `call_rank` and `call_all`. So are the workers' registered
-    # methods that are bound on the group by name.
-
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
-        """The same arguments to every rank; the result is a list in the order of ranks."""
-        return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
-
-    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.execute_all_async(method, *args, **kwargs).get()
-
-    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
-        """One rank alone. Raises ValueError for a rank that does not exist."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
-        return self._execute(rule_for_rank(rank), method, args, kwargs)
-
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
-        return self.execute_rank_async(0, method, *args, **kwargs)
-
-    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.execute_rank_async(0, method, *args, **kwargs).get()
-
-    def _execute(self, rule: Rule, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> WorkerFuture[Any]:
-        if not hasattr(self._worker_class, method):
-            raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
-        return self._actors.start(self.role, method, plan_call(rule, self.mesh, args, kwargs), self._record_spans)
+    def _execute(
+        self, rule: Rule, method: RemoteMethod[..., Any, ..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> WorkerFuture[Any]:
+        name = self._name(method)
+        return self._actors.start(self.role, name, plan_call(rule, self.mesh, args, kwargs), self._record_spans)
 
     # ---- what the processes do
 
@@ -152,6 +124,8 @@ class RayWorkerGroup(RoleGroup):
     `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the group is ended.
     """
 
+    _role_group = RoleGroup  # the class of the groups that spawn() returns
+
     def __init__(
         self,
         resource_pool: RayResourcePool,
@@ -162,29 +136,32 @@ class RayWorkerGroup(RoleGroup):
         environment: Mapping[str, str] = NO_ENVIRONMENT,
         at_work: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
-        fused = isinstance(ray_cls_with_init, ColocatedWorkerClass)
-        self._roles = ray_cls_with_init.roles if isinstance(ray_cls_with_init, ColocatedWorkerClass) else {role: ray_cls_with_init}
+        if isinstance(ray_cls_with_init, ColocatedWorkerClass):
+            self._roles = ray_cls_with_init.roles
+        else:
+            self._roles = {role: ray_cls_with_init}
         for each, spec in self._roles.items():
-            _check(each, spec, resource_pool)
+            _check_layout(each, spec, resource_pool)
+
         given = {**users_settings(), **environment}
         shares = {role: dict(methods) for role, methods in at_work.items()}
         actors = ActorSet(resource_pool, self._roles, given, phase_time_limit_s, self._record_spans, shares)
-        if fused:
-            self._actors, self.role, self._spans = actors, "", []
+
+        if isinstance(ray_cls_with_init, RayClassWithInitArgs):
+            super().__init__(actors, role, ray_cls_with_init)
         else:
-            self._attach(actors, role, self._roles[role])
+            self._actors = actors
+            self.role = ""
+            self._worker_class = None
+            self._spans = []
 
     def spawn(self) -> dict[str, RoleGroup]:
-        """One group per role, on the same processes."""
-        return {role: RoleGroup(self._actors, role, spec) for role, spec in self._roles.items()}
+        """Return one group per role, on the same processes."""
+        return {role: self._role_group(self._actors, role, spec) for role, spec in self._roles.items()}
 
 
-def _check(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool) -> None:
-    """Before a process is started. Raises ValueError for a method whose name the group needs for itself, and for a layout of other size
-    than the pool."""
-    for name in registered_methods(worker.cls):
-        if hasattr(RayWorkerGroup, name):
-            raise ValueError(f"{worker.cls.__name__}.{name} cannot be registered: {name} is a method of the group; give it another name")
+def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool) -> None:
+    """Raise ValueError, before a process is started, for a layout of another size than the pool."""
     num_ranks = len(worker.mesh(pool.world_size))
     if num_ranks != pool.world_size:
         raise ValueError(f"role {role!r} has a layout of {num_ranks} ranks, but its pool {pool.name!r} has {pool.world_size} processes")

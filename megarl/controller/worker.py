@@ -12,7 +12,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
+from megarl.controller.dispatch import RULES, Dispatch, Mesh, MeshCoordinate, Rule
 from megarl.controller.messages import Activity, WorkerContext
 
 if TYPE_CHECKING:  # worker classes are imported without Ray
@@ -31,11 +31,14 @@ class RemoteMethod(Generic[P, R, CallP, CallR]):
     Of a worker it is an ordinary method.
     """
 
-    def __init__(self, function: Callable[..., Any], dispatch_mode: Dispatch, blocking: bool) -> None:
-        self.function, self.dispatch_mode, self.blocking = function, dispatch_mode, blocking
+    def __init__(self, function: Callable[..., Any], rule: Rule, blocking: bool) -> None:
+        self.function = function
+        self.rule = rule
+        self.blocking = blocking
         self.name = function.__name__
         self.owner: type = object
-        self.__doc__, self.__wrapped__ = function.__doc__, function
+        self.__doc__ = function.__doc__
+        self.__wrapped__ = function
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.owner, self.name = owner, name
@@ -85,14 +88,18 @@ def register(
     RemoteMethod[Concatenate[DataProto, P], R, Concatenate[Sequence[DataProto], P], WorkerFuture[list[R]]],
 ]: ...
 @overload
-def register(
-    dispatch_mode: Literal[Dispatch.ALL_TO_ALL, Dispatch.DATA_PARALLEL], blocking: bool = True
-) -> Callable[[Callable[Concatenate[Any, P], R]], RemoteMethod[P, R, ..., Any]]: ...
-def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Any:
-    """Marks a worker's method for `group.call`, and binds it on the group by name. `blocking` False: the call returns a future at once.
+def register(dispatch_mode: Rule, blocking: bool = True) -> Callable[[Callable[Concatenate[Any, P], R]], RemoteMethod[P, R, ..., Any]]: ...
+def register(dispatch_mode: Dispatch | Rule = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Any:
+    """Mark a worker's method for `group.call`.
 
-    Raises ValueError for an `async def`: all ranks of a group run a call together, one call after the other.
+    Args:
+        dispatch_mode: Which ranks run it, on which part of the arguments, and whose results come back. A `Rule` is a mode of your own.
+        blocking: Whether a call waits for the results. Otherwise it returns a future at once.
+
+    Raises:
+        ValueError: The method is an `async def`. All ranks of a group run a call together, one call after the other.
     """
+    rule = RULES[dispatch_mode] if isinstance(dispatch_mode, Dispatch) else dispatch_mode
 
     def mark(method: Callable[..., Any]) -> RemoteMethod[..., Any, ..., Any]:
         if iscoroutinefunction(method) or isasyncgenfunction(method):
@@ -100,7 +107,7 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, blocking: bool = Tru
                 f"{method.__qualname__} is `async def`, but ranks run their calls one after the other, and nothing would await it; "
                 "make it a plain `def`, with asyncio.run around what it awaits (blocking=False frees the driver meanwhile)"
             )
-        return RemoteMethod(method, dispatch_mode, blocking)
+        return RemoteMethod(method, rule, blocking)
 
     return mark
 

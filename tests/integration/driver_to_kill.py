@@ -18,10 +18,10 @@ from tests.unit.controller.workers import EchoWorker
 if __name__ == "__main__":
     start_ray(num_cpus=1, object_store_mb=100)
     group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(EchoWorker))
-    of_workers = [pid for pids in group.start_children() for pid in pids]
+    of_workers = [pid for pids in group.call(EchoWorker.start_children) for pid in pids]
     of_driver = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
     below = [process.pid for process in psutil.Process().children(recursive=True)]
-    workers = [one["pid"] for one in group.about()]
+    workers = [one["pid"] for one in group.call(EchoWorker.about)]
     print(json.dumps({"pids": sorted({*below, *workers, *of_workers, of_driver})}), flush=True)
     if sys.argv[1] == "wait":
-        group.sleep(600).get()
+        group.call(EchoWorker.sleep, 600).get()

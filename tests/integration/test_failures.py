@@ -59,7 +59,7 @@ def test_the_first_failure_is_shown_and_a_killed_worker_is_named(make_group: Mak
 def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
     """The peers' complaints arrive half a second before the exception that caused them."""
     with pytest.raises(WorkerError) as caught:
-        group.fail_on(2, after_s=0.5).get()
+        group.call(EchoWorker.fail_on, 2, after_s=0.5).get()
     error = caught.value
     assert (error.role, error.rank, error.node, error.method) == ("actor", 2, "127.0.0.1", "fail_on")
     assert 'raise KeyError(f"no such layer on rank {rank}")' in error.remote_traceback
@@ -67,27 +67,27 @@ def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
     assert "host.py" not in error.remote_traceback
     assert sorted(other.rank for other in error.others) == [0, 1]
     check_documented("first-cause", last_page(error, "train", RunContext(PPOConfig())))
-    assert group.execute_all_sync("who") == [0, 1, 2]  # an exception ends the call, not the workers
+    assert group.call_all(EchoWorker.who).get() == [0, 1, 2]  # an exception ends the call, not the workers
 
 
 def check_gather_sees_a_failure_behind_a_working_future(actor: RayWorkerGroup, critic: RayWorkerGroup) -> None:
     started_s = time.monotonic()
     with pytest.raises(WorkerError, match="actor rank 1"):
-        gather(critic.sleep(12), actor.fail_on(1))
+        gather(critic.call(EchoWorker.sleep, 12), actor.call(EchoWorker.fail_on, 1))
     assert time.monotonic() - started_s < 10
 
 
 def check_crash_beats_its_consequences(group: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        group.stop_python(0).get()
+        group.call(EchoWorker.stop_python, 0).get()
     assert (caught.value.role, caught.value.rank) == ("critic", 0)
     assert "these are my last words" in caught.value.remote_traceback
 
 
 def check_killed_worker(group: RayWorkerGroup) -> None:
-    pids = [one["pid"] for one in group.about()]
-    children = [psutil.Process(pid) for pid in group.start_children()[1]]
-    future = group.sleep(60)
+    pids = [one["pid"] for one in group.call(EchoWorker.about)]
+    children = [psutil.Process(pid) for pid in group.call(EchoWorker.start_children)[1]]
+    future = group.call(EchoWorker.sleep, 60)
     threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
     started_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -106,7 +106,7 @@ def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: 
     processes = [psutil.Process(location.pid) for location in group._actors.locations.values()]
     started_s = time.monotonic()
     with pytest.raises(PhaseTimeoutError) as caught:
-        group.hang(absent=1).get()
+        group.call(CollectiveWorker.hang, absent=1).get()
     assert time.monotonic() - started_s < 60
     hanging, idle = caught.value.reports
     assert hanging.activity is not None
@@ -144,7 +144,7 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
 def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: MakeGroup) -> None:
     group = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor", phase_time_limit_s=60)
     group._actors.phase_time_limit_s = 3.0
-    assert gather(*[group.sleep(1.6) for _ in range(3)]) == [[0], [0], [0]]
+    assert gather(*[group.call(EchoWorker.sleep, 1.6) for _ in range(3)]) == [[0], [0], [0]]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: No
     driver.kill()
     driver.wait()
     assert gone_within(processes, limit_s=120) == []
-    assert bystander.who() == 0
+    assert bystander.call(EchoWorker.who) == 0
 
 
 def start_driver(mode: str, environment: dict[str, str], python: list[str]) -> tuple[subprocess.Popen, list[psutil.Process]]:

@@ -46,7 +46,7 @@ BATCH = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for
 
 
 class UnluckyWorker(Worker):
-    @register(dispatch_mode=Dispatch.DATA_PARALLEL)
+    @register(Dispatch.MEGATRON_MESH)
     def update(self, batch: DataProto) -> DataProto:
         """Asks for a GiB where the process may have a quarter of one more than it has."""
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ class UnluckyWorker(Worker):
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    @register(dispatch_mode=Dispatch.DATA_PARALLEL)
+    @register(Dispatch.MEGATRON_MESH)
     def log_probs(self, batch: DataProto) -> DataProto:
         os.kill(os.getpid(), signal.SIGKILL)
         return batch
@@ -77,7 +77,7 @@ def unlucky(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 def test_memory_of_the_node(unlucky: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        unlucky.update(BATCH)
+        unlucky.call(UnluckyWorker.update, BATCH)
     check_documented("host-memory", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
@@ -86,15 +86,15 @@ def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(WorkerError) as caught:
-            unlucky.listen(taken.getsockname()[1])
+            unlucky.call(UnluckyWorker.listen, taken.getsockname()[1])
     check_documented("port-taken", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
 def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     """The last test of the group, which has no process any more."""
-    unlucky.listen(0)  # the driver learns where it is
+    unlucky.call(UnluckyWorker.listen, 0)  # the driver learns where it is
     with pytest.raises(WorkerError) as caught:
-        unlucky.log_probs(BATCH)
+        unlucky.call(UnluckyWorker.log_probs, BATCH)
     check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.controller.compat import VerlDispatch
 from megarl.controller.dispatch import (
     RULES,
     Arguments,
@@ -26,8 +27,8 @@ def rows(*values: int) -> DataProto:
     return DataProto.from_dict({"x": torch.tensor(values)})
 
 
-def plan(mode: Dispatch, *arguments: object, mesh: Mesh = MESH_DP2_TP2, **named: object) -> CallPlan:
-    return plan_call(RULES[mode], mesh, arguments, named)
+def plan(mode: Dispatch | VerlDispatch, *arguments: object, mesh: Mesh = MESH_DP2_TP2, **named: object) -> CallPlan:
+    return plan_call(RULES[mode] if isinstance(mode, Dispatch) else mode.rule, mesh, arguments, named)
 
 
 def received(call: CallPlan) -> list[Arguments]:
@@ -67,7 +68,7 @@ def test_ranks_of_a_replica_get_the_same_object() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
 def test_uneven_batches_come_back_with_their_own_rows(length: int) -> None:
-    call = plan(Dispatch.DATA_PARALLEL, rows(*range(length)))
+    call = plan(VerlDispatch.DP_COMPUTE_PROTO, rows(*range(length)))
     parts = [args[0] for args, _ in received(call)]
     assert len({len(part) for part in parts}) == 1
     assert collect(parts, call.collect).batch["x"].tolist() == list(range(length))
@@ -94,7 +95,7 @@ def test_a_batch_that_the_caller_split_comes_back_as_parts() -> None:
     assert [len(args[0]) for args, _ in received(call)] == [1, 1, 3, 3]
     assert collect(parts, call.collect) == parts
     with pytest.raises(ValueError, match="split by the caller into 2 parts, the group has 4 replicas"):
-        plan(Dispatch.DATA_PARALLEL, parts)
+        plan(VerlDispatch.DP_COMPUTE_PROTO, parts)
 
 
 def test_batches_of_one_call_are_split_alike() -> None:
@@ -107,7 +108,7 @@ def test_batches_of_one_call_are_split_alike() -> None:
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="empty batch"):
-        plan(Dispatch.DATA_PARALLEL, DataProto())
+        plan(VerlDispatch.DP_COMPUTE_PROTO, DataProto())
 
 
 def test_rank_zero_one_to_all_and_all_to_all() -> None:
@@ -117,12 +118,12 @@ def test_rank_zero_one_to_all_and_all_to_all() -> None:
     everyone = plan(Dispatch.ONE_TO_ALL, batch)
     assert all(args[0] is batch for args, _ in received(everyone))
     assert collect([1, 2, 3, 4], everyone.collect) == [1, 2, 3, 4]
-    each = plan(Dispatch.ALL_TO_ALL, [1, 2, 3, 4], b=["a", "b", "c", "d"])
+    each = plan(VerlDispatch.ALL_TO_ALL, [1, 2, 3, 4], b=["a", "b", "c", "d"])
     assert received(each)[2] == ((3,), {"b": "c"})
     with pytest.raises(ValueError, match="one value for each of the 4 ranks, not 3 values"):
-        plan(Dispatch.ALL_TO_ALL, [1, 2, 3])
+        plan(VerlDispatch.ALL_TO_ALL, [1, 2, 3])
     with pytest.raises(ValueError, match="not DataProto"):
-        plan(Dispatch.ALL_TO_ALL, batch)
+        plan(VerlDispatch.ALL_TO_ALL, batch)
 
 
 def test_a_future_is_no_argument() -> None:

@@ -15,7 +15,7 @@ from megarl.controller.messages import FailureKind
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.machine.processors import usable_cores
-from tests.unit.controller.workers import BrokenWorker, ClashingWorker, CollectiveWorker, EchoWorker, LayoutOfThree
+from tests.unit.controller.workers import BrokenWorker, CollectiveWorker, EchoWorker, LayoutOfThree
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def fused(ray_cluster: None) -> Iterator[dict]:
     pool = RayResourcePool([2], use_gpu=False, name="judge")
     roles = {"critic": RayClassWithInitArgs(EchoWorker, label="c"), "reward": RayClassWithInitArgs(EchoWorker, label="r")}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
-    with pytest.raises(AttributeError, match=r"reached through spawn\(\)"):
-        group.about()
+    with pytest.raises(ValueError, match=r"one of the groups that spawn\(\) returns"):
+        group.call(EchoWorker.about)
     yield group.spawn()
     group.shutdown()
     pool.release()
@@ -46,7 +46,7 @@ def numbered(num_rows: int) -> DataProto:
 
 def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWorkerGroup) -> None:
     assert group.ready.get() == []
-    about = group.about()
+    about = group.call(EchoWorker.about)
     assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["rank"]) for one in about] == [
         (str(r), "4", str(r), r) for r in range(4)
     ]
@@ -59,7 +59,7 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
 
 def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
     """Ray's default of 15 more leaves them a thirtieth of a core that any other process keeps busy."""
-    assert {psutil.Process(about["pid"]).nice() for about in group.about()} == {psutil.Process().nice()}
+    assert {psutil.Process(about["pid"]).nice() for about in group.call(EchoWorker.about)} == {psutil.Process().nice()}
 
 
 def test_processes_that_compute_side_by_side_share_the_cores(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,31 +79,31 @@ def test_processes_that_compute_side_by_side_share_the_cores(ray_cluster: None, 
 
 
 def test_rank_zero_and_all_to_all(group: RayWorkerGroup) -> None:
-    assert group.who() == 0
-    assert group.add_rank([1, 2, 3, 4], factor=[10, 10, 10, 100]) == [10, 21, 32, 403]
+    assert group.call(EchoWorker.who) == 0
+    assert group.call(EchoWorker.add_rank, [1, 2, 3, 4], factor=[10, 10, 10, 100]) == [10, 21, 32, 403]
 
 
 def test_data_parallel_splits_over_all_ranks(group: RayWorkerGroup) -> None:
-    result = group.square(numbered(6))
+    result = group.call(EchoWorker.square, numbered(6))
     assert result.batch["square"].tolist() == [0, 1, 4, 9, 16, 25]
     assert result.batch["rank"].tolist() == [0, 0, 1, 1, 2, 2]  # rank 3 had the padding
 
 
 def test_mesh_splits_over_replicas_and_hears_their_first_rank(group: RayWorkerGroup) -> None:
-    result = group.scale(numbered(5), factor=3)
+    result = group.call(EchoWorker.scale, numbered(5), factor=3)
     assert result.batch["scaled"].tolist() == [0, 3, 6, 9, 12]
     assert result.batch["rank"].tolist() == [0, 0, 0, 2, 2]
     assert result.non_tensor_batch["uid"].tolist() == ["u0", "u1", "u2", "u3", "u4"]
-    assert group.expand(numbered(3), 2).batch["x"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert group.call(EchoWorker.expand, numbered(3), 2).batch["x"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_parts_that_the_caller_planned(group: RayWorkerGroup) -> None:
     parts = [numbered(3), numbered(1)]
-    assert group.count(parts) == [{"rows": 3, "rank": 0}, {"rows": 1, "rank": 2}]
-    results = group.scale(parts, 2)
+    assert group.call(EchoWorker.count, parts) == [{"rows": 3, "rank": 0}, {"rows": 1, "rank": 2}]
+    results = group.call(EchoWorker.scale, parts, 2)
     assert [result.batch["scaled"].tolist() for result in results] == [[0, 2, 4], [0]]
     with pytest.raises(ValueError, match="padded by 1"):
-        group.count(numbered(3))
+        group.call(EchoWorker.count, numbered(3))
 
 
 def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
@@ -121,29 +121,17 @@ def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
         group.call(CollectiveWorker.sum_ranks)
 
 
-def test_execute_by_rank_and_on_all(group: RayWorkerGroup) -> None:
-    assert group.execute_all_sync("who") == [0, 1, 2, 3]
-    assert group.execute_rank_async(3, "who").get() == 3
-    assert group.execute_rank_zero_sync("who") == group.execute_rank_zero_async("who").get() == 0
-    with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
-        group.execute_rank_async(4, "who")
-    with pytest.raises(ValueError, match="'actor', has no method 'nothing'"):
-        group.execute_all_sync("nothing")
-    with pytest.raises(AttributeError, match="EchoWorker has no registered method 'unregistered'"):
-        group.unregistered()
-
-
 def test_fused_roles_share_processes(fused: dict) -> None:
-    critic, reward = fused["critic"].about(), fused["reward"].about()
+    critic, reward = fused["critic"].call(EchoWorker.about), fused["reward"].call(EchoWorker.about)
     assert [one["pid"] for one in critic] == [one["pid"] for one in reward]
     assert [(one["role"], one["label"]) for one in critic + reward] == [("critic", "c")] * 2 + [("reward", "r")] * 2
     assert fused["critic"].world_size == 2
 
 
 def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) -> None:
-    doubled = group.scale_later(numbered(5), 2)
+    doubled = group.call(EchoWorker.scale_later, numbered(5), 2)
     with pytest.raises(ValueError, match=r"give future.get\(\)"):
-        fused["critic"].scale_later(doubled, 10)
+        fused["critic"].call(EchoWorker.scale_later, doubled, 10)
     joined = numbered(5).select(non_tensor_batch_keys=["uid"], batch_keys=[]).union(doubled)
     assert joined.batch["x"].tolist() == [0, 2, 4, 6, 8]
 
@@ -151,7 +139,8 @@ def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) 
 def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict, tmp_path: Path) -> None:
     for one in (group, *fused.values()):
         one.drain_spans()
-    assert gather(group.meet(str(tmp_path), 6), fused["critic"].meet(str(tmp_path), 6)) == [[0, 1, 2, 3], [0, 1]]
+    meetings = [each.call(EchoWorker.meet, str(tmp_path), 6) for each in (group, fused["critic"])]
+    assert gather(*meetings) == [[0, 1, 2, 3], [0, 1]]
     spans = group.drain_spans() + fused["critic"].drain_spans()
     assert sorted({(span.pool, span.role, span.name) for span in spans}) == [
         ("judge", "critic", "meet"),
@@ -162,10 +151,11 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGr
     assert len(spans) == 2 * 6
     assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups were at it at the same time
     assert group.drain_spans() == fused["reward"].drain_spans() == []
-    both = DerivedFuture([group.sleep(0), fused["critic"].sleep(0)], lambda results: sum(map(sum, results)))
-    assert gather(both, group.size_of([5])) == [0 + 1 + 2 + 3 + 0 + 1, [("list", 1)] * 4]
+    naps = [each.call(EchoWorker.sleep, 0) for each in (group, fused["critic"])]
+    both = DerivedFuture(naps, lambda results: sum(map(sum, results)))
+    assert gather(both, group.call(EchoWorker.size_of, [5])) == [0 + 1 + 2 + 3 + 0 + 1, [("list", 1)] * 4]
     with pytest.raises(TimeoutError, match=r"actor.sleep has not finished after 0.1 s"):
-        group.sleep(0.5).get(timeout=0.1)
+        group.call(EchoWorker.sleep, 0.5).get(timeout=0.1)
 
 
 def test_one_batch_is_stored_once_per_replica(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +164,14 @@ def test_one_batch_is_stored_once_per_replica(group: RayWorkerGroup, monkeypatch
     stored: list[object] = []
     put = module.ray.put
     monkeypatch.setattr(module.ray, "put", lambda value: (stored.append(value), put(value))[1])
-    group.scale(numbered(4), 1)
+    group.call(EchoWorker.scale, numbered(4), 1)
     assert [len(value) for value in stored] == [2, 2]
 
 
 def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(CollectiveWorker), environment={"GLOO_SOCKET_IFNAME": "lo"})
-    assert group.sum_ranks() == [1, 1]
+    assert group.call(CollectiveWorker.sum_ranks) == [1, 1]
     group.shutdown()
     pool.release()
 
@@ -190,12 +180,12 @@ def test_a_constructor_that_fails_is_reported_for_whatever_is_called(ray_cluster
     pool = RayResourcePool([2], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(BrokenWorker, rank=1), role="reference")
     with pytest.raises(RuntimeError, match=r"reference rank 1 (.|\n)*in __init__: FileNotFoundError: no model in /nowhere"):
-        group.work()
+        group.call(BrokenWorker.work)
     with pytest.raises(RuntimeError, match="no model in /nowhere"):
         group.ready.get()
     group.shutdown()
     with pytest.raises(RuntimeError, match="reference.work: the group has been ended"):
-        group.work()
+        group.call(BrokenWorker.work)
     pool.release()
 
 
@@ -205,8 +195,6 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match="there are no roles"):
         create_colocated_worker_cls({})
     pool = RayResourcePool([1], use_gpu=False)
-    with pytest.raises(ValueError, match="ClashingWorker.shutdown cannot be registered"):
-        RayWorkerGroup(pool, RayClassWithInitArgs(ClashingWorker))
     with pytest.raises(ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"):
         RayWorkerGroup(pool, RayClassWithInitArgs(LayoutOfThree), role="actor")
     pool.release()
@@ -214,13 +202,13 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
 
 def test_waiting_for_whichever_ends_first(group: RayWorkerGroup, fused: dict) -> None:
     """Well or not; `get` tells which. Nothing that ended is an answer too, after the timeout."""
-    group.about()  # both are up
-    slow = fused["critic"].execute_rank_async(0, "sleep", 5.0)
-    failed = group.execute_rank_async(0, "fail_on", 0)
+    group.call(EchoWorker.about)  # both are up
+    slow = fused["critic"].call_rank(0, EchoWorker.sleep, 5.0)
+    failed = group.call_rank(0, EchoWorker.fail_on, 0)
     assert wait_for_any([slow, failed], timeout=60) == [failed]
     with pytest.raises(WorkerError) as caught:
         failed.get()
     assert (caught.value.kind, caught.value.error_type) == (FailureKind.exception, "builtins.KeyError")
     assert wait_for_any([slow], timeout=0.0) == []
     assert wait_for_any([slow], timeout=60) == [slow]
-    assert group.pids[0] == group.about()[0]["pid"]
+    assert group.pids[0] == group.call(EchoWorker.about)[0]["pid"]

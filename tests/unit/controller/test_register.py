@@ -8,7 +8,7 @@ from pathlib import Path
 import mypy.api
 import pytest
 
-from megarl.controller.dispatch import Dispatch
+from megarl.controller.dispatch import RULES, Dispatch
 from megarl.controller.worker import RemoteMethod, Worker, register, registered_methods
 
 ROOT = Path(__file__).parents[3]
@@ -145,6 +145,6 @@ def test_a_class_knows_its_remote_methods_and_those_of_its_bases() -> None:
     found = registered_methods(Doubler)
     assert set(found) >= {"add", "double"}
     assert all(isinstance(method, RemoteMethod) for method in found.values())
-    assert (found["add"].dispatch_mode, found["add"].blocking, found["add"].owner) == (Dispatch.RANK_ZERO, False, Counter)
+    assert (found["add"].rule, found["add"].blocking, found["add"].owner) == (RULES[Dispatch.RANK_ZERO], False, Counter)
     assert repr(found["double"]) == "Doubler.double"
     assert "__init__" not in found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.controller.compat import VerlDispatch
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.worker import Worker, register
 
@@ -45,11 +46,11 @@ class EchoWorker(Worker):
     def who(self) -> int:
         return self.rank
 
-    @register(Dispatch.ALL_TO_ALL)
+    @register(VerlDispatch.ALL_TO_ALL.rule)
     def add_rank(self, value: int, *, factor: int) -> int:
         return value * factor + self.rank
 
-    @register(Dispatch.DATA_PARALLEL)
+    @register(VerlDispatch.DP_COMPUTE_PROTO.rule)
     def square(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict({"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)})
 

@@ -1,0 +1,159 @@
+"""The names that verl gives to worker groups and their calls, for code that was written for verl. megarl itself does not use them.
+
+| verl, and here | megarl |
+|---|---|
+| `group.update(batch)` | `group.call(ActorWorker.update, batch)` |
+| `group.execute_all_sync("update", x)` | `group.call_all(ActorWorker.update, x).get()` |
+| `group.execute_rank_zero_async("update", x)` | `group.call_rank(0, ActorWorker.update, x)` |
+| `@register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)` | `@register(Dispatch.MEGATRON_MESH)` |
+| `@register(..., execute_mode=Execute.RANK_ZERO)` | `@register(Dispatch.RANK_ZERO)` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from megarl.controller.dispatch import (
+    RULES,
+    Arranged,
+    CollectKind,
+    Mesh,
+    Route,
+    Rule,
+    arrange_split,
+    rule_for_rank,
+)
+from megarl.controller.dispatch import (
+    Dispatch as OwnDispatch,
+)
+from megarl.controller.futures import WorkerFuture
+from megarl.controller.group import RayWorkerGroup as OwnWorkerGroup
+from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker import ColocatedWorkerClass, RayClassWithInitArgs, RemoteMethod, registered_methods
+from megarl.controller.worker import register as own_register
+
+
+def _route_one_part_each(mesh: Mesh) -> Route:
+    ranks = tuple(range(len(mesh)))
+    return Route(ranks, ranks, ranks)
+
+
+def _arrange_one_each(value: Any, num_parts: int) -> Arranged:
+    if not isinstance(value, (list, tuple)) or len(value) != num_parts:
+        found = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
+        raise ValueError(f"this method takes lists with one value for each of the {num_parts} ranks, not {found}")
+    return Arranged(tuple(value))
+
+
+_ONE_EACH = Rule(_route_one_part_each, _arrange_one_each, CollectKind.listed)
+
+
+class VerlDispatch(Enum):
+    """How the arguments of a call reach the ranks, by verl's names. The value is megarl's rule."""
+
+    RANK_ZERO = (RULES[OwnDispatch.RANK_ZERO],)  # rank 0 alone; its result
+    ONE_TO_ALL = (RULES[OwnDispatch.ONE_TO_ALL],)  # the same arguments to all; a list of all results
+    ALL_TO_ALL = (_ONE_EACH, "ALL_TO_ALL")  # every argument is a list with one value per rank; a list of all results
+    DP_COMPUTE = (_ONE_EACH, "DP_COMPUTE")  # as ALL_TO_ALL
+    DP_COMPUTE_PROTO = (Rule(_route_one_part_each, arrange_split, CollectKind.joined),)  # batches are split over all ranks, and joined
+    MEGATRON_COMPUTE_PROTO = (RULES[OwnDispatch.MEGATRON_MESH],)  # batches are split over the data-parallel replicas, and joined
+
+    @property
+    def rule(self) -> Rule:
+        return self.value[0]
+
+
+class Execute(Enum):
+    """Which ranks run a call."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+def register(
+    dispatch_mode: VerlDispatch = VerlDispatch.ONE_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
+) -> Callable[[Callable[..., Any]], RemoteMethod[..., Any, ..., Any]]:
+    """Mark a worker's method that a group calls by its name.
+
+    Raises:
+        ValueError: `execute_mode` is RANK_ZERO, but `dispatch_mode` sends something else to each rank.
+    """
+    rule = dispatch_mode.rule
+    if execute_mode is Execute.RANK_ZERO:
+        if dispatch_mode not in (VerlDispatch.ONE_TO_ALL, VerlDispatch.RANK_ZERO):
+            raise ValueError(f"execute_mode=RANK_ZERO goes with dispatch_mode=ONE_TO_ALL or RANK_ZERO, not {dispatch_mode.name}")
+        rule = VerlDispatch.RANK_ZERO.rule
+    return own_register(rule, blocking)
+
+
+class _VerlNames(RoleGroup):
+    """Adds verl's names to a group: a worker's registered methods as methods of the group, and `execute_*`.
+
+    A type checker cannot follow these names.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a registered method of the worker, for names that the group does not have itself."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self.call, self._method(name, AttributeError))
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
+        """Call a method on every rank with the same arguments. The result is a list by rank."""
+        return self._execute(RULES[OwnDispatch.ONE_TO_ALL], self._method(method, ValueError), args, kwargs)
+
+    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.execute_all_async(method, *args, **kwargs).get()
+
+    execute_all = execute_all_async
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
+        """Call a method on one rank. Raises ValueError for a rank that does not exist."""
+        return self.call_rank(rank, self._method(method, ValueError), *args, **kwargs)
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
+        return self._execute(rule_for_rank(0), self._method(method, ValueError), args, kwargs)
+
+    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank_zero_async(method, *args, **kwargs).get()
+
+    execute_rank_zero = execute_rank_zero_async
+
+    def _method(self, name: str, error: type[Exception]) -> RemoteMethod[..., Any, ..., Any]:
+        if self._worker_class is None:
+            raise error(f"{name}: several roles share these processes; call it on one of the groups that spawn() returns")
+        method = getattr(self._worker_class, name, None)
+        if not isinstance(method, RemoteMethod):
+            raise error(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no registered method {name!r}")
+        return method
+
+
+class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
+    """A `RayWorkerGroup` with verl's names, on it and on the groups that `spawn()` returns.
+
+    Raises:
+        ValueError: A worker registers a method whose name the group needs for itself.
+    """
+
+    _role_group = _VerlNames
+
+    def __init__(
+        self, resource_pool: RayResourcePool, ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass, **options: Any
+    ) -> None:
+        specs = [ray_cls_with_init] if isinstance(ray_cls_with_init, RayClassWithInitArgs) else ray_cls_with_init.roles.values()
+        for spec in specs:
+            for name in registered_methods(spec.cls):
+                if hasattr(VerlWorkerGroup, name):
+                    raise ValueError(
+                        f"{spec.cls.__name__}.{name} cannot be called by its name: {name} is a method of the group; give it another name"
+                    )
+        super().__init__(resource_pool, ray_cls_with_init, **options)
+
+
+# Under the names by which verl's users know them.
+Dispatch = VerlDispatch
+RayWorkerGroup = VerlWorkerGroup
