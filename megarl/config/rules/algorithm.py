@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megarl.config.roles import needs_critic, needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -195,16 +193,3 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
             f"is {section.max_generations}: the first prompt that is dropped would end the run, as none could take its place; "
             "use 2 or more",
         )
-
-
-# Each with the keys whose range it relies on.
-RULES: tuple[tuple[tuple[str, ...], Callable[[PPOConfig], Violations]], ...] = (
-    (("rollout.n",), estimator),
-    (("trainer.critic_warmup_steps", "trainer.total_steps"), critic),
-    (("trainer.updates_per_step", "trainer.epochs_per_batch"), policy_loss),
-    (("data.max_response_length",), aggregations),
-    ((), functions),
-    ((), kl),
-    ((f"{_CORRECTION}.low", f"{_CORRECTION}.high"), rollout_correction),
-    ((f"{_DYNAMIC}.max_generations",), dynamic_sampling),
-)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config
-from megarl.config.rules.checkpoint import validation_metrics
 from megarl.config.rules.machine import missing, writable_folders
-from megarl.config.rules.staleness import generation_ahead
+from megarl.config.rules.rollout import generation_ahead
+from megarl.config.rules.run import validation_metrics
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,

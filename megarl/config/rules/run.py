@@ -1,12 +1,14 @@
-"""Rules of what a run saves, where, and which validation decides on it."""
+"""The course of a run: its mini-batches, its validations, the layers of its models, and what it saves and where."""
 
 from __future__ import annotations
 
+from math import lcm
 from pathlib import Path
 
-from megarl.config.schema import MetricMode, PPOConfig, SFTConfig
+from megarl.config.derive import samples_per_step
+from megarl.config.schema import Device, DType, Layers, MetricMode, PPOConfig, SFTConfig
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
-from megarl.config.violation import Violation, Violations
+from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
 RunConfig = PPOConfig | SFTConfig
 SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
@@ -42,3 +44,38 @@ def validation_metrics(config: RunConfig) -> Violations:
                 ("trainer.validate_every_steps", f"{key}.metric"),
                 f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set {key}.metric to null",
             )
+
+
+def layers(config: RunConfig) -> Violations:
+    if config.engine.layers is not Layers.transformer_engine:
+        return
+    if config.device is Device.cpu:
+        yield Violation(
+            ("engine.layers", "device"), "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local"
+        )
+    elif config.model.dtype is DType.float32 and config.engine.packing:
+        yield Violation(
+            ("engine.layers", "model.dtype"),
+            "transformer_engine has no attention of packed rows for float32; use engine.layers=auto or local, or model.dtype=bfloat16",
+        )
+
+
+def validation(config: RunConfig) -> Violations:
+    if config.trainer.validate_every_steps > 0 and not config.data.val_files:
+        yield Violation(
+            ("trainer.validate_every_steps", "data.val_files"),
+            f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or set validate_every_steps to 0",
+        )
+
+
+def mini_batches(config: PPOConfig) -> Violations:
+    samples, updates = samples_per_step(config), config.trainer.updates_per_step
+    if samples % updates:
+        prompts, n = config.trainer.prompts_per_step, config.rollout.n
+        step = lcm(n, updates) // n  # prompts_per_step that work are its multiples
+        yield Violation(
+            ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
+            f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step {updates} mini-batches; "
+            f"use updates_per_step {either(nearest_divisors(samples, updates))} "
+            f"or prompts_per_step {either(nearest_multiples(prompts, step))}",
+        )

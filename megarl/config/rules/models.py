@@ -1,0 +1,174 @@
+"""What the layout, the optimizer and the micro-batches of each model must satisfy, without the model and with its architecture."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
+from megarl.config.roles import ModelRole, model_roles, needs_reference
+from megarl.config.schema import OptimConfig, PPOConfig, Recomputation, Recompute, SFTConfig
+from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.models.architecture import Architecture
+
+RunConfig = PPOConfig | SFTConfig
+
+
+def optimizers(config: RunConfig) -> Violations:
+    sections: dict[str, OptimConfig] = {"actor.optim": config.actor.optim}
+    if isinstance(config, PPOConfig):
+        sections["critic.optim"] = config.critic.optim
+    for key, optim in sections.items():
+        if optim.min_lr > optim.lr:
+            yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
+
+
+def layout(config: RunConfig, role: ModelRole) -> Violations:
+    """Check parallel sizes against each other, which needs no model."""
+    parallel = role.parallel
+    if parallel.virtual_pipeline_parallel_size is not None and parallel.pipeline_parallel_size == 1:
+        yield Violation(
+            (f"{role.parallel_key}.virtual_pipeline_parallel_size", f"{role.parallel_key}.pipeline_parallel_size"),
+            f"virtual stages {parallel.virtual_pipeline_parallel_size} need a pipeline, but pipeline_parallel_size is 1; "
+            "leave virtual_pipeline_parallel_size null, or use a pipeline_parallel_size of 2 or more",
+        )
+    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+        yield Violation(
+            (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
+            "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is 1; use 2 or more, or false",
+        )
+    if parallel.context_parallel_size > 1 and not config.engine.packing:
+        yield Violation(
+            (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
+            f"context_parallel_size {parallel.context_parallel_size} cuts rows that are packed, but packing is false; "
+            "use engine.packing=true, or context_parallel_size 1",
+        )
+
+
+def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
+    limit, key = role.micro_batch, role.micro_batch_key
+    if (limit.sequences is None) == (limit.max_tokens is None):
+        given = "neither is" if limit.sequences is None else f"both are ({limit.sequences} and {limit.max_tokens})"
+        yield Violation(
+            (f"{key}.sequences", f"{key}.max_tokens"), f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null"
+        )
+    elif role.reads_policy_tokens and limit.max_tokens is not None:
+        yield from _row_fits(config, role, limit.max_tokens)
+
+
+def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations:
+    needed, size = room_of_longest_row(config, role), role.parallel.context_parallel_size
+    if needed <= max_tokens * size:
+        return
+    lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
+    room, padded = f"max_tokens {max_tokens}", ""
+    if size > 1:
+        lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
+        room, padded = f"{room} x context_parallel_size {size} = {max_tokens * size}", f" ({needed} with what pads the ranks' parts)"
+    yield Violation(
+        (f"{role.micro_batch_key}.max_tokens", *lengths),
+        f"a row may have {max_row_tokens(config)} tokens{padded}, more than {room}; "
+        f"use max_tokens {-(-needed // size)} or more, or shorter rows",
+    )
+
+
+def recomputation(_: RunConfig, role: ModelRole) -> Violations:
+    if role.optim is None:
+        return
+
+    (how, modules, num_layers), section = role.recomputation, role.parallel_key.removesuffix(".parallel")
+    keys = f"{section}.recompute_modules", f"{section}.recompute"
+    if how is Recompute.selective and not modules:
+        yield Violation(
+            keys, "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or use recompute=none"
+        )
+    if how is not Recompute.selective and modules != Recomputation().modules:
+        named = ", ".join(module.value for module in modules)
+        yield Violation(
+            keys, f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them out, or use selective"
+        )
+    if how is not Recompute.full and num_layers is not None:
+        yield Violation(
+            (f"{section}.recompute_num_layers", f"{section}.recompute"),
+            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; leave it null, or use full",
+        )
+
+
+def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
+    """Check that each replica of a trained model gets a row of a mini-batch."""
+    if role.optim is None:
+        return
+
+    rows = samples_per_step(config) // updates_per_pass(config)
+    replicas = role.parallel.data_parallel_size
+    if rows < replicas:
+        size_key = "trainer.samples_per_step" if isinstance(config, SFTConfig) else "trainer.prompts_per_step"
+        yield Violation(
+            (f"{role.parallel_key}.data_parallel_size", size_key),
+            f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas would have nothing to learn from; "
+            f"use data_parallel_size {max(rows, 1)} or fewer, or mini-batches of {replicas} rows or more",
+        )
+
+
+def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
+    parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
+    fields = ["num_attention_heads", "num_key_value_heads", *(["intermediate_size"] if architecture.num_dense_layers else [])]
+    sizes = {field: getattr(architecture, field) for field in fields}
+    if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
+        yield Violation(
+            (f"{role.parallel_key}.tensor_parallel_size",),
+            f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by tensor_parallel_size {tensor}; "
+            f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
+        )
+    stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+    layers = architecture.num_hidden_layers
+    if layers % stages:
+        product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        if parallel.virtual_pipeline_parallel_size is not None:
+            product += f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
+        yield Violation(
+            (f"{role.parallel_key}.pipeline_parallel_size",),
+            f"num_hidden_layers {layers} of {role.path} does not divide by {product}; "
+            f"use {either(nearest_divisors(layers, stages))} stages",
+        )
+        return
+    recomputed = role.recomputation.num_layers
+    if recomputed is not None and recomputed > layers // stages:
+        yield Violation(
+            (f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers", f"{role.parallel_key}.pipeline_parallel_size"),
+            f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use fewer, or null for all",
+        )
+
+
+def lengths_fit(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
+    tokens = max_row_tokens(config)
+    for role in model_roles(config):
+        if role.name not in architectures or not role.reads_policy_tokens:
+            continue
+        if tokens <= (limit := architectures[role.name].max_position_embeddings):
+            continue
+        if isinstance(config, SFTConfig):
+            yield Violation(("data.max_length",), f"is {tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}")
+            continue
+        prompt, response = config.data.max_prompt_length, config.data.max_response_length
+        remedy = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
+        yield Violation(
+            ("data.max_prompt_length", "data.max_response_length"),
+            f"{prompt} + {response} = {tokens} tokens are more than max_position_embeddings {limit} of {role.path}; use {remedy}",
+        )
+
+
+def same_vocabulary(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
+    """All models read the policy's token ids; the reference must be a distribution over the same ones."""
+    if not isinstance(config, PPOConfig) or "actor" not in architectures:
+        return
+    policy = architectures["actor"].vocab_size
+    if needs_reference(config) and "reference" in architectures and architectures["reference"].vocab_size != policy:
+        yield Violation(
+            ("reference.path", "model.path"),
+            f"the reference has vocab_size {architectures['reference'].vocab_size}, the policy {policy}; their KL needs one vocabulary",
+        )
+    if "critic" in architectures and architectures["critic"].vocab_size < policy:
+        yield Violation(
+            ("critic.model.path", "model.path"),
+            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}; it reads the policy's tokens",
+        )
