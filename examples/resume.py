@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 
-from megarl.config.derive import checkpoint_path
 from megarl.config.load import load_config
+from megarl.config.paths import checkpoint_path
 from megarl.config.schema import PPOConfig, SFTConfig
 
 EVERY_STEPS = 2

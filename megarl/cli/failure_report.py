@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.hints import Cause, hint_for
 from megarl.cli.run_context import RunContext
-from megarl.config.derive import checkpoint_path
+from megarl.config.paths import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.machine.errors import RunError, hint_of
 from megarl.machine.files import write_whole

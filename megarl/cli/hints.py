@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megarl.config.derive import checkpoint_path, samples_per_step
+from megarl.config.batch_arithmetic import samples_per_step
+from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller import hints

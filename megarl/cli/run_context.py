@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.cli.run_end import how_to_resume
 from megarl.cli.termination import Interruption
-from megarl.config.derive import checkpoint_path
+from megarl.config.paths import checkpoint_path
 from megarl.config.schema import PPOConfig, SFTConfig
 
 if TYPE_CHECKING:

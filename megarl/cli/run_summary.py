@@ -9,7 +9,8 @@ from rich.console import Console
 
 from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
 from megarl.cli.tables import print_line
-from megarl.config.derive import checkpoint_path, derive
+from megarl.config.derive import derive
+from megarl.config.paths import checkpoint_path
 from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole

@@ -13,18 +13,12 @@ from rich.table import Table
 
 from megarl.cli.placement_tables import print_placement
 from megarl.cli.tables import print_line, table, table_of_numbers
-from megarl.config.derive import (
-    RoleArithmetic,
-    RunArithmetic,
-    checkpoint_bytes,
-    checkpoint_path,
-    derive,
-    max_conversation_tokens,
-    most_checkpoints,
-    optimizer_steps,
-)
+from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_steps
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
+from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
+from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import AgentConfig, DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
 from megarl.config.shipped import shown

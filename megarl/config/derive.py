@@ -1,17 +1,27 @@
-"""The arithmetic of a run: prompts -> samples -> mini-batches -> rows of a rank -> micro-batches -> optimizer steps. Pure."""
+"""The numbers that follow from a configuration, for the tables of `megarl check` and of the report: batches, steps and memory. Pure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
+from megarl.config.batch_arithmetic import (
+    longest_row,
+    max_row_tokens,
+    micro_batches,
+    optimizer_steps,
+    optimizer_steps_per_step,
+    rows_of_pass,
+    rows_of_prompt,
+    rows_of_replica,
+    samples_per_step,
+    updates_per_pass,
+)
+from megarl.config.memory_sizes import state_bytes
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, EngineConfig, MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
+from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.models.architecture import Architecture
-from megarl.models.counts import num_expert_parameters, num_parameters
+from megarl.models.counts import num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,138 +60,6 @@ class RunArithmetic:
     roles: tuple[RoleArithmetic, ...]
 
 
-def samples_per_step(config: PPOConfig | SFTConfig) -> int:
-    if isinstance(config, SFTConfig):
-        return config.trainer.samples_per_step
-    return config.trainer.prompts_per_step * config.rollout.n
-
-
-def updates_per_pass(config: PPOConfig | SFTConfig) -> int:
-    """Mini-batches, and so optimizer steps, of one pass over a step's samples."""
-    return 1 if isinstance(config, SFTConfig) else config.trainer.updates_per_step
-
-
-def max_row_tokens(config: PPOConfig | SFTConfig) -> int:
-    if isinstance(config, SFTConfig):
-        return config.data.max_length
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def role_tokens(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> int:
-    """Of the longest row that a model reads, in tokens of its own."""
-    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
-        return max_conversation_tokens(config.reward.model, architecture)
-    return max_row_tokens(config)
-
-
-def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
-    """That the reward model reads: `max_length`, and no more than it has positions, and a micro-batch room."""
-    limits = (model.max_length, architecture.max_position_embeddings, micro_batch_room(model.micro_batch, model.parallel))
-    return min(limit for limit in limits if limit is not None)
-
-
-def padded_length(length: int, context_parallel_size: int) -> int:
-    """Tokens of a sequence that so many ranks share: each has two chunks of it, all of them equal."""
-    return length if context_parallel_size == 1 else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
-
-
-def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
-    """Tokens of all ranks that share a micro-batch, with what pads them; None where its rows are counted."""
-    if limit.max_tokens is None:
-        return None
-    size, unit = parallel.context_parallel_size, padded_length(1, parallel.context_parallel_size)
-    return limit.max_tokens * size // unit * unit
-
-
-class Row(NamedTuple):
-    """Tokens. prompt_number: the same for rows that share their prompt."""
-
-    prompt: int
-    response: int
-    prompt_number: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.response
-
-
-def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
-    """Of packed rows, of all ranks that share them, with what pads them; a prompt that rows share counts once."""
-    groups: dict[int, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.prompt_number].append(row)
-    total = 0
-    for group in groups.values():
-        shared = [group[0].prompt, *(row.response for row in group)] if len(group) > 1 else [group[0].tokens]
-        total += sum(padded_length(length, context_parallel_size) for length in shared)
-    return total
-
-
-def rows_of_prompt(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """That share its tokens where they are in one micro-batch."""
-    shares = config.engine.share_prompts and config.engine.packing and role.reads_policy_tokens
-    return config.rollout.n if shares and isinstance(config, PPOConfig) else 1
-
-
-def rows_of_replica(config: PPOConfig | SFTConfig, role: ModelRole, *, trains: bool) -> int:
-    """Of the fullest replica: of a mini-batch where the role trains, else of the step."""
-    return -(-_rows_of_pass(config, trains=trains) // role.parallel.data_parallel_size)
-
-
-def _rows_of_pass(config: PPOConfig | SFTConfig, *, trains: bool) -> int:
-    """Of all replicas together."""
-    return samples_per_step(config) // (updates_per_pass(config) if trains else 1)
-
-
-def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
-    """The longest rows, and one shorter row in what `max_tokens` leaves: as many as a micro-batch may hold, and no more than there are.
-
-    Of a limit of rows no two share a prompt, which is the most; in a limit of tokens as many do as can.
-    """
-    longest = _longest_row(config, role, architecture)
-    most = rows_of_replica(config, role, trains=trains)
-    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
-    if room is None:
-        return [longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))]
-    rows: list[Row] = []
-    left, together, least = room, rows_of_prompt(config, role), padded_length(1, size)
-    for number in range(most):
-        prompt_number, is_first = number // together, number % together == 0
-        needed = _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
-        if left < needed:
-            if left > least * is_first:
-                response = min(longest.response, left - least * is_first)
-                rows.append(Row(left - padded_length(response, size) if is_first else longest.prompt, response, prompt_number))
-            break
-        rows.append(longest._replace(prompt_number=prompt_number))
-        left -= needed
-    return rows
-
-
-def room_of_longest_row(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """Tokens that the longest row of a model which reads those of the policy takes of a micro-batch, with what pads it."""
-    longest = _row_of_policy(config)
-    return _room_of_row(longest, rows_of_prompt(config, role) > 1, role.parallel.context_parallel_size)
-
-
-def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
-    """Prompt and response of a row that may share its prompt are padded each, though it may have nobody to share it with."""
-    parts = (row.prompt, row.response) if shares_prompt else (row.tokens,)
-    return sum(padded_length(part, context_parallel_size) for part in parts)
-
-
-def _longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
-    if not role.reads_policy_tokens:
-        return Row(role_tokens(config, role, architecture) - 1, 1)  # a reward model's score is read at the last token
-    return _row_of_policy(config)
-
-
-def _row_of_policy(config: PPOConfig | SFTConfig) -> Row:
-    if isinstance(config, SFTConfig):
-        return Row(1, max_row_tokens(config) - 1)
-    return Row(config.data.max_prompt_length, config.data.max_response_length)
-
-
 def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
     """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by its name."""
     samples = samples_per_step(config)
@@ -199,7 +77,7 @@ def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architectu
 
 def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
     trains = role.optim is not None
-    rows = _rows_of_pass(config, trains=trains)
+    rows = rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
     fullest = rows_of_replica(config, role, trains=trains)
     return RoleArithmetic(
@@ -209,10 +87,10 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         num_replicas=replicas,
         mini_batch_rows=rows,
         rows_per_replica=(rows // replicas, fullest),
-        micro_batches=_micro_batches(
+        micro_batches=micro_batches(
             fullest,
             role,
-            _longest_row(config, role, architecture),
+            longest_row(config, role, architecture),
             role.parallel.micro_batch_multiple,
             rows_of_prompt(config, role),
         ),
@@ -220,90 +98,3 @@ def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architec
         optimizer_steps_total=optimizer_steps(config, role),
         state_bytes_per_rank=state_bytes(config.model.dtype, role, architecture),
     )
-
-
-def optimizer_steps_per_step(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    if role.optim is None:
-        return 0
-    return updates_per_pass(config) * (config.trainer.epochs_per_batch if isinstance(config, PPOConfig) else 1)
-
-
-def optimizer_steps(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """Of the whole run: where the learning rate's decay ends. In the critic's warm-up the actor makes none."""
-    steps = config.trainer.total_steps
-    if isinstance(config, PPOConfig) and role.name == "actor":
-        steps -= config.trainer.critic_warmup_steps
-    return steps * optimizer_steps_per_step(config, role)
-
-
-def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
-    """Weights in `dtype`; where the model trains, float32 gradients, and over the ranks that hold the same (ZeRO 1) two float32 Adam
-    moments and, for bfloat16, a float32 master copy."""
-    parallel = role.parallel
-    of_experts = num_expert_parameters(architecture)
-    dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
-    dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    expert_cut = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
-    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
-    total = 0
-    for parameters, copies in (
-        (-(-dense // dense_cut), parallel.num_copies),
-        (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
-    ):
-        total += parameters * weight_bytes
-        if role.optim is not None:
-            total += parameters * 4 + parameters * (8 + master_bytes) // copies
-    return total
-
-
-def checkpoint_path(config: PPOConfig | SFTConfig) -> Path:
-    """The folder of the run's checkpoints."""
-    given = config.checkpoint.dir
-    return Path(config.trainer.output_dir) / "checkpoints" if given is None else Path(given)
-
-
-def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> int:
-    """Of one checkpoint: of each model that trains its weights, float32 masters and two float32 moments; with `save_hf` the policy's
-    weights once more. The rest is small."""
-    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
-    total = 0
-    for role in model_roles(config):
-        if role.optim is not None:
-            parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
-            total += parameters * (weight_bytes + 12)
-            total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
-    return total
-
-
-def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
-    """On the disk at one time: those that are kept, and one that is written before an old one goes."""
-    checkpoint, steps = config.checkpoint, config.trainer.total_steps
-    keeps_best = checkpoint.keep_best.metric is not None
-    made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
-    if checkpoint.every_minutes or keeps_best:
-        made = steps  # nobody knows which of them
-    elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
-        made += 1
-    return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)
-
-
-def _micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
-    """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers. The most: where no prompt is shared."""
-    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
-    if room is None:
-        assert role.micro_batch.sequences is not None
-        least = most = -(-rows // role.micro_batch.sequences)
-    else:
-        # A row has a response token at least, and a prompt one token.
-        fewest = rows * padded_length(2, size)
-        if rows_of_prompt > 1:
-            fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
-        of_row = _room_of_row(longest, rows_of_prompt > 1, size)
-        least, most = -(-fewest // room), -(-rows // (room // of_row))
-    return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
-
-
-def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
-    """For how many tokens logits are made at a time: where nothing is set 1,024, or as many as have 2**24 logits, which in float32 are
-    64 MiB. Those of a small vocabulary take less to keep than to make again."""
-    return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.config.derive import padded_length
+from megarl.config.batch_arithmetic import padded_length
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L floating-point operations
 # at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a plan is valid.

@@ -15,7 +15,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.derive import max_row_tokens
+from megarl.config.batch_arithmetic import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.derive import checkpoint_path
+from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray

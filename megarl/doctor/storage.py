@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.derive import checkpoint_bytes, checkpoint_path, most_checkpoints
+from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
+from megarl.config.paths import checkpoint_path
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.files import existing_folder

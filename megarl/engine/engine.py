@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.batch.metrics import Metric, merge_metrics
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
-from megarl.config.derive import logit_chunk_tokens
+from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import ContextPlace

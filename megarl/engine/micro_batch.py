@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.batch.token_rows import first_with_prompt
-from megarl.config.derive import padded_length
+from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextPlace, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device

@@ -12,7 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.config.derive import padded_length
+from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextPlace, QueryPiece, pieces, whole_order
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import shared_prompts

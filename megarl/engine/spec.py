@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.derive import optimizer_steps
+from megarl.config.batch_arithmetic import optimizer_steps
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
     Device,

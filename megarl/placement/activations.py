@@ -12,7 +12,8 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.derive import Row, fullest_micro_batch, logit_chunk_tokens, micro_batch_tokens, rows_of_prompt, rows_of_replica
+from megarl.config.batch_arithmetic import Row, fullest_micro_batch, micro_batch_tokens, rows_of_prompt, rows_of_replica
+from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
 from megarl.models.architecture import Architecture

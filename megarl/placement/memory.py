@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import ceil
 
-from megarl.config.derive import max_row_tokens, samples_per_step
+from megarl.config.batch_arithmetic import max_row_tokens, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
 from megarl.models.architecture import Architecture

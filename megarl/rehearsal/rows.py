@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import policy_loss_of
-from megarl.config.derive import Row, micro_batch_tokens
+from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, SFTConfig
 

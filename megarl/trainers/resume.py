@@ -13,7 +13,7 @@ import yaml
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
 from megarl.config.compare import FIXED, Difference, differences
-from megarl.config.derive import checkpoint_path
+from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures

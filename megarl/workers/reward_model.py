@@ -11,7 +11,7 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.derive import max_conversation_tokens
+from megarl.config.batch_arithmetic import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import register

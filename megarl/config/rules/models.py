@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from megarl.config.derive import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
+from megarl.config.batch_arithmetic import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
 from megarl.config.roles import ModelRole, model_roles, needs_reference
 from megarl.config.schema import OptimConfig, PPOConfig, Recomputation, Recompute, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors

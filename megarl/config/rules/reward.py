@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megarl.config.derive import max_conversation_tokens, max_row_tokens, micro_batch_room
+from megarl.config.batch_arithmetic import max_conversation_tokens, max_row_tokens, micro_batch_room
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
 from megarl.config.violation import Violation, Violations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 from pathlib import Path
 
-from megarl.config.derive import samples_per_step
+from megarl.config.batch_arithmetic import samples_per_step
 from megarl.config.schema import Device, DType, Layers, MetricMode, PPOConfig, SFTConfig
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive, most_checkpoints, state_bytes
+from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.load import load_config
+from megarl.config.memory_sizes import most_checkpoints, state_bytes
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
     CheckpointConfig,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.derive import padded_length
+from megarl.config.batch_arithmetic import padded_length
 from megarl.data.packing import RowPrompt, plan_micro_batches, row_cost
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.derive import padded_length
+from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextPlace, own_tokens, pieces, whole_order
 
 LENGTHS, SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 5)

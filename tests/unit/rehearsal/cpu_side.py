@@ -48,7 +48,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of use."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megarl.config.derive import fullest_micro_batch
+    from megarl.config.batch_arithmetic import fullest_micro_batch
     from megarl.config.roles import model_roles
     from megarl.config.schema import Device
     from megarl.config.validate import read_architectures

@@ -1,0 +1,61 @@
+"""How much a run keeps: the state of a model on a rank, the logits of a chunk, and checkpoints on the disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import DType, EngineConfig, PPOConfig, SFTConfig
+from megarl.models.architecture import Architecture
+from megarl.models.counts import num_expert_parameters, num_parameters
+
+
+def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
+    """Weights in `dtype`; where the model trains, float32 gradients, and over the ranks that hold the same (ZeRO 1) two float32 Adam
+    moments and, for bfloat16, a float32 master copy."""
+    parallel = role.parallel
+    of_experts = num_expert_parameters(architecture)
+    dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
+    dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    expert_cut = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
+    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
+    total = 0
+    for parameters, copies in (
+        (-(-dense // dense_cut), parallel.num_copies),
+        (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
+    ):
+        total += parameters * weight_bytes
+        if role.optim is not None:
+            total += parameters * 4 + parameters * (8 + master_bytes) // copies
+    return total
+
+
+def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
+    """For how many tokens logits are made at a time: where nothing is set 1,024, or as many as have 2**24 logits, which in float32 are
+    64 MiB. Those of a small vocabulary take less to keep than to make again."""
+    return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
+
+
+def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> int:
+    """Of one checkpoint: of each model that trains its weights, float32 masters and two float32 moments; with `save_hf` the policy's
+    weights once more. The rest is small."""
+    weight_bytes = 4 if config.model.dtype is DType.float32 else 2
+    total = 0
+    for role in model_roles(config):
+        if role.optim is not None:
+            parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
+            total += parameters * (weight_bytes + 12)
+            total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
+    return total
+
+
+def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
+    """On the disk at one time: those that are kept, and one that is written before an old one goes."""
+    checkpoint, steps = config.checkpoint, config.trainer.total_steps
+    keeps_best = checkpoint.keep_best.metric is not None
+    made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
+    if checkpoint.every_minutes or keeps_best:
+        made = steps  # nobody knows which of them
+    elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
+        made += 1
+    return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)

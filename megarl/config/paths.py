@@ -1,0 +1,13 @@
+"""Where a run writes, as far as several places have to agree on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.schema import PPOConfig, SFTConfig
+
+
+def checkpoint_path(config: PPOConfig | SFTConfig) -> Path:
+    """The folder of the run's checkpoints."""
+    given = config.checkpoint.dir
+    return Path(config.trainer.output_dir) / "checkpoints" if given is None else Path(given)
