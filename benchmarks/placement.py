@@ -57,7 +57,7 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.start import PPORoles, start_ppo
 from megarl.tracking.timeline import Span
-from megarl.trainers.monitor import PHASES
+from megarl.trainers.monitor import phases_by_call
 from megarl.trainers.ppo import AdvantageStep
 from tests.integration.tiny_run import SYMBOLS, save_inputs
 from tests.unit.placement.test_plan import large_cluster
@@ -152,7 +152,7 @@ def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataPr
 
 def on_the_timeline(roles: PPORoles, action: Callable[[], object]) -> list[Span]:
     """What the processes of critic and actor did in it."""
-    assert roles.critic is not None
+    assert roles.critic
     groups = (roles.critic.group, roles.actor.group)
     for group in groups:
         group.drain_spans()
@@ -172,7 +172,7 @@ def duration(spans: Sequence[Span]) -> float:
 def overlap(spans: Sequence[Span]) -> float:
     """Of the two updates, as a share of the shorter one."""
     (critic_start_s, critic_end_s), (actor_start_s, actor_end_s) = (
-        extent([span for span in spans if PHASES.get((span.role, span.name)) == name]) for name in UPDATES
+        extent([span for span in spans if phases_by_call().get((span.role, span.name)) == name]) for name in UPDATES
     )
     both_s = min(critic_end_s, actor_end_s) - max(critic_start_s, actor_start_s)
     return max(0.0, both_s) / min(critic_end_s - critic_start_s, actor_end_s - actor_start_s)
@@ -181,7 +181,7 @@ def overlap(spans: Sequence[Span]) -> float:
 def measure(config: PPOConfig, repeats: int) -> Times:
     with started(config) as (roles, prompts):
         batch = make_batch(config, roles, prompts)
-        assert roles.critic is not None
+        assert roles.critic
         critic, actor = roles.critic, roles.actor
         both = lambda: gather(critic.update(batch, 1), actor.update(batch, 1))  # noqa: E731
         both()

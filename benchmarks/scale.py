@@ -39,10 +39,11 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.load import load_config
+from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.roles import models
-from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.models import ABSENT, Actor, Critic, Scorer, UpdatePlan
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
 from megarl.roles.rollout.scheduler import SchedulerTotals
@@ -223,10 +224,10 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     roles = PPORoles(
         actor=Actor(Group(store, "actor"), parallel, micro_batch, None, updates, algorithm=config.algorithm, share_prompts=True),  # type: ignore[arg-type]
-        reference=Reference(Group(store, "reference"), parallel, micro_batch, share_prompts=True),  # type: ignore[arg-type]
+        scorers={"reference": Scorer(role_named("reference"), Group(store, "reference"), parallel, micro_batch, share_prompts=True)},  # type: ignore[arg-type]
         critic=Critic(Group(store, "critic"), parallel, micro_batch, updates, config.algorithm.value_loss, share_prompts=True)  # type: ignore[arg-type]
         if algorithm == "ppo"
-        else None,
+        else ABSENT,
         rollout=Generating(store, lengths),  # type: ignore[arg-type]
         reward=Reward(Group(store, "reward")),  # type: ignore[arg-type]
         weights=Weights(),  # type: ignore[arg-type]

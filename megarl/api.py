@@ -33,7 +33,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
-from megarl.roles.models import ABSENT, Absent, Actor, Critic, Reference
+from megarl.roles.models import Absent, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.rollout import Rollout
@@ -79,12 +79,12 @@ class Run:
         return self._trainer.roles.actor
 
     @property
-    def reference(self) -> Reference | Absent:
-        return self._trainer.roles.reference or ABSENT
+    def reference(self) -> Scorer | Absent:
+        return self._trainer.roles.reference
 
     @property
     def critic(self) -> Critic | Absent:
-        return self._trainer.roles.critic or ABSENT
+        return self._trainer.roles.critic
 
     @property
     def rollout(self) -> Rollout:

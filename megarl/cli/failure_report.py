@@ -18,7 +18,7 @@ from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.samples import SAMPLES_FOLDER
 from megarl.tracking.timeline import TIMELINE_FILE
-from megarl.trainers.monitor import PHASES, Position
+from megarl.trainers.monitor import Position, phases_by_call
 
 _NUM_LINES = 30
 _NUM_MESSAGE_LINES = 10
@@ -133,7 +133,7 @@ def _place(error: Exception) -> list[_Entry]:
 def _when(error: Exception, position: Position | None) -> str:
     call, position = _failed_call(error), position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
-    of_call = None if call is None else PHASES.get((call.role, call.method))
+    of_call = None if call is None else phases_by_call().get((call.role, call.method))
     if of_call is not None and of_call not in phases:
         phases.append(of_call)
     step = "" if position.step is None else f"step {position.step}"

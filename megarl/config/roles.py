@@ -1,11 +1,20 @@
-"""Which models a run has, and what each of them is configured by. The one place that knows when a role is needed."""
+"""The table of model roles: when a run needs each, what configures it, its worker and handle, its phases and columns.
+
+Everything that must know of a role follows from its row in ROLES: the models of a run (`model_roles`), the phases of a step
+(placement/dataflow.py), pools, memory, timings, and the worker and handle that roles/start.py starts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
+from operator import attrgetter
 
 from megarl.config.schema import (
+    ActorConfig,
     AlgorithmConfig,
+    CriticConfig,
     ExpertsConfig,
     MicroBatchConfig,
     OptimConfig,
@@ -17,31 +26,133 @@ from megarl.config.schema import (
 )
 
 REWARD_MODEL = "reward_model"
-ENVIRONMENT = "environment"  # the processes that answer an agent's turns
+ENVIRONMENT = "environment"  # the processes of an agent's environments
+
+
+class RoleKind(str, Enum):
+    """What a role does. The worker and the handle follow from it (roles/start.py)."""
+
+    actor = "actor"  # the trained policy
+    scorer = "scorer"  # a frozen policy, whose log-probs of the samples are a column of the batch
+    critic = "critic"
+    reward_model = "reward_model"
+
+
+class Stage(IntEnum):
+    """Where a phase comes in a step."""
+
+    reward = 1
+    score = 2
+    update = 3
+    update_policy = 4  # the last update, since the policy's weights are pushed next
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePhase:
+    """A phase of a step in which a role works. Each one reads the responses and the role's weights.
+
+    Attributes:
+        name: As in the metric `timing_s/<name>`.
+        stage: Where it comes in a step.
+        calls: The methods of the worker that compute it.
+        reads: The other columns of the batch that it reads.
+        writes: The columns that it adds to the batch.
+        trains: Whether it updates the role's weights, which takes gradients and optimizer state.
+    """
+
+    name: str
+    stage: Stage
+    calls: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    trains: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A row of the table. `*_key` and `*_keys` are dotted configuration keys.
+
+    Attributes:
+        name: The name of the role, as in `placement.roles`.
+        kind: What it does.
+        is_needed: Whether a PPO run has the role.
+        path_keys: The folder of its model: the first of these keys that is set.
+        parallel_key: Its parallel layout.
+        micro_batch_key: The limit of its micro-batches.
+        phases: When it works.
+        trained_key: The section with its optimizer and recomputation. None: its model is frozen.
+        with_value_head: Whether its output is one number per token.
+        beside: It has the devices of the first of these roles that the run has, unless a placement says otherwise. Without any it has
+            devices of its own.
+        reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has a tokenizer of its own.
+    """
+
+    name: str
+    kind: RoleKind
+    is_needed: Callable[[PPOConfig], bool]
+    path_keys: tuple[str, ...]
+    parallel_key: str
+    micro_batch_key: str
+    phases: tuple[RolePhase, ...]
+    trained_key: str | None = None
+    with_value_head: bool = False
+    beside: tuple[str, ...] = ()
+    reads_policy_tokens: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """One model of a run. `*_key`: the dotted configuration keys that a message should name. `optim` is None where nothing is trained.
-    `with_value_head`: its output is one number per token. `beside`: the role whose devices it has unless a placement says otherwise."""
+    """A role of a run, with the values of its configuration.
 
-    name: str
+    Attributes:
+        row: Its row in the table.
+        path: The folder of its model.
+        path_key: The configuration key that gives the folder.
+        parallel: Its parallel layout.
+        micro_batch: The limit of its micro-batches.
+        optim: Its optimizer. None: its model is frozen.
+        recomputation: What is recomputed in the backward pass.
+        experts: How the routers of a model with experts are trained.
+        beside: The role whose devices it has unless a placement says otherwise.
+    """
+
+    row: Role
     path: str
     path_key: str
     parallel: ParallelConfig
-    parallel_key: str
     micro_batch: MicroBatchConfig
-    micro_batch_key: str
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
-    with_value_head: bool = False
     beside: str | None = None
 
     @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def kind(self) -> RoleKind:
+        return self.row.kind
+
+    @property
+    def parallel_key(self) -> str:
+        return self.row.parallel_key
+
+    @property
+    def micro_batch_key(self) -> str:
+        return self.row.micro_batch_key
+
+    @property
+    def with_value_head(self) -> bool:
+        return self.row.with_value_head
+
+    @property
     def reads_policy_tokens(self) -> bool:
-        """All but the reward model, which has a tokenizer of its own."""
-        return self.name != REWARD_MODEL
+        return self.row.reads_policy_tokens
+
+
+def _always(config: PPOConfig) -> bool:
+    return True
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -73,61 +184,91 @@ def needs_reward_model(config: PPOConfig) -> bool:
     return config.reward.model.path is not None
 
 
-def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
-    """The Megatron roles in the order actor, reference, critic, reward_model, without those that the run does not need."""
-    actor = ModelRole(
+ROLES: tuple[Role, ...] = (
+    Role(
         name="actor",
-        path=config.model.path,
-        path_key="model.path",
-        parallel=config.actor.parallel,
+        kind=RoleKind.actor,
+        is_needed=_always,
+        path_keys=("model.path",),
         parallel_key="actor.parallel",
-        micro_batch=config.actor.micro_batch,
         micro_batch_key="actor.micro_batch",
-        optim=config.actor.optim,
-        recomputation=config.actor.recomputation,
-        experts=config.actor.experts,
+        trained_key="actor",
+        phases=(
+            RolePhase(name="old_log_prob", stage=Stage.score, calls=("log_probs",), writes=("old_log_probs",)),
+            RolePhase(
+                name="update_actor",
+                stage=Stage.update_policy,
+                calls=("update", "update_scored"),
+                reads=("old_log_probs", "advantages"),
+                trains=True,
+            ),
+        ),
+    ),
+    Role(
+        name="reference",
+        kind=RoleKind.scorer,
+        is_needed=needs_reference,
+        path_keys=("reference.path", "model.path"),
+        parallel_key="actor.parallel",  # so that it can be in the actor's processes
+        micro_batch_key="reference.micro_batch",
+        beside=("actor",),
+        phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
+    ),
+    Role(
+        name="critic",
+        kind=RoleKind.critic,
+        is_needed=needs_critic,
+        path_keys=("critic.model.path", "model.path"),
+        parallel_key="critic.parallel",
+        micro_batch_key="critic.micro_batch",
+        trained_key="critic",
+        with_value_head=True,
+        phases=(
+            RolePhase(name="values", stage=Stage.score, calls=("values",), writes=("values",)),
+            RolePhase(name="update_critic", stage=Stage.update, calls=("update",), reads=("values", "returns"), trains=True),
+        ),
+    ),
+    Role(
+        name=REWARD_MODEL,
+        kind=RoleKind.reward_model,
+        is_needed=needs_reward_model,
+        path_keys=("reward.model.path",),
+        parallel_key="reward.model.parallel",
+        micro_batch_key="reward.model.micro_batch",
+        with_value_head=True,
+        beside=("critic", "reward"),
+        reads_policy_tokens=False,
+        phases=(RolePhase(name=REWARD_MODEL, stage=Stage.reward, calls=("score_conversations",), writes=("reward_model_scores",)),),
+    ),
+)
+
+
+def role_named(name: str) -> Role:
+    """Returns the row of a role."""
+    return next(role for role in ROLES if role.name == name)
+
+
+def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
+    """Returns the model roles of a run in the order of the table."""
+    if isinstance(config, SFTConfig):
+        return (_of_run(role_named("actor"), config, ()),)
+    rows = [role for role in ROLES if role.is_needed(config)]
+    names = (*(role.name for role in rows), "reward")
+    return tuple(_of_run(role, config, names) for role in rows)
+
+
+def _of_run(role: Role, config: PPOConfig | SFTConfig, names: tuple[str, ...]) -> ModelRole:
+    """names: All roles of the run."""
+    path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
+    section: ActorConfig | CriticConfig | None = None if role.trained_key is None else attrgetter(role.trained_key)(config)
+    return ModelRole(
+        row=role,
+        path=attrgetter(path_key)(config),
+        path_key=path_key,
+        parallel=attrgetter(role.parallel_key)(config),
+        micro_batch=attrgetter(role.micro_batch_key)(config),
+        optim=None if section is None else section.optim,
+        recomputation=Recomputation() if section is None else section.recomputation,
+        experts=ExpertsConfig() if section is None else section.experts,
+        beside=next((other for other in role.beside if other in names), None),
     )
-    roles = [actor]
-    if isinstance(config, PPOConfig) and needs_reference(config):
-        reference = ModelRole(
-            name="reference",
-            path=config.reference.path or config.model.path,
-            path_key="reference.path" if config.reference.path else "model.path",
-            parallel=config.actor.parallel,  # it lives in the actor's processes
-            parallel_key="actor.parallel",
-            micro_batch=config.reference.micro_batch,
-            micro_batch_key="reference.micro_batch",
-            optim=None,
-            beside="actor",
-        )
-        roles.append(reference)
-    if isinstance(config, PPOConfig) and needs_critic(config):
-        critic = ModelRole(
-            name="critic",
-            path=config.critic.model.path or config.model.path,
-            path_key="critic.model.path" if config.critic.model.path else "model.path",
-            parallel=config.critic.parallel,
-            parallel_key="critic.parallel",
-            micro_batch=config.critic.micro_batch,
-            micro_batch_key="critic.micro_batch",
-            optim=config.critic.optim,
-            recomputation=config.critic.recomputation,
-            experts=config.critic.experts,
-            with_value_head=True,
-        )
-        roles.append(critic)
-    if isinstance(config, PPOConfig) and (path := config.reward.model.path) is not None:
-        reward_model = ModelRole(
-            name=REWARD_MODEL,
-            path=path,
-            path_key="reward.model.path",
-            parallel=config.reward.model.parallel,
-            parallel_key="reward.model.parallel",
-            micro_batch=config.reward.model.micro_batch,
-            micro_batch_key="reward.model.micro_batch",
-            optim=None,
-            with_value_head=True,
-            beside="critic" if needs_critic(config) else "reward",
-        )
-        roles.append(reward_model)
-    return tuple(roles)

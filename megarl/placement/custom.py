@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator
 
+from megarl.config.roles import role_named
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, SFTConfig
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
@@ -95,4 +96,4 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
 def _keys_of(request: GroupRequest) -> str:
     if request.name == "rollout":
         return "rollout.num_replicas, rollout.tensor_parallel_size"
-    return f"{'actor' if request.name == 'reference' else request.name}.parallel"
+    return role_named(request.name).parallel_key

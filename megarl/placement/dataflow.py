@@ -1,4 +1,7 @@
-"""The phases of a PPO step as data: who works, what each reads, writes and needs in memory; and what may run at the same time."""
+"""The phases of a PPO step as data: which roles work in each, what it reads, writes and needs in memory; and which phases may overlap.
+
+The phases of the models come from the table of roles (config/roles.py).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,31 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from megarl.config import roles as table
+from megarl.config.roles import Role, RolePhase, Stage
 from megarl.placement.placement_plan import PlacementPlan
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ENGINE = "parameters", "gradients", "optimizer", "engine"
 
 
 class Item(NamedTuple):
-    """A part of a role's memory: one of the four above. The last is an engine's, with its weights."""
+    """A part of a role's memory: one of the four above. `ENGINE` is all that an inference engine has, including its weights."""
 
     role: str
     part: str
 
 
 class Phase(NamedTuple):
-    """`name`: as in `timing_s/<name>`. `roles`: who works; none is the driver. `needs`: what must be in memory meanwhile. `calls`:
-    the methods of the first role's worker that do it, where some do."""
+    """A phase of a step.
+
+    Attributes:
+        name: As in the metric `timing_s/<name>`.
+        roles: The roles that work. If there are none, the driver works.
+        reads: The columns of the batch that it reads, and `<role>.weights`.
+        writes: The columns and weights that it writes.
+        needs: What must be in memory meanwhile.
+        calls: The methods of the first role's worker that compute it, if any.
+    """
 
     name: str
     roles: tuple[str, ...]
@@ -36,39 +49,38 @@ def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapp
 
 
 _TO_SCORE, _TO_TRAIN, _AWAKE = (PARAMETERS,), (PARAMETERS, GRADIENTS, OPTIMIZER), (ENGINE,)
-# In an order in which one process could run them. `<role>.weights` are the role's; all else are keys of the batch.
-STEP = (
-    _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "submit_and_poll"),
-    _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, "score", "begin", "scored", "finish"),
-    _phase(
-        "reward_model",
-        ["reward_model"],
-        "responses reward_model.weights",
-        "reward_model_scores",
-        {"reward_model": _TO_SCORE},
-        "score_conversations",
-    ),
-    _phase("old_log_prob", ["actor"], "responses actor.weights", "old_log_probs", {"actor": _TO_SCORE}, "log_probs"),
-    _phase("ref", ["reference"], "responses reference.weights", "ref_log_prob", {"reference": _TO_SCORE}, "log_probs"),
-    _phase("values", ["critic"], "responses critic.weights", "values", {"critic": _TO_SCORE}, "values"),
-    _phase("adv", [], "token_level_scores reward_model_scores old_log_probs ref_log_prob values", "advantages returns", {}),
-    _phase("update_critic", ["critic"], "responses values returns critic.weights", "critic.weights", {"critic": _TO_TRAIN}, "update"),
-    _phase(
-        "update_actor",
-        ["actor"],
-        "responses old_log_probs advantages actor.weights",
-        "actor.weights",
-        {"actor": _TO_TRAIN},
-        "update",
-        "update_scored",
-    ),
-    _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE}),
-)
+_GENERATE = _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "submit_and_poll")
+_REWARD = _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, *("score", "begin", "scored", "finish"))
+_PUSH = _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE})
+
+
+def step_phases() -> tuple[Phase, ...]:
+    """Returns all phases of a step, of every role in the table, in an order in which one process could run them."""
+    scoring = (*_at(Stage.reward), *_at(Stage.score))
+    columns = " ".join(["token_level_scores", *(column for phase in scoring for column in phase.writes)])
+    advantages = _phase("adv", [], columns, "advantages returns", {})
+    return (_GENERATE, _REWARD, *scoring, advantages, *_at(Stage.update), *_at(Stage.update_policy), _PUSH)
+
+
+def _at(stage: Stage) -> list[Phase]:
+    return [_of_role(role, phase) for role in table.ROLES for phase in role.phases if phase.stage is stage]
+
+
+def _of_role(role: Role, phase: RolePhase) -> Phase:
+    weights = f"{role.name}.weights"
+    return Phase(
+        name=phase.name,
+        roles=(role.name,),
+        reads=frozenset(("responses", weights, *phase.reads)),
+        writes=frozenset((weights,) if phase.trains else phase.writes),
+        needs=frozenset(Item(role.name, part) for part in (_TO_TRAIN if phase.trains else _TO_SCORE)),
+        calls=phase.calls,
+    )
 
 
 def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
-    """Those of a run with these roles."""
-    return tuple(phase for phase in STEP if set(phase.roles) <= set(roles))
+    """Returns the phases of a run with these roles."""
+    return tuple(phase for phase in step_phases() if set(phase.roles) <= set(roles))
 
 
 def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:

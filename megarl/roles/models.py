@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, first_with_prompt, model_keys, of_one_form, token_rows
-from megarl.config.roles import needs_sum_pi_squared, scores_in_update
+from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 UpdateMethod = RemoteMethod[[DataProto, Loss], dict[str, Metric], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]]
 # What the engine calls the scores of a policy -> batch keys; other extras keep their name.
 _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
-_OF_REFERENCE = {"log_probs": "ref_log_prob"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +205,10 @@ def _uid_of(batch: DataProto) -> list[str]:
 
 
 class Absent:
-    """Stands where a run has no such role: it adds nothing to a batch, and has nothing to train."""
+    """Replaces a role that a run does not have: it adds nothing to a batch and has nothing to train. It is falsy."""
+
+    def __bool__(self) -> Literal[False]:
+        return False
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         return DerivedFuture([], lambda results: DataProto())
@@ -220,10 +222,32 @@ class Absent:
 ABSENT = Absent()
 
 
-class Reference(MegatronRole):
+class Scorer(MegatronRole):
+    """A frozen policy that scores samples, as the reference does."""
+
+    def __init__(
+        self,
+        role: Role,
+        group: RoleGroup,
+        parallel: ParallelConfig,
+        micro_batch: MicroBatchConfig,
+        schedule: OffloadSchedule | None = None,
+        *,
+        share_prompts: bool = False,
+    ) -> None:
+        """role: Its row in the table, with one phase that writes one column."""
+        super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
+        (self._phase,) = role.phases
+        (self._column,) = self._phase.writes
+
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`ref_log_prob`, rows of tokens."""
-        return self._score(batch, "ref", lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()), _OF_REFERENCE)
+        """Returns the log-probs of the samples as rows of tokens, under the name of the role's column."""
+        return self._score(
+            batch,
+            self._phase.name,
+            lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()),
+            {"log_probs": self._column},
+        )
 
 
 class Critic(MegatronRole):

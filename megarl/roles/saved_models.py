@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
+from megarl.config.roles import model_roles
 from megarl.config.schema import DType, ParallelConfig, PPOConfig, SFTConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
@@ -111,24 +112,27 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
 
 
 def ppo_models(config: PPOConfig, roles: PPORoles) -> SavedModels:
-    models = [_actor(config, roles.actor)]
-    if roles.critic is not None:
-        source = Path(config.critic.model.path or config.model.path)
-        parallel = config.critic.parallel
-        models.append(
-            SavedModel(name="critic", group=roles.critic.group, head="value", dtype=config.model.dtype, parallel=parallel, source=source)
-        )
-    return SavedModels(models, _save_policy(config, roles.actor))
+    groups = {"actor": roles.actor.group}
+    if roles.critic:
+        groups["critic"] = roles.critic.group
+    return _trained_models(config, groups, roles.actor)
 
 
 def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
-    return SavedModels([_actor(config, actor)], _save_policy(config, actor))
+    return _trained_models(config, {"actor": actor.group}, actor)
 
 
-def _actor(config: PPOConfig | SFTConfig, actor: Actor) -> SavedModel:
-    source, parallel = Path(config.model.path), config.actor.parallel
-    return SavedModel(name="actor", group=actor.group, head="lm", dtype=config.model.dtype, parallel=parallel, source=source)
-
-
-def _save_policy(config: PPOConfig | SFTConfig, actor: Actor) -> Callable[[Path], None]:
-    return lambda folder: actor.save_hf(folder, config.model.path)
+def _trained_models(config: PPOConfig | SFTConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
+    models = [
+        SavedModel(
+            name=role.name,
+            group=groups[role.name],
+            head="value" if role.with_value_head else "lm",
+            dtype=config.model.dtype,
+            parallel=role.parallel,
+            source=Path(role.path),
+        )
+        for role in model_roles(config)
+        if role.optim is not None
+    ]
+    return SavedModels(models, lambda folder: actor.save_hf(folder, config.model.path))

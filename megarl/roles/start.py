@@ -8,7 +8,7 @@ from functools import partial
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.config.load import with_absolute_paths, with_dtype
-from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, RoleKind, model_roles
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
@@ -25,7 +25,7 @@ from megarl.placement.transport import choose_transport, joins_weight_groups
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.checks import FirstRatioGate, LogProbGate
-from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
@@ -49,26 +49,44 @@ _ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; on
 
 @dataclass(frozen=True, kw_only=True)
 class PPORoles:
-    """Who does what. Without a KL term there is no reference; a critic-free estimator has no critic. `weights`: what the
-    rollout works with. `schedule`: who is in memory. `scaling`: where engines have devices of their own."""
+    """The handles on the roles of a run.
+
+    Attributes:
+        actor: The policy.
+        rollout: The engines.
+        weights: The weights of the engines.
+        reward: The reward functions and the reward model.
+        critic: The critic, or ABSENT.
+        scorers: The frozen policies that score samples, by role.
+        schedule: The colocation schedule.
+        scaling: Changes the number of replicas; None if engines share devices with other roles.
+    """
 
     actor: Actor
     rollout: Rollout
     weights: RolloutWeights
     reward: Reward
-    reference: Reference | None = None
-    critic: Critic | None = None
+    critic: Critic | Absent = ABSENT
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
     schedule: OffloadSchedule = field(default_factory=OffloadSchedule)
     scaling: ReplicaScaling | None = None
 
+    def scorer(self, name: str) -> Scorer | Absent:
+        """Returns the frozen policy of this role, or ABSENT if the run does not have it."""
+        return self.scorers.get(name, ABSENT)
+
+    @property
+    def reference(self) -> Scorer | Absent:
+        return self.scorer("reference")
+
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
-        """All that runs, to be watched and ended."""
-        roles = (self.actor, self.reference, self.critic, self.reward, self.reward.model)
-        return [*(role.group for role in roles if role is not None), self.rollout]
+        """The processes of all roles, which the driver watches and ends."""
+        roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
+        return [*(role.group for role in roles if role), self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
-        """What the roles have to say about themselves since the last time: memory, the push of weights, replicas."""
+        """Returns the metrics of the roles since the last call: memory, weight pushes, replicas."""
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
 
 
@@ -78,11 +96,11 @@ class EvaluationRoles:
     reward: Reward
 
 
-_WORKERS: dict[str, type[MegatronWorker]] = {
-    "actor": ActorWorker,
-    "reference": PolicyWorker,
-    "critic": CriticWorker,
-    REWARD_MODEL: RewardModelWorker,
+_WORKERS: dict[RoleKind, type[MegatronWorker]] = {
+    RoleKind.actor: ActorWorker,
+    RoleKind.scorer: PolicyWorker,
+    RoleKind.critic: CriticWorker,
+    RoleKind.reward_model: RewardModelWorker,
 }
 
 
@@ -141,7 +159,7 @@ def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan
 def start_ppo(
     config: PPOConfig, models: Mapping[str, Architecture], rules: TokenRules, device: Device, pools: ResourcePoolManager
 ) -> PPORoles:
-    """Starts every role of a run; `models`: by role, of each that has a model.
+    """Starts all roles of a run. `models` has the architecture of each role with a model.
 
     Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with others
     have loaded theirs, and made room.
@@ -164,38 +182,10 @@ def start_ppo(
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = _rollout(config, plan, pools, replicas, weights, rules)
-    shares = config.engine.share_prompts and config.engine.packing
     return PPORoles(
-        actor=Actor(
-            groups["actor"],
-            config.actor.parallel,
-            config.actor.micro_batch,
-            source,
-            updates,
-            schedule,
-            config.algorithm,
-            FirstRatioGate(config.model.dtype),
-            LogProbGate(config.resharding.max_log_prob_difference),
-            share_prompts=shares,
-        ),
-        reference=(
-            Reference(groups["reference"], config.actor.parallel, config.reference.micro_batch, schedule, share_prompts=shares)
-            if "reference" in groups
-            else None
-        ),
-        critic=(
-            Critic(
-                groups["critic"],
-                config.critic.parallel,
-                config.critic.micro_batch,
-                updates,
-                config.algorithm.value_loss,
-                schedule,
-                share_prompts=shares,
-            )
-            if "critic" in groups
-            else None
-        ),
+        actor=_actor(config, groups["actor"], source, updates, schedule),
+        critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
+        scorers=_scorers(config, groups, schedule),
         rollout=rollout,
         weights=weights,
         reward=_reward(config, groups, schedule),
@@ -204,15 +194,55 @@ def start_ppo(
     )
 
 
+def _shares_prompts(config: PPOConfig) -> bool:
+    return config.engine.share_prompts and config.engine.packing
+
+
+def _actor(config: PPOConfig, group: RoleGroup, source: WeightSource, updates: UpdatePlan, schedule: OffloadSchedule) -> Actor:
+    return Actor(
+        group,
+        config.actor.parallel,
+        config.actor.micro_batch,
+        source,
+        updates,
+        schedule,
+        config.algorithm,
+        FirstRatioGate(config.model.dtype),
+        LogProbGate(config.resharding.max_log_prob_difference),
+        share_prompts=_shares_prompts(config),
+    )
+
+
+def _critic(config: PPOConfig, group: RoleGroup, updates: UpdatePlan, schedule: OffloadSchedule) -> Critic:
+    return Critic(
+        group,
+        config.critic.parallel,
+        config.critic.micro_batch,
+        updates,
+        config.algorithm.value_loss,
+        schedule,
+        share_prompts=_shares_prompts(config),
+    )
+
+
+def _scorers(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule) -> dict[str, Scorer]:
+    """Returns the handle of every frozen policy in the table of roles that the run has."""
+    return {
+        role.name: Scorer(role.row, groups[role.name], role.parallel, role.micro_batch, schedule, share_prompts=_shares_prompts(config))
+        for role in model_roles(config)
+        if role.kind is RoleKind.scorer
+    }
+
+
 def _workers(
     config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter, rules: TokenRules
 ) -> dict[str, RayClassWithInitArgs]:
-    """Of each role but the rollout."""
+    """Returns what runs in the processes of each role except the rollout."""
     workers = {"reward": RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)}
     for role in model_roles(config):
         architecture = models[role.name]
         reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
-        workers[role.name] = RayClassWithInitArgs(_WORKERS[role.name], starter.model(role, architecture), *reading)
+        workers[role.name] = RayClassWithInitArgs(_WORKERS[role.kind], starter.model(role, architecture), *reading)
     return workers
 
 

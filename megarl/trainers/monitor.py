@@ -12,15 +12,13 @@ from typing import Protocol
 
 from megarl.machine.clock import Began
 from megarl.machine.errors import RunError
-from megarl.placement.dataflow import STEP
+from megarl.placement.dataflow import step_phases
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
-# The phase (timing_s/<phase>) that a role's call is part of, by the role and its worker's method.
-PHASES = {(phase.roles[0], call): phase.name for phase in STEP for call in phase.calls}
 WAIT = "gen"  # the phase in which the driver waits for the samples of its step
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
@@ -159,12 +157,18 @@ class Monitor:
         return [span for group in self._groups for span in group.drain_spans()]
 
 
+def phases_by_call() -> dict[tuple[str, str], str]:
+    """Returns the phase (`timing_s/<phase>`) of each call, by the role and the method of its worker."""
+    return {(phase.roles[0], call): phase.name for phase in step_phases() for call in phase.calls}
+
+
 def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
     """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase. What engines
     do may be of later steps: `timing_s/gen` is what the driver waits for samples."""
     edges: dict[str, list[float]] = defaultdict(list)
+    phases = phases_by_call()
     for span in spans:
-        name = span.name if span.pool == _DRIVER else PHASES.get((span.role, span.name))
+        name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):
             edges[name] += [span.start_s, span.end_s]
     return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}

@@ -21,7 +21,7 @@ from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import CheckpointError
-from megarl.roles.models import ABSENT, valid_token_count
+from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
@@ -147,7 +147,7 @@ class PPOTrainer:
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
         """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where their pools differ."""
         roles, phase, weights = self.roles, self.monitor.phase, self.roles.weights
-        actor, reference, critic = roles.actor, roles.reference or ABSENT, roles.critic or ABSENT
+        actor, reference, critic = roles.actor, roles.reference, roles.critic
 
         with phase("gen"):
             batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives

@@ -34,11 +34,11 @@ from megarl.config.schema import (
 )
 from megarl.controller.futures import DerivedFuture, has_ended
 from megarl.placement.plan import plan_placement
-from megarl.roles.models import Critic
+from megarl.roles.models import ABSENT, Critic
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.tracking.samples import read_samples, sample_files
-from megarl.trainers.monitor import PHASES
+from megarl.trainers.monitor import phases_by_call
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -115,7 +115,7 @@ class PolicyWatch:
 
     def __call__(self, step: int, roles: PPORoles) -> None:
         if step == STEPS:
-            assert roles.critic is not None
+            assert isinstance(roles.critic, Critic)
             self._hold_critic(roles.critic, roles.weights)
         self.versions.append(roles.rollout.replicas[0].weight_version())
         roles.actor.save_hf(self._folder / str(step), str(self._source))
@@ -222,7 +222,7 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     assert all(event["dur"] >= 0 for event in calls)
     not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}  # the KL in the reward is scored before the update
     not_here |= {("reward", "begin"), ("reward", "scored")}  # before others end: the engine of this run ends all samples at once
-    assert {*PHASES, ("driver", "step")} - not_here <= {(event["args"]["role"], event["name"]) for event in calls}
+    assert {*phases_by_call(), ("driver", "step")} - not_here <= {(event["args"]["role"], event["name"]) for event in calls}
 
 
 def test_neither_update_waits_for_the_other(watch: PolicyWatch, finished: Finished) -> None:
@@ -295,7 +295,7 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
     seen: list[PPORoles] = []
     finished = run_ppo(config(inputs, tmp_path, algorithm, total_steps=2, validate_before=False), lambda step, roles: seen.append(roles))
-    assert (seen[0].critic, seen[0].reference) == (None, None)
+    assert (seen[0].critic, seen[0].reference) == (ABSENT, ABSENT)
     assert [line["step"] for line in finished.metrics] == [1, 2]
     for line in finished.metrics:
         assert set(IN_TRAINING) <= line.keys()

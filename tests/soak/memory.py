@@ -55,7 +55,7 @@ class Gauge:
     def __call__(self, step: int, roles: PPORoles) -> None:
         if step != LOOK_AT_STEP:
             return
-        assert roles.critic is not None
+        assert roles.critic
         groups = {"actor": roles.actor.group, "critic": roles.critic.group}
         for phase in PHASES:
             if phase == "gen":

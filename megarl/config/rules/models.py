@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from megarl.config.batch_arithmetic import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
-from megarl.config.roles import ModelRole, model_roles, needs_reference
+from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import OptimConfig, PPOConfig, Recomputation, Recompute, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
@@ -158,15 +158,18 @@ def lengths_fit(config: RunConfig, architectures: dict[str, Architecture]) -> Vi
 
 
 def same_vocabulary(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
-    """All models read the policy's token ids; the reference must be a distribution over the same ones."""
+    """Checks that all models can read the policy's token ids, and that frozen policies have the same vocabulary."""
     if not isinstance(config, PPOConfig) or "actor" not in architectures:
         return
     policy = architectures["actor"].vocab_size
-    if needs_reference(config) and "reference" in architectures and architectures["reference"].vocab_size != policy:
-        yield Violation(
-            ("reference.path", "model.path"),
-            f"the reference has vocab_size {architectures['reference'].vocab_size}, the policy {policy}; their KL needs one vocabulary",
-        )
+    for role in model_roles(config):
+        if role.kind is not RoleKind.scorer or role.name not in architectures:
+            continue
+        if (vocab_size := architectures[role.name].vocab_size) != policy:
+            yield Violation(
+                tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
+                f"the {role.name} has vocab_size {vocab_size}, the policy {policy}; comparing their log-probs needs one vocabulary",
+            )
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
         yield Violation(
             ("critic.model.path", "model.path"),

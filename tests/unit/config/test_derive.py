@@ -10,7 +10,7 @@ import pytest
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.load import load_config
 from megarl.config.memory_sizes import most_checkpoints, state_bytes
-from megarl.config.roles import ModelRole
+from megarl.config.roles import ModelRole, role_named
 from megarl.config.schema import (
     CheckpointConfig,
     DType,
@@ -91,13 +91,11 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert num_parameters(tiny) == 2000
     parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
     role = ModelRole(
-        name="actor",
+        row=role_named("actor"),
         path="",
         path_key="",
         parallel=parallel,
-        parallel_key="",
         micro_batch=MicroBatchConfig(sequences=1),
-        micro_batch_key="",
         optim=OptimConfig(),
     )
     assert state_bytes(DType.bfloat16, role, tiny) == 1000 * (2 + 4 + (8 + 4) // 2)

@@ -347,7 +347,10 @@ def test_all_are_listed_at_once(ppo: str) -> None:
 def test_models_of_other_vocabularies(ppo: str, tmp_path: Path) -> None:
     smaller = model_folder(tmp_path / "smaller", vocab_size=50)
     (found,) = violations(ppo, f"reference.path={smaller}")
-    assert found == "reference.path, model.path: the reference has vocab_size 50, the policy 101; their KL needs one vocabulary"
+    assert (
+        found
+        == "reference.path, model.path: the reference has vocab_size 50, the policy 101; comparing their log-probs needs one vocabulary"
+    )
     (found,) = violations(ppo, f"critic.model.path={smaller}")
     assert found == "critic.model.path, model.path: the critic has vocab_size 50, below the policy's 101; it reads the policy's tokens"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.config.roles import ModelRole
+from megarl.config.roles import ModelRole, role_named
 from megarl.config.schema import (
     ActorConfig,
     Device,
@@ -66,13 +66,11 @@ def allocated(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, 
 
 def predicted(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: DType, stage: int) -> list[int]:
     model = ModelRole(
-        name="actor",
+        row=role_named("actor"),
         path=folder,
         path_key="model.path",
         parallel=parallel,
-        parallel_key="actor.parallel",
         micro_batch=MicroBatchConfig(),
-        micro_batch_key="actor.micro_batch",
         optim=optim,
     )
     state = model_state(model, read_architecture(folder), dtype, stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.schema import ActorConfig, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig
-from megarl.placement.dataflow import STEP, overlaps, waits_for
+from megarl.placement.dataflow import overlaps, step_phases, waits_for
 from megarl.placement.plan import plan_placement
 
 SCORES = ("reward", "reward_model", "old_log_prob", "ref", "values")
@@ -14,7 +14,7 @@ CRITIC_BESIDE = {("update_critic", "update_actor"), ("update_critic", "update_we
 
 
 def test_what_waits_for_what() -> None:
-    before = waits_for(STEP)
+    before = waits_for(step_phases())
     assert before["gen"] == frozenset()
     assert all(before[name] == {"gen"} for name in SCORES)
     assert before["update_critic"] == before["update_actor"] == {"gen", "adv", *SCORES}
@@ -39,5 +39,5 @@ def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[t
     assert set(overlaps(plan)) == expected
     ahead = {(one, other) for one, other in overlaps(plan, generates_ahead=True)} - expected
     if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):  # the engines have devices of their own
-        phases = {phase.name for phase in STEP if phase.roles and phase.roles != ("reward_model",)} - {"gen", "update_weights"}
+        phases = {phase.name for phase in step_phases() if phase.roles and phase.roles != ("reward_model",)} - {"gen", "update_weights"}
         assert ahead == {("gen", phase) for phase in phases}

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.roles import role_named
 from megarl.config.schema import (
     AlgorithmConfig,
     Device,
@@ -30,7 +31,7 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
-from megarl.roles.models import Actor, Critic, Reference, UpdatePlan
+from megarl.roles.models import Actor, Critic, Scorer, UpdatePlan
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
@@ -60,7 +61,7 @@ class Folders(NamedTuple):
 class Models(NamedTuple):
     actor: Actor
     cool_actor: Actor  # samples and trains at temperature COOL, with one update per batch
-    reference: Reference
+    reference: Scorer
     critic: Critic
     syncs: list[WeightSync]  # of the actors; one at a time has the engines
 
@@ -123,7 +124,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         yield Models(
             actor=actor("actor", updates),
             cool_actor=actor("cool_actor", one_update),
-            reference=Reference(groups["reference"], parallel, ONE_ROW),
+            reference=Scorer(role_named("reference"), groups["reference"], parallel, ONE_ROW),
             critic=Critic(groups["critic"], parallel, ONE_ROW, updates, ValueLossConfig()),
             syncs=syncs,
         )

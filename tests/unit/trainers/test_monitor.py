@@ -20,7 +20,7 @@ from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.evaluation import ValidationResult
-from megarl.trainers.monitor import PHASES, Monitor, phase_timings
+from megarl.trainers.monitor import Monitor, phase_timings, phases_by_call
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
@@ -41,7 +41,7 @@ WORKERS = {
 }
 
 
-@pytest.mark.parametrize(("role", "call"), PHASES)
+@pytest.mark.parametrize(("role", "call"), phases_by_call())
 def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> None:
     assert call in registered_methods(WORKERS[role])
 
@@ -50,7 +50,7 @@ def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> No
 def test_what_such_a_worker_computes_is_of_a_phase(role: str) -> None:
     """Else it would be in no timing, and would compute with the threads of the phase before."""
     own = vars(WORKERS[role]).keys() & registered_methods(WORKERS[role])
-    assert {(role, call) for call in own} <= PHASES.keys()
+    assert {(role, call) for call in own} <= phases_by_call().keys()
     assert own or role == "reference"
 
 
