@@ -14,8 +14,8 @@ from own_means import messages_seconds
 from megarl.controller.worker import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
+from megarl.weights.p2p import Wire, WireAddress
 from megarl.weights.tensors import Manifest
-from megarl.weights.wire import Wire, WireAddress
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 

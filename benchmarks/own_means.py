@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megarl.controller.worker import register
-from megarl.weights.wire import UnderWay, Wire, WireAddress
+from megarl.weights.p2p import UnderWay, Wire, WireAddress
 from megarl.workers.megatron import MegatronWorker
 
 

@@ -65,8 +65,8 @@ from megarl.models.families import read_architecture
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.weights.p2p import WireAddress
 from megarl.weights.plan import RankPlace
-from megarl.weights.wire import WireAddress
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 

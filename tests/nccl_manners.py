@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.weights.wire import ASYNC_ERROR_HANDLING
+from megarl.weights.p2p import ASYNC_ERROR_HANDLING
 from tests.logical_devices import VisibleDevices
 from tests.nccl_communicator import ENDED, Begin, Communicator, QueuedWork
 
@@ -161,7 +161,7 @@ class NcclManners(_ProcessGroup):
     alltoall = _collective("alltoall")
     all_to_all_single = alltoall_base = _collective("all_to_all_single")
 
-    # What torch, and megarl.weights.wire, ask of a group that torch has made.
+    # What torch, and megarl.weights.p2p, ask of a group that torch has made.
 
     def _is_initialized(self) -> bool:
         return _FULL in self._communicators

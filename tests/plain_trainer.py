@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.rollout.interface import RolloutEngine
-from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd
-from megarl.weights.carriers.ends import Sending, TrainerEnd
-from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.p2p import Wire, WireAddress, reserve_port
 from megarl.weights.plan import Part, RankBoxes, RankPlace, plan_transfer, whole_boxes
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, TensorMeta
-from megarl.weights.wire import Wire, WireAddress, reserve_port
+from megarl.weights.transports.device import DevicePlace, DeviceTrainerEnd
+from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.transports.interface import Sending, TrainerEnd
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}

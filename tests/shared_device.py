@@ -26,14 +26,14 @@ from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.machine.usage import PeakMemory
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.weights.carriers.device import NUM_SLOTS, DevicePlace, DeviceTrainerEnd
-from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
-from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.checksum import checksum
+from megarl.weights.p2p import BACKENDS, Wire, WireAddress, reserve_port
 from megarl.weights.plan import Boxes, Part, RankBoxes, RankPlace, TransferPlan, plan_transfer, whole_boxes
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
-from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
+from megarl.weights.transports.device import NUM_SLOTS, DevicePlace, DeviceTrainerEnd
+from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.transports.interface import Sending, SendReport, TrainerEnd
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_manners import NcclManners
 from tests.plain_trainer import PlainShards, manifest_of

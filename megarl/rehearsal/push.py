@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RankPush, RehearsalError
+from megarl.weights.execution import Lane, Rounds, Side
+from megarl.weights.p2p import Message, UnderWay, Wire
 from megarl.weights.plan import Part
-from megarl.weights.rounds import Lane, Rounds, Side
 from megarl.weights.shards import Shards
-from megarl.weights.wire import Message, UnderWay, Wire
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megarl.weights.carriers.device import DeviceEngineEnd, DevicePlace
-from megarl.weights.carriers.ends import EngineEnd, Landing, Places
-from megarl.weights.carriers.group import GroupEngineEnd, GroupPlace
+from megarl.weights.execution import Side
+from megarl.weights.ipc import SlotAddress
+from megarl.weights.p2p import WireAddress
 from megarl.weights.plan import Boxes, Part, Stream
-from megarl.weights.rounds import Side
-from megarl.weights.slots import SlotAddress
 from megarl.weights.tensors import Rectangle, WeightTransferError
-from megarl.weights.wire import WireAddress
+from megarl.weights.transports.device import DeviceEngineEnd, DevicePlace
+from megarl.weights.transports.group import GroupEngineEnd, GroupPlace
+from megarl.weights.transports.interface import EngineEnd, Landing, Places
 
 # Carrier -> an engine rank's place on it, the address in that, and the end that it opens there.
 _CARRIERS: dict[str, tuple[type, type, type]] = {

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
-from megarl.weights.carriers.device import DeviceTrainerEnd
-from megarl.weights.carriers.ends import Sending, SendReport, TrainerEnd
-from megarl.weights.carriers.folder import FolderTrainerEnd
-from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd
 from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
+from megarl.weights.ipc import SlotAddress
+from megarl.weights.p2p import Wire, reserve_port
 from megarl.weights.plan import Stream
 from megarl.weights.shards import Shards
-from megarl.weights.slots import SlotAddress
-from megarl.weights.wire import Wire, reserve_port
+from megarl.weights.transports.device import DeviceTrainerEnd
+from megarl.weights.transports.folder import FolderTrainerEnd
+from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd
+from megarl.weights.transports.interface import Sending, SendReport, TrainerEnd
 
 
 class MeetingPoint(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 
 from megarl.machine.usage import Stopwatch
 from megarl.weights.checksum import checksum
+from megarl.weights.p2p import WireAddress
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.wire import WireAddress
 from tests.mortal_ranks import MortalRank, mortal_ranks
 from tests.shared_device import LIMIT_S, SharedSpec, answer, ask, save_model, serve_engine, serve_trainer
 

@@ -11,7 +11,7 @@ FILES = (
     "tests/integration/test_weights_hf.py",
     "tests/integration/test_weights_sglang.py",
     "tests/unit/config/test_mutations.py",
-    "tests/unit/weights/test_carrier_failures.py",
+    "tests/unit/weights/test_transport_failures.py",
 )
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.weights.wire import ASYNC_ERROR_HANDLING
+from megarl.weights.p2p import ASYNC_ERROR_HANDLING
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.nccl_manners import NcclManners

@@ -13,12 +13,12 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
-from megarl.weights.carriers.device import DevicePlace, device_route
-from megarl.weights.carriers.group import GroupPlace, group_route
+from megarl.weights.p2p import WireAddress
 from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.wire import WireAddress
+from megarl.weights.transports.device import DevicePlace, device_route
+from megarl.weights.transports.group import GroupPlace, group_route
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 

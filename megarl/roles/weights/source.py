@@ -17,8 +17,6 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
-from megarl.weights.carriers.ends import SendReport
-from megarl.weights.carriers.folder import folder_message_bytes
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
@@ -26,6 +24,8 @@ from megarl.weights.plan import Boxes
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import boxes_by_rank
 from megarl.weights.tensors import Manifest
+from megarl.weights.transports.folder import folder_message_bytes
+from megarl.weights.transports.interface import SendReport
 from megarl.workers.weight_export import WeightExport
 
 _LOOK_S = 10.0  # without a sign of any rank

@@ -20,9 +20,9 @@ from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import results_of
 from megarl.roles.weights.session import WeightLinks, is_lost
 from megarl.roles.weights.source import WeightSource
-from megarl.weights.carriers.ends import SendReport
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.plan import RankPlace
+from megarl.weights.transports.interface import SendReport
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 

@@ -38,9 +38,9 @@ from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, needs_tokenizer, vocab_size
+from megarl.weights.execution import SLICE_S
 from megarl.weights.plan import Boxes
 from megarl.weights.receiver import EngineLink
-from megarl.weights.rounds import SLICE_S
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
 T = TypeVar("T")

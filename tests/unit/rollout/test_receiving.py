@@ -9,11 +9,11 @@ from math import prod
 import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
-from megarl.weights.carriers.device import DevicePlace
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import Part, Stream
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transports.device import DevicePlace
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 

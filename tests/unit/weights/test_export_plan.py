@@ -14,7 +14,7 @@ from megarl.weights.plan import Part, RankBoxes, RankPlace, one_after_another, p
 from megarl.weights.shards import held_boxes
 from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, range_rectangles, tiling_fault
 from tests.unit.weights.exports import Export
-from tests.unit.weights.test_folder_carrier import LAYOUTS, exports_of
+from tests.unit.weights.test_folder_transport import LAYOUTS, exports_of
 from tests.unit.weights.transfers import Cut
 
 

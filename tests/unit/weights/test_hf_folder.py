@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megarl.models.tensor_table import Head
-from megarl.weights.carriers.ends import Sending
-from megarl.weights.carriers.folder import FolderTrainerEnd
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_class, save_hf_folder
 from megarl.weights.load import load_into_shards
@@ -20,6 +18,8 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.transports.folder import FolderTrainerEnd
+from megarl.weights.transports.interface import Sending
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 

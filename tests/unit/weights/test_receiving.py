@@ -3,10 +3,10 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megarl.weights.carriers.ends import Landing
+from megarl.weights.execution import Side
 from megarl.weights.plan import Part, Stream
-from megarl.weights.rounds import Side
 from megarl.weights.tensors import Rectangle
+from megarl.weights.transports.interface import Landing
 
 
 def test_a_slot_of_one_pass_does_not_outlive_it() -> None:

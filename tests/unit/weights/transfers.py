@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
-from megarl.weights.carriers.device import DevicePlace, DeviceTrainerEnd, device_route
-from megarl.weights.carriers.ends import Landing, Sending, SendReport
-from megarl.weights.carriers.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.execution import Side
 from megarl.weights.manifest import manifest_of
+from megarl.weights.p2p import BACKENDS, Wire, WireAddress, reserve_port
 from megarl.weights.plan import Part, RankBoxes, RankPlace, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
-from megarl.weights.rounds import Side
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_boxes
 from megarl.weights.tensors import Rectangle
-from megarl.weights.wire import BACKENDS, Wire, WireAddress, reserve_port
+from megarl.weights.transports.device import DevicePlace, DeviceTrainerEnd, device_route
+from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
+from megarl.weights.transports.interface import Landing, Sending, SendReport
 from tests.nccl_manners import NcclManners
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
 

@@ -28,11 +28,11 @@ from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
-from megarl.weights.carriers.ends import SendReport
 from megarl.weights.checksum import WeightMismatchError, checksum
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
+from megarl.weights.transports.interface import SendReport
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from megarl.workers.rollout_worker import RolloutWorker

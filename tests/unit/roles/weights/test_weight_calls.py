@@ -15,9 +15,9 @@ from megarl.models.families import read_architecture
 from megarl.roles.weights.forecast import engine_boxes
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
-from megarl.weights.carriers.ends import SendReport
+from megarl.weights.ipc import SlotAddress
 from megarl.weights.plan import Boxes, RankPlace
-from megarl.weights.slots import SlotAddress
+from megarl.weights.transports.interface import SendReport
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
 

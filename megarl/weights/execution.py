@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import Stopwatch
+from megarl.weights.p2p import Message, UnderWay, Wire
 from megarl.weights.plan import Part, Stream
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.wire import Message, UnderWay, Wire
 
 PATIENCE_S = 1.0  # without a word from the other side
 SLICE_S = 10.0  # of an engine rank's work at a time: whoever waits for it must know whether it hangs

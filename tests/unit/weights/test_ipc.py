@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
+from megarl.weights.ipc import SlotAddress, SlotReader, SlotWriter
 from megarl.weights.tensors import WeightTransferError
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
 
 READER = """
 import sys, torch
-from megarl.weights.slots import SlotAddress, SlotReader
+from megarl.weights.ipc import SlotAddress, SlotReader
 reader = SlotReader(SlotAddress(*eval(sys.argv[1])), torch.device("cpu"), "device-0")
 print("joined", flush=True)
 print(reader.is_written(0, 60.0), reader.slot(0, torch.float32)[0].item(), flush=True)
@@ -129,7 +129,7 @@ def test_a_reader_that_is_killed_is_noticed(writer: SlotWriter) -> None:
 
 WRITER = """
 import sys, torch
-from megarl.weights.slots import SlotWriter
+from megarl.weights.ipc import SlotWriter
 writer = SlotWriter(40, 3, torch.device("cpu"), "device-0")
 print(tuple(writer.address), flush=True)
 sys.stdin.readline()

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.carriers.ends import Buffers, EngineEnd, Landing, Opened, TrainerEnd
+from megarl.weights.execution import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
+from megarl.weights.ipc import SlotAddress, SlotReader, SlotWriter
+from megarl.weights.p2p import Wire
 from megarl.weights.plan import NUM_SLOTS, Stream, TransferPlan
-from megarl.weights.rounds import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.shards import Shards
-from megarl.weights.slots import SlotAddress, SlotReader, SlotWriter
-from megarl.weights.wire import Wire
+from megarl.weights.transports.interface import Buffers, EngineEnd, Landing, Opened, TrainerEnd
 
 
 class DevicePlace(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weights.wire import Wire
+from megarl.weights.p2p import Wire
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.nccl_manners import BACKEND, register

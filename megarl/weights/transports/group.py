@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.carriers.ends import Buffers, EngineEnd, Landing, Opened, TrainerEnd
+from megarl.weights.execution import Inbox, Lane, Rounds, Side
+from megarl.weights.p2p import Wire, WireAddress
 from megarl.weights.plan import Part, Stream, TransferPlan
-from megarl.weights.rounds import Inbox, Lane, Rounds, Side
 from megarl.weights.shards import Shards
-from megarl.weights.wire import Wire, WireAddress
+from megarl.weights.transports.interface import Buffers, EngineEnd, Landing, Opened, TrainerEnd
 
 
 class GroupPlace(NamedTuple):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
+from megarl.weights.execution import Rounds, Side
 from megarl.weights.plan import Part
-from megarl.weights.rounds import Rounds, Side
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
 

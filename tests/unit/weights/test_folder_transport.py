@@ -14,18 +14,18 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megarl.machine.usage import trim_heap
-from megarl.weights.carriers import folder as folder_carrier
-from megarl.weights.carriers.ends import Sending, SendReport
-from megarl.weights.carriers.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import save_hf_folder
+from megarl.weights.p2p import Wire
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
-from megarl.weights.wire import Wire
+from megarl.weights.transports import folder as folder_carrier
+from megarl.weights.transports.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes
+from megarl.weights.transports.interface import Sending, SendReport
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
-from tests.unit.weights.test_carriers import TRAINERS
+from tests.unit.weights.test_transports import TRAINERS
 from tests.unit.weights.transfers import Cut
 
 LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2xEP2": Cut(tensor=2, data=2, expert=2)}

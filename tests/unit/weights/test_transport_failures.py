@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.weights.carriers.device import DevicePlace, device_route
-from megarl.weights.carriers.ends import Sending, SendReport
-from megarl.weights.carriers.group import GroupPlace, group_route
+from megarl.weights.p2p import Wire, WireAddress, reserve_port
 from megarl.weights.plan import Part
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.wire import Wire, WireAddress, reserve_port
+from megarl.weights.transports.device import DevicePlace, device_route
+from megarl.weights.transports.group import GroupPlace, group_route
+from megarl.weights.transports.interface import Sending, SendReport
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of

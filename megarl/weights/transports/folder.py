@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.carriers.ends import Opened, TrainerEnd
+from megarl.weights.execution import PATIENCE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.export_plan import RankExport, Window
+from megarl.weights.p2p import Wire
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU, Part
-from megarl.weights.rounds import PATIENCE_S, Inbox, Lane, Rounds, Side
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import flat_index, row_major_strides
-from megarl.weights.wire import Wire
+from megarl.weights.transports.interface import Opened, TrainerEnd
 
 NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
 NUM_BUFFERS = 2 + 2 + NUM_WINDOWS  # messages to others, messages from others, windows: a writer's, of one message each at most

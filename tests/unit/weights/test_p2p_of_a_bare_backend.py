@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.weights.p2p import BACKENDS, Wire
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.wire import BACKENDS, Wire
 
 
 def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
