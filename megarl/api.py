@@ -25,9 +25,9 @@ from typing import Any
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import token_rows
-from megarl.cli.run_context import RunContext
-from megarl.cli.session import Session
-from megarl.cli.train import open_ppo
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.session import Session
+from megarl.cli.run.train import open_ppo
 from megarl.config.schema import PPOConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer

@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from megarl import __version__
-from megarl.cli.convert import add_commands, positive
-from megarl.cli.examples import epilog
-from megarl.cli.run_context import RunContext, RunFailedError
-from megarl.cli.termination import INTERRUPTED, ends_by_signal
+from megarl.cli.run.context import RunContext, RunFailedError
+from megarl.cli.run.convert import add_commands, positive
+from megarl.cli.run.examples import epilog
+from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.load import schema_of
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return USER_ERROR
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
-        importlib.import_module("megarl.cli.completion").answer(parser)
+        importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     parsed = parser.parse_args(in_argparse_order(sys.argv[1:] if arguments is None else arguments))
     try:
         with _own_processes(parsed):
@@ -119,7 +119,7 @@ def _end(error: Exception, command: str, context: RunContext | None) -> int:
     if can_be_mended and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
-    importlib.import_module("megarl.cli.failure_report").print_failure(error, command, context)
+    importlib.import_module("megarl.cli.run.failure_report").print_failure(error, command, context)
     print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
     return USER_ERROR if can_be_mended else FAILED
 
@@ -140,9 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     summary = "train: by reinforcement learning, or as the file's `kind` says"
-    train = _add_run(commands, "train", summary, lambda parsed: _run("train")(parsed.config, parsed.overrides, parsed.verbose))
+    train = _add_run(commands, "train", summary, lambda parsed: _run("run.train")(parsed.config, parsed.overrides, parsed.verbose))
     sft = _add_run(
-        commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("sft")(parsed.config, parsed.overrides, parsed.verbose)
+        commands, "sft", "fine-tune on demonstrations", lambda parsed: _run("run.sft")(parsed.config, parsed.overrides, parsed.verbose)
     )
     for command in (train, sft):
         command.add_argument("--verbose", action="store_true", help="print all that is known before the run starts, as `megarl check` does")
@@ -187,15 +187,15 @@ def build_parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help=summary, description=f"{summary}; reads its {STATUS_FILE} only")
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
-    status.set_defaults(start=lambda parsed: _run("status")(parsed.run_dir, parsed.watch))
+    status.set_defaults(start=lambda parsed: _run("inspect.status")(parsed.run_dir, parsed.watch))
     summary = "change the number of rollout replicas of a running job"
     scale = commands.add_parser("scale", help=summary, description=f"{summary}; it looks between two steps")
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, each with a whole copy of the model")
-    scale.set_defaults(start=lambda parsed: _run("scale")(parsed.run_dir, parsed.replicas))
+    scale.set_defaults(start=lambda parsed: _run("run.scale")(parsed.run_dir, parsed.replicas))
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
-    plot.set_defaults(start=lambda parsed: _run("plot")(parsed.run_dir))
+    plot.set_defaults(start=lambda parsed: _run("inspect.plot")(parsed.run_dir))
     report = commands.add_parser(
         "report",
         help="write a page of one or several runs: curves, samples, timeline, configuration, failures",
@@ -205,7 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--output", metavar="FILE", help="without it, report.html in the first folder")
     report.add_argument("--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C")
     report.add_argument("--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free")
-    report.set_defaults(start=lambda parsed: _run("report")(parsed.run_dirs, parsed.output, parsed.live, parsed.port))
+    report.set_defaults(start=lambda parsed: _run("inspect.report")(parsed.run_dirs, parsed.output, parsed.live, parsed.port))
     score = commands.add_parser(
         "score",
         help="run the reward functions of a configuration on a file of responses",
@@ -218,7 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
     score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth instead of a response")
-    score.set_defaults(start=lambda parsed: _run("score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
+    score.set_defaults(start=lambda parsed: _run("run.score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
     quickstart = commands.add_parser(
         "quickstart",
         help="create a tiny model and its data, and train it: minutes on two cores",
@@ -234,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="print what makes a shell complete commands, files and keys",
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"')
-    completion.set_defaults(start=lambda parsed: _run("completion")(parsed.shell))
+    completion.set_defaults(start=lambda parsed: _run("inspect.completion")(parsed.shell))
     convert = commands.add_parser(
         "convert",
         help="convert, inspect and compare checkpoints, between Hugging Face and Megatron",
@@ -268,11 +268,11 @@ def _add_schema(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     schema = commands.add_parser("schema", help=summary, description=summary)
     kinds = "run: any run, by its `kind` (the default); ppo or sft: one kind; algorithm: a preset"
     schema.add_argument("kind", metavar="KIND", nargs="?", choices=SCHEMA_KINDS, default=ANY_RUN, help=kinds)
-    schema.set_defaults(start=lambda parsed: _run("schema")(parsed.kind))
+    schema.set_defaults(start=lambda parsed: _run("inspect.schema")(parsed.kind))
 
 
 def _start_init(parsed: argparse.Namespace) -> int:
-    module = importlib.import_module("megarl.cli.init")
+    module = importlib.import_module("megarl.cli.run.init")
     asks = sys.stdin.isatty()
 
     def wish(name: str, question: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
@@ -324,7 +324,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--against", metavar="DIR", help="the folder of another evaluation of the same prompts, to compare with")
     parser.add_argument("--output", metavar="DIR", help="for the results; without it a new folder below the run's, or below outputs")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
-    parser.set_defaults(start=lambda parsed: _run("eval")(parsed))
+    parser.set_defaults(start=lambda parsed: _run("run.eval")(parsed))
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -360,7 +360,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _start_generate(parsed: argparse.Namespace) -> int:
-    return _run("episodes" if parsed.tool or parsed.environment or parsed.agent else "generate")(parsed)
+    return _run("run.episodes" if parsed.tool or parsed.environment or parsed.agent else "run.generate")(parsed)
 
 
 def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
@@ -370,22 +370,22 @@ def _run(command: str, package: str = "megarl.cli") -> Callable[..., int]:
 def _start_plan(parsed: argparse.Namespace) -> int:
     given = (parsed.lengths, parsed.run_dir, parsed.training_s, parsed.tokens_per_s)
     if parsed.simulate:
-        return _run("simulate")(parsed.config, parsed.overrides, _schema(parsed), given, parsed.output)
+        return _run("inspect.simulate")(parsed.config, parsed.overrides, _schema(parsed), given, parsed.output)
     if any(value is not None for value in given):
         raise ValueError("--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate")
-    return _run("plan")(parsed.config, parsed.overrides, _schema(parsed), parsed.output)
+    return _run("inspect.plan")(parsed.config, parsed.overrides, _schema(parsed), parsed.output)
 
 
 def _start_rehearse(parsed: argparse.Namespace) -> int:
-    return _run("rehearse")(parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json)
+    return _run("inspect.rehearse")(parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json)
 
 
 def _start_check(parsed: argparse.Namespace) -> int:
-    return _run("check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
+    return _run("inspect.check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
 
 
 def _start_doctor(parsed: argparse.Namespace) -> int:
-    return _run("doctor")(parsed.config, parsed.overrides, parsed.json)
+    return _run("inspect.doctor")(parsed.config, parsed.overrides, parsed.json)
 
 
 def _schema(parsed: argparse.Namespace) -> type[PPOConfig] | type[SFTConfig]:

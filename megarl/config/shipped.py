@@ -39,7 +39,15 @@ def _shipped(folder: Path, name: str, path: Path, named: str) -> Path | None:
 
 
 def is_shipped(path: Path) -> bool:
-    return path.resolve().is_relative_to(CONFIGS_DIR)
+    """Return whether this is a configuration that ships: in the folder of this megarl, or of any clone.
+
+    A clone may be used with a megarl that is installed elsewhere.
+    """
+    for folder in path.resolve().parents:
+        is_of_clone = folder.name == _NAME and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
+        if folder == CONFIGS_DIR or is_of_clone:
+            return True
+    return False
 
 
 def shown(path: Path) -> str:

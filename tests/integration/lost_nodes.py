@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from ray.cluster_utils import Cluster
 
-from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.environment import daemon_settings

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 
-from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page
 from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from megarl.algorithms.sampling_metrics import mean_over_prompts
-from megarl.cli import eval as evaluation
-from megarl.cli.evaluation_tables import PassProgress
 from megarl.cli.main import main
-from megarl.cli.named_model import find_model
-from megarl.cli.processes import RayProcesses
-from megarl.cli.run_context import RunContext
+from megarl.cli.run import eval as evaluation
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.named_model import find_model
+from megarl.cli.run.processes import RayProcesses
+from megarl.cli.tables.evaluation import PassProgress
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     AdvantageConfig,

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import ray
 
-from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather

@@ -15,8 +15,8 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.cli.failure_report import last_page
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page
 from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.batch.data_proto import DataProto
-from megarl.cli.failure_report import last_page
 from megarl.cli.main import main
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megarl.cli.main import main
-from megarl.cli.run_summary import print_summary, title_of, write_plan
+from megarl.cli.tables.summary import print_summary, title_of, write_plan
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked_anywhere
@@ -131,7 +131,7 @@ def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.Capt
     assert f"size of one {size:.2f} MiB weights, masters, moments, the policy for Hugging Face" in rows
     assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
     assert "lower checkpoint.keep" not in out
-    monkeypatch.setattr("megarl.cli.run_tables._free_bytes", lambda path: int(2.9 * size * 2**20))
+    monkeypatch.setattr("megarl.cli.tables.run._free_bytes", lambda path: int(2.9 * size * 2**20))
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3"]) == 0
     assert "lower checkpoint.keep" in capsys.readouterr().out
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps

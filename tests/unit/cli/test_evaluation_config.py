@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.evaluation_config import evaluation_config
 from megarl.cli.main import build_parser, in_argparse_order
-from megarl.cli.named_model import find_model
+from megarl.cli.run.evaluation_config import evaluation_config
+from megarl.cli.run.named_model import find_model
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from tests.integration.tiny_run import save_policy

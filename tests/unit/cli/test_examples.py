@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from megarl.cli.examples import EXAMPLES
 from megarl.cli.main import build_parser, in_argparse_order, main
+from megarl.cli.run.examples import EXAMPLES
 
 LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines if name not in ("convert", "completion")]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import megarl
-from megarl.cli.failure_report import last_page, print_failure
-from megarl.cli.hints import FACTS, FOREIGN_FAILURES, Cause, hint_for
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.failure_report import last_page, print_failure
+from megarl.cli.run.hints import FACTS, FOREIGN_FAILURES, Cause, hint_for
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,

@@ -117,7 +117,7 @@ def test_a_chat_goes_on(model: Path, capsys: pytest.CaptureFixture[str], monkeyp
 def test_mistakes_are_one_line(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.delattr("megarl.cli.generate.HFEngine")
+    monkeypatch.delattr("megarl.cli.run.generate.HFEngine")
     assert main(["generate", *(argument.format(model=model) for argument in arguments)]) == 2
     said = capsys.readouterr().err
     assert message in said

@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.main import _TAKE_OVERRIDES, build_parser, main
-from megarl.cli.run_context import run_context_of
+from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.machine.errors import ConfigError
@@ -27,9 +27,10 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
     """Puts a stand-in in the place of a subcommand's module."""
 
     def install(name: str, run: Callable[..., int]) -> None:
-        module = ModuleType(f"megarl.cli.{name}")
+        home = "inspect" if name in ("rehearse", "plot") else "run"
+        module = ModuleType(f"megarl.cli.{home}.{name}")
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"megarl.cli.{name}", module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return install
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.cli.resumption import is_complete
-from megarl.cli.session import _claim, of_another_run, write_summary
+from megarl.cli.run.resumption import is_complete
+from megarl.cli.run.session import _claim, of_another_run, write_summary
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import (
     ActorConfig,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import status
+from megarl.cli.inspect import status
 from megarl.cli.main import main
 from megarl.tracking.status import RUNNING, RunStatus, StatusWriter
 from tests.unit.tracking.test_status import STATUS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megarl.cli.main import main
-from megarl.cli.placement_tables import _spans
-from megarl.cli.rehearsal_tables import collectives_table
-from megarl.cli.tables import output_console, table
+from megarl.cli.tables.console import output_console, table
+from megarl.cli.tables.placement import _spans
+from megarl.cli.tables.rehearsal import collectives_table
 from megarl.machine.wording import counted
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megarl.cli.termination import INTERRUPTED, TERMINATED, Interruption, Termination
+from megarl.cli.run.termination import INTERRUPTED, TERMINATED, Interruption, Termination
 
 
 def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:

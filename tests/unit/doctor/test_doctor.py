@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from safetensors.torch import save_file
 
-from megarl.cli.doctor import table
+from megarl.cli.inspect.doctor import table
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     AgentConfig,

@@ -57,7 +57,7 @@ def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, 
     names = {str(file.relative_to(job)) for file in job.rglob("*") if file.is_file()}
     of_megarl = {name for name in names if name.startswith("megarl/")}
     assert names - of_megarl == {"run.yaml", "rewards/count.py", "rewards/neighbour.py", "notes.txt", str(outside)}
-    assert {"megarl/__main__.py", "megarl/cli/train.py"} <= of_megarl
+    assert {"megarl/__main__.py", "megarl/cli/run/train.py"} <= of_megarl
     assert package.num_files == len(names)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == str(here / "model")

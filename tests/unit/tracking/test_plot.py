@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megarl.cli import plot as command
+from megarl.cli.inspect import plot as command
 from megarl.tracking.metrics_file import MetricsFileError, Points, read_metrics
 from megarl.tracking.plot import _moving_average, _panels_with_data, plot_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.session import write_summary
+from megarl.cli.run.session import write_summary
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.machine.errors import RunError
 from megarl.tracking.loggers import Tracker

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from megarl.checkpoints.convert.inspect import describe
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.verify import Comparison, Match, compare
-from megarl.cli.conversion import print_comparison, print_description, verdict
+from megarl.cli.run.conversion import print_comparison, print_description, verdict
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.engine.models import save_critic
 from tests.unit.weights.models import random_model, save

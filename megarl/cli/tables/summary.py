@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.run_tables import print_models, print_reward, print_run, warnings_of, when_saved
-from megarl.cli.tables import print_line
+from megarl.cli.tables.console import print_line
+from megarl.cli.tables.run import print_models, print_reward, print_run, warnings_of, when_saved
 from megarl.config.derive import derive
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig

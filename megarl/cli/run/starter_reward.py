@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from megarl.cli.starter_answers import (
+from megarl.cli.run.starter_answers import (
     LOOKS_SHARE,
     find_choices,
     looks_like_number,
@@ -22,7 +22,7 @@ from megarl.config.schema import DataConfig, RewardConfig, RewardFunctionConfig
 from megarl.doctor.reward_functions import choose_truths, try_reward
 from megarl.rewards.truths import TruthRow, in_files, is_null, problem_with, short
 
-STARTER = Path(__file__).resolve().parents[1] / "recipes" / "starter"
+STARTER = Path(__file__).resolve().parents[2] / "recipes" / "starter"
 _PASS_SHARE = 0.9  # of the answers, from which a reward fits
 _CHOICES_LINE = 'CHOICES = ["A", "B", "C", "D"]\n'
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.placement_tables import print_absent
-from megarl.cli.rehearsal_progress import RehearsalProgress
-from megarl.cli.rehearsal_tables import collectives_table, memory_table, waits_table
-from megarl.cli.tables import output_console
+from megarl.cli.tables.console import output_console
+from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.rehearsal import collectives_table, memory_table, waits_table
+from megarl.cli.tables.rehearsal_progress import RehearsalProgress
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig

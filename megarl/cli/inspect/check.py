@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.cli.placement_tables import print_absent
-from megarl.cli.run_tables import print_run
-from megarl.cli.tables import output_console, print_line
+from megarl.cli.tables.console import output_console, print_line
+from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.run import print_run
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from megarl.cli.tables import output_console, print_line
+from megarl.cli.tables.console import output_console, print_line
 from megarl.machine.wording import counted
 from megarl.rehearsal.record import RankProgress
 

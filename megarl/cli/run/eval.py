@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 from megarl.agents.user_tools import load_agent
-from megarl.cli.evaluation_config import evaluation_config
-from megarl.cli.evaluation_tables import PassProgress, print_result
-from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
-from megarl.cli.processes import ray_processes, refuse_launched_ranks
-from megarl.cli.run_context import run_context_of
-from megarl.cli.tables import output_console
-from megarl.cli.train import check_reward_chats, token_rules
+from megarl.cli.run.context import run_context_of
+from megarl.cli.run.evaluation_config import evaluation_config
+from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
+from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
+from megarl.cli.run.train import check_reward_chats, token_rules
+from megarl.cli.tables.console import output_console
+from megarl.cli.tables.evaluation import PassProgress, print_result
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig

@@ -11,7 +11,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables import print_line, table, table_of_numbers
+from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.cli.session import Session, of_another_run, read_summary
-from megarl.cli.tables import print_line
-from megarl.cli.termination import TERMINATED
+from megarl.cli.run.session import Session, of_another_run, read_summary
+from megarl.cli.run.termination import TERMINATED
+from megarl.cli.tables.console import print_line
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.machine.errors import CheckpointError
 from megarl.roles.saved_models import SavedModels

@@ -11,8 +11,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.placement_tables import print_placement
-from megarl.cli.tables import print_line, table, table_of_numbers
+from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.cli.tables.placement import print_placement
 from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_steps
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.layers import describe_layers

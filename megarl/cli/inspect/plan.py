@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cli.placement_tables import print_absent, print_placement
-from megarl.cli.tables import output_console
+from megarl.cli.tables.console import output_console
+from megarl.cli.tables.placement import print_absent, print_placement
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
@@ -35,7 +35,7 @@ def run(
     print_absent(absent, console)
     if output is not None:
         # Here, because it imports matplotlib; the tables shall not wait for it.
-        from megarl.cli.plan_drawing import draw_plan
+        from megarl.cli.tables.plan_drawing import draw_plan
 
         draw_plan(plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output))
         console.print(f"drawn to {output}", highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.placement_tables import parts_table
+from megarl.cli.tables.placement import parts_table
 from megarl.config.load import load_config, schema_of
 from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import yaml
 from rich.console import Console
 
-from megarl.cli.processes import RayProcesses, ray_processes
-from megarl.cli.run_context import RunContext
-from megarl.cli.run_summary import PLAN_FILE, print_summary, title_of, write_plan
-from megarl.cli.run_tables import print_run
-from megarl.cli.tables import output_console, print_line
-from megarl.cli.termination import Termination
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.processes import RayProcesses, ray_processes
+from megarl.cli.run.termination import Termination
+from megarl.cli.tables.console import output_console, print_line
+from megarl.cli.tables.run import print_run
+from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import PPOConfig, SFTConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.cli.status import is_running, last_words
+from megarl.cli.inspect.status import is_running, last_words
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.machine.wording import counted

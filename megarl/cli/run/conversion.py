@@ -27,7 +27,7 @@ from megarl.checkpoints.convert.streaming import Progress as Report
 from megarl.checkpoints.convert.streaming import Written, check_new
 from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
 from megarl.checkpoints.role_folder import Layout
-from megarl.cli.tables import output_console
+from megarl.cli.tables.console import output_console
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
-from megarl.cli.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
+from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
+from megarl.cli.run.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, Device, PPOConfig, PromptColumnsConfig, RunKind
 from megarl.config.shipped import CONFIGS_DIR

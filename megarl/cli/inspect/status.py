@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from megarl.cli.run_end import cause_of, checkpoints_of, how_to_resume, result_of
-from megarl.cli.tables import output_console, print_line, table
+from megarl.cli.run.end import cause_of, checkpoints_of, how_to_resume, result_of
+from megarl.cli.tables.console import output_console, print_line, table
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import FAILURE_FILE
 from megarl.tracking.status import ENDED, EVERY_S, INTERRUPTED, RUNNING, STOPPED, RunStatus, StatusRecord, read_status

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.cli.named_model import NamedModel, find_model, hugging_face_folder
+from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.whole_chat import render_whole

@@ -11,12 +11,12 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.user_tools import load_agent
-from megarl.cli import sft
-from megarl.cli.processes import refuse_launched_ranks
-from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
-from megarl.cli.run_context import RunContext, run_context_of
-from megarl.cli.run_summary import title_of
-from megarl.cli.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run import sft
+from megarl.cli.run.context import RunContext, run_context_of
+from megarl.cli.run.processes import refuse_launched_ranks
+from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.tables.summary import title_of
 from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.cli.named_model import NamedModel
+from megarl.cli.run.named_model import NamedModel
 from megarl.config.load import PartialConfig, load_config
 from megarl.config.schema import (
     ActorConfig,

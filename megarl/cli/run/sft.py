@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.cli.processes import refuse_launched_ranks
-from megarl.cli.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
-from megarl.cli.run_context import RunContext, run_context_of
-from megarl.cli.session import open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run.context import RunContext, run_context_of
+from megarl.cli.run.processes import refuse_launched_ranks
+from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.run.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.schema import SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import train_loader

@@ -6,7 +6,7 @@ from collections import Counter
 
 from rich.table import Table
 
-from megarl.cli.tables import table
+from megarl.cli.tables.console import table
 from megarl.machine.wording import counted
 from megarl.rehearsal.prediction import UNEVEN, PredictedMemory
 from megarl.rehearsal.record import RankRecord

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.checkpoints.run_folder import LATEST_FILE
-from megarl.cli.hints import Cause, hint_for
-from megarl.cli.run_context import RunContext
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.hints import Cause, hint_for
 from megarl.config.paths import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.machine.errors import RunError, hint_of

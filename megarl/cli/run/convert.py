@@ -86,4 +86,4 @@ def _bytes(text: str) -> int:
 
 
 def _run(command: str) -> Callable[[argparse.Namespace], int]:
-    return lambda parsed: getattr(importlib.import_module("megarl.cli.conversion"), command)(parsed)
+    return lambda parsed: getattr(importlib.import_module("megarl.cli.run.conversion"), command)(parsed)

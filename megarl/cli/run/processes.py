@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from megarl.cli.run_context import RunContext
-from megarl.cli.run_tables import BFLOAT16_ON_A_CPU
-from megarl.cli.tables import print_line
+from megarl.cli.run.context import RunContext
+from megarl.cli.tables.console import print_line
+from megarl.cli.tables.run import BFLOAT16_ON_A_CPU
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import Device, DType
 from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray

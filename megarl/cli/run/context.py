@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cli.run_end import how_to_resume
-from megarl.cli.termination import Interruption
+from megarl.cli.run.end import how_to_resume
+from megarl.cli.run.termination import Interruption
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import PPOConfig, SFTConfig
 

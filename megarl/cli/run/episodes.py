@@ -15,8 +15,8 @@ from megarl.agents.protocol import Message, Task
 from megarl.agents.responder import Responder
 from megarl.agents.trajectory import Trajectory
 from megarl.agents.user_tools import load_agent
-from megarl.cli.generate import Writer, read_chats
-from megarl.cli.named_model import find_model
+from megarl.cli.run.generate import Writer, read_chats
+from megarl.cli.run.named_model import find_model
 from megarl.config.load import load_config
 from megarl.config.schema import AgentConfig, EnvironmentConfig, PPOConfig, ToolConfig
 from megarl.data.turns import TurnTemplate

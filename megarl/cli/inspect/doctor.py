@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from megarl.cli.tables import output_console, print_line
+from megarl.cli.tables.console import output_console, print_line
 from megarl.doctor.check_result import CheckResult, Status, worst
 from megarl.doctor.examination import counts, document, examine
 from megarl.machine.wording import counted

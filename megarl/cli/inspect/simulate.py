@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from megarl.cli.plan import check_drawing
-from megarl.cli.tables import output_console, print_line, table
+from megarl.cli.inspect.plan import check_drawing
+from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
@@ -45,7 +45,7 @@ def run(
     _print(config, times, forecasts, console)
     if output is not None:
         # Here, because it imports matplotlib; the table shall not wait for it.
-        from megarl.cli.plan_drawing import draw_forecasts
+        from megarl.cli.tables.plan_drawing import draw_forecasts
 
         draw_forecasts(forecasts, Path(output))
         print_line(console, f"drawn to {output}")
