@@ -335,7 +335,8 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = CONFIGS_DIR / "models" / "quickstart" / "model"
     config = load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"model.path={model}", "actor.optim.lr=0.5"])
     dump_config(config, ppo / "config.yaml")
-    dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", ["actor.optim.lr=0.25"]), sft / "config.yaml")
+    absent = [f"model.path={folder / 'absent'}", "actor.optim.lr=0.25"]  # the quickstart's own may be there, with planned memory
+    dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", absent), sft / "config.yaml")
     with (ppo / "metrics.jsonl").open("a") as lines:
         line = {"step": 4, "reward/mean": 0.5, "reward/format/mean": 0.25, "reward/format/max": 1.0, "timing_s/step": 60.0}
         lines.write(json.dumps(line) + "\n")
