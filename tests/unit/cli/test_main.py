@@ -27,7 +27,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
     """Puts a stand-in in the place of a subcommand's module."""
 
     def install(name: str, run: Callable[..., int]) -> None:
-        home = "inspect" if name in ("rehearse", "plot") else "run"
+        home = "run" if name in ("train", "sft") else "inspect"
         module = ModuleType(f"megarl.cli.{home}.{name}")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -162,3 +162,50 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
     assert "nan for 1 of 2 samples (uid 0-2)" in page
     assert "when    step 3, phase adv" in page
     assert (tmp_path / "failure.txt").exists()
+
+
+def test_check_answers_the_parts_that_are_asked_for(command: Callable[[str, Callable[..., int]], None]) -> None:
+    """Each as the command of its own does, in one order, with the worst of their statuses."""
+    calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def install(name: str, status: int) -> None:
+        command(name, lambda *given: calls.append((name, given)) or status)
+
+    install("check", 0)
+    install("plan", 0)
+    install("simulate", 0)
+    install("doctor", 2)
+    install("rehearse", 0)
+    run = "configs/quickstart.yaml"
+    given = (run, ["trainer.seed=3"], PPOConfig)
+
+    assert main(["check", run, "--dry-run", "trainer.seed=3", "--plan", "--machine", "--ranks", "0,1", "--output", "x.svg"]) == 2
+    assert calls == [
+        ("plan", (*given, "x.svg")),
+        ("doctor", (run, ["trainer.seed=3"], False)),
+        ("rehearse", (*given, "actor", "0,1", None)),
+    ]
+
+    calls.clear()
+    assert main(["check", "--simulate", "--from", "outputs/x", run, "trainer.seed=3"]) == 0
+    assert calls == [("simulate", (*given, (None, "outputs/x", None, None), None))]
+
+    calls.clear()
+    assert main(["check", run, "trainer.seed=3"]) == 0
+    assert calls == [("check", (*given, False))]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--output", "x.svg"], "draws either --plan or --simulate"),
+        (["--output", "x.svg", "--plan", "--simulate"], "draws either --plan or --simulate"),
+        (["--plan", "--lengths", "500"], "add --simulate"),
+        (["--ranks", "0"], "--ranks is for --dry-run: add it"),
+        (["--plan", "--json", "x.json"], "--json is for --dry-run: add it"),
+        (["--fast", "--machine"], "--fast is for the whole check"),
+    ],
+)
+def test_an_option_of_a_part_that_is_not_asked_for_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "configs/quickstart.yaml", *options]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""Puts what a user typed into the order that argparse takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+
+_OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
+_OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")  # as other programs take them
+
+
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parser of each command, by the command's name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return commands.choices
+
+
+def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
+    """Return the arguments of a command that takes overrides with options first, then what has a place, then overrides.
+
+    argparse takes what has no name in one run only, and people put it anywhere. `--key.sub=value` and `--key.sub value` are overrides
+    as well.
+    """
+    command = commands.get(arguments[0]) if arguments else None
+    if command is None or all(action.dest != "overrides" for action in command._actions):
+        return list(arguments)
+
+    with_values = _options_with_values(command)
+    arguments = _with_plain_overrides(arguments)
+    options: list[str] = []
+    others: list[str] = []
+    overrides: list[str] = []
+    for before, each in pairwise(arguments):
+        is_option = each.startswith("-") or before in with_values
+        kind = options if is_option else overrides if _OVERRIDE.match(each) else others
+        kind.append(each)
+    return [arguments[0], *options, *others, *overrides]
+
+
+def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
+    return {option for action in command._actions if action.nargs != 0 for option in action.option_strings}
+
+
+def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
+    plain: list[str] = []
+    waiting: str | None = None  # a key that was written as an option without "=": its value comes next
+    for each in arguments:
+        if waiting is not None:
+            plain.append(f"{waiting}={each}")
+            waiting = None
+        elif (match := _OVERRIDE_AS_OPTION.match(each)) is None:
+            plain.append(each)
+        elif "=" in each:
+            plain.append(each[match.end() :])
+        else:
+            waiting = each[match.end() :]
+    return [*plain, waiting] if waiting is not None else plain
