@@ -98,7 +98,8 @@ def test_the_page_has_every_change_and_no_more_files_than_promised() -> None:
 def with_additions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of megarl in which all of them were made."""
     root = tmp_path_factory.mktemp("additions")
-    shutil.copytree(ROOT / "megarl", root / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("megarl", "configs"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for title in SHOWN:
         made = blocks(sections()[title])
         assert made, f"{title} shows no code"

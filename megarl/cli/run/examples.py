@@ -5,7 +5,11 @@ from __future__ import annotations
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": ("megarl train run.yaml", "megarl train run.yaml trainer.total_steps=10 algorithm=grpo"),
     "sft": ("megarl sft sft.yaml", "megarl sft configs/quickstart_sft.yaml trainer.total_steps=10 actor.optim.lr=1e-4"),
-    "check": ("megarl check run.yaml", "megarl check --fast run.yaml trainer.updates_per_step=2"),
+    "check": (
+        "megarl check run.yaml",
+        "megarl check --fast run.yaml trainer.updates_per_step=2",
+        "megarl check run.yaml --machine --plan --output placement.svg",
+    ),
     "plan": ("megarl plan configs/qwen2.5_7b_grpo.yaml --output placement.svg", "megarl plan run.yaml --simulate --lengths 900,4096"),
     "rehearse": (
         "megarl rehearse configs/qwen2.5_7b_grpo.yaml",

@@ -6,7 +6,9 @@ import shlex
 
 import pytest
 
-from megarl.cli.main import build_parser, in_argparse_order, main
+from megarl.cli.arguments import commands_of, in_argparse_order
+from megarl.cli.main import main
+from megarl.cli.parser import build_parser
 from megarl.cli.run.examples import EXAMPLES
 
 LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines if name not in ("convert", "completion")]
@@ -16,7 +18,8 @@ LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines if n
 def test_an_example_is_a_command_line(name: str, line: str) -> None:
     words = shlex.split(line)
     words = words[words.index("megarl") + 1 :]
-    parsed = build_parser().parse_args(in_argparse_order(words))
+    parser = build_parser()
+    parsed = parser.parse_args(in_argparse_order(words, commands_of(parser)))
     assert parsed.command == name
 
 

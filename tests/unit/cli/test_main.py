@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -14,7 +13,9 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.main import _TAKE_OVERRIDES, build_parser, main
+from megarl.cli.arguments import commands_of, in_argparse_order
+from megarl.cli.main import main
+from megarl.cli.parser import build_parser
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.controller.errors import PhaseTimeoutError
@@ -66,14 +67,19 @@ def test_overrides_may_be_written_as_options(arguments: list[str], command: Call
     assert calls == [("x.yaml", ["b.c=2", "device=cpu"], True)]
 
 
-def test_the_options_that_a_value_follows_are_known() -> None:
-    """By argparse's own account."""
-    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
-        with_value = {text for action in command._actions if action.nargs != 0 for text in action.option_strings}
-        takes_overrides = any(action.dest == "overrides" for action in command._actions)
-        assert (name in _TAKE_OVERRIDES) == takes_overrides, name
-        assert not takes_overrides or set(_TAKE_OVERRIDES[name]) == with_value, name
+@pytest.mark.parametrize(
+    ("typed", "ordered"),
+    [
+        (["plan", "a=1", "x.yaml", "--output", "f=1.svg", "b=2"], ["plan", "--output", "f=1.svg", "x.yaml", "a=1", "b=2"]),
+        (["check", "a=1", "--fast", "x.yaml"], ["check", "--fast", "x.yaml", "a=1"]),
+        (["rehearse", "x.yaml", "--actor.optim.lr", "1", "--ranks", "0"], ["rehearse", "--ranks", "0", "x.yaml", "actor.optim.lr=1"]),
+        (["status", "--watch", "x=1"], ["status", "--watch", "x=1"]),  # takes no overrides: nothing is moved
+        (["nothing", "a=1", "x"], ["nothing", "a=1", "x"]),
+        ([], []),
+    ],
+)
+def test_what_is_typed_comes_into_the_order_of_argparse(typed: list[str], ordered: list[str]) -> None:
+    assert in_argparse_order(typed, commands_of(build_parser())) == ordered
 
 
 def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Callable[..., int]], None]) -> None:
