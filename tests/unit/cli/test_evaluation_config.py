@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import build_parser, in_argparse_order
+from megarl.cli.arguments import commands_of, in_argparse_order
+from megarl.cli.parser import build_parser
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import find_model
 from megarl.data.prompts import PromptDataset
@@ -31,7 +32,8 @@ def rows_of(policy: Path, data: Path, *overrides: str) -> list[tuple[str, str, d
     reward = f"{policy.parent / 'reward.py'}:compute_score"
     lengths = ("--max-tokens", "8", "data.max_prompt_length=8")
     words = ["eval", str(policy), "--data", str(data), "--reward", reward, *lengths, "device=cpu", *overrides]
-    config = evaluation_config(find_model(policy, "latest"), build_parser().parse_args(in_argparse_order(words)))
+    parser = build_parser()
+    config = evaluation_config(find_model(policy, "latest"), parser.parse_args(in_argparse_order(words, commands_of(parser))))
     prompts = PromptDataset(config.data.val_files, load_tokenizer(config.model.path, False), config.data)
     return [(prompts[row].messages[0]["content"], prompts[row].data_source, prompts[row].reward_model) for row in range(len(prompts))]
 
