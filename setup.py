@@ -32,7 +32,7 @@ setup(
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
-        "megarl.rollout.sglang": ["stand_ins/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
+        "megarl.rollout.sglang": ["stubs/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
     },
     install_requires=_ranges("REQUIRED"),
     extras_require={

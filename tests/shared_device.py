@@ -35,7 +35,7 @@ from megarl.weights.transports.device import NUM_SLOTS, DevicePlace, DeviceTrain
 from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.transports.interface import Sending, SendReport, TrainerEnd
 from tests.mortal_ranks import MortalRank, Place
-from tests.nccl_manners import NcclManners
+from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
 
 DTYPE = torch.bfloat16
@@ -43,8 +43,8 @@ LIMIT_S = 60.0  # of a push, and for a group to meet
 NAME = "device"  # of the one device, in the plan
 
 # As NCCL on one GPU: it refuses two ranks on it.
-ONE_DEVICE = "nccl_manners_on_one_device"
-BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclManners(store, rank, size, limit, device=0)
+ONE_DEVICE = "nccl_semantics_on_one_device"
+BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantics(store, rank, size, limit, device=0)
 
 
 @dataclass(frozen=True)

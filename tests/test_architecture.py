@@ -102,7 +102,7 @@ def own_modules() -> dict[str, str]:
     found = {}
     for file in sorted((ROOT / "megarl").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
-        if "stand_ins" not in parts:
+        if "stubs" not in parts:
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
     return found
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-class ContextPlace(NamedTuple):
+class ContextParallelRank(NamedTuple):
     """Of a rank among those that share the tokens of its rows."""
 
     size: int
     rank: int
 
 
-ALONE = ContextPlace(1, 0)
+ALONE = ContextParallelRank(1, 0)
 
 
 class QueryPiece(NamedTuple):
@@ -41,7 +41,7 @@ class QueryPiece(NamedTuple):
         return len(self.prompt) + len(self.own)
 
 
-def _chunks(length: int, place: ContextPlace) -> list[range]:
+def _chunks(length: int, place: ContextParallelRank) -> list[range]:
     """Of a padded sequence, those of one rank."""
     if place.size == 1:
         return [range(length)]
@@ -49,7 +49,7 @@ def _chunks(length: int, place: ContextPlace) -> list[range]:
     return [range(number * chunk, (number + 1) * chunk) for number in (place.rank, 2 * place.size - 1 - place.rank)]
 
 
-def own_tokens(lengths: Sequence[int], place: ContextPlace) -> Tensor:
+def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
     """(T / C,) places in the whole batch of a rank's tokens, in its order. lengths: of the padded sequences."""
     starts = accumulate(lengths[:-1], initial=0)
     return torch.cat(
@@ -63,10 +63,10 @@ def own_tokens(lengths: Sequence[int], place: ContextPlace) -> Tensor:
 
 def whole_order(lengths: Sequence[int], size: int) -> Tensor:
     """(T,) of each token of the whole batch its place where the ranks' tokens stand one rank's behind the other's."""
-    return torch.cat([own_tokens(lengths, ContextPlace(size, rank)) for rank in range(size)]).argsort()
+    return torch.cat([own_tokens(lengths, ContextParallelRank(size, rank)) for rank in range(size)]).argsort()
 
 
-def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextPlace) -> list[QueryPiece]:
+def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParallelRank) -> list[QueryPiece]:
     """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that it continues, or none."""
     found, start = [], 0
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):

@@ -23,16 +23,16 @@ from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
 from megarl.engine import platform
-from megarl.engine.context import ContextPlace
+from megarl.engine.context import ContextParallelRank
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
-from megarl.engine.micro_batch import UNCUT, MicroBatch, SequenceCut, make_micro_batch
+from megarl.engine.micro_batch import UNCUT, MicroBatch, SequenceSlice, make_micro_batch
 from megarl.engine.model import ModelChunk, build_chunks
+from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.platform import to_device
-from megarl.engine.router import RoutedTokens, RouterTally, freeze_routers, told_to_routers
-from megarl.engine.routing import RouteKeeper
+from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.models.tensor_table import OUTPUT_LAYER
@@ -90,13 +90,13 @@ class MegatronEngine:
         self._expect_no_gather()
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
 
-    def _route_keeper(self) -> RouteKeeper | None:
+    def _route_keeper(self) -> RouterReplayBuffer | None:
         """Of a policy that trains: others are compared with nobody."""
         experts, replay = self.spec.architecture.experts, self.spec.engine.routing_replay
         if replay is RoutingReplay.off or experts is None or self.spec.optim is None or self.spec.head != "lm":
             return None
         layers = [layer for model in self._models for layer in model.decoder.layers]
-        return RouteKeeper(experts, self.groups, layers, self._device)
+        return RouterReplayBuffer(experts, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
         names = {parameter: name for model in self._models for name, parameter in model.canonical_parameters()}
@@ -244,22 +244,22 @@ class MegatronEngine:
             self._router_metrics = merge_metrics([tally.metrics()])
         return merge_metrics(results)
 
-    def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterTally | None:
+    def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
         """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before it, without gradients, counts
         where their tokens will go."""
         architecture, losses = self.spec.architecture, self.spec.experts
         if architecture.experts is None:
             return None
         if not losses.aux_loss_coefficient:
-            return RouterTally(architecture, self._device, losses)
-        counted = RouterTally(architecture, self._device, None)
+            return RouterStatistics(architecture, self._device, losses)
+        counted = RouterStatistics(architecture, self._device, None)
         with torch.no_grad():
             self._run(batch, micro_batches, None, (), counted)
         counted.reduce(self.groups)
-        return RouterTally(architecture, self._device, losses, counted.shares)
+        return RouterStatistics(architecture, self._device, losses, counted.shares)
 
     def router_metrics(self) -> dict[str, Metric]:
-        """Of the last `forward_backward` (see RouterTally), on every rank; none of a model without experts."""
+        """Of the last `forward_backward` (see RouterStatistics), on every rank; none of a model without experts."""
         return dict(self._router_metrics)
 
     def step(self) -> StepStatistics:
@@ -279,7 +279,7 @@ class MegatronEngine:
         micro_batches: MicroBatches,
         loss: LossFunction | None,
         extras: Collection[Extra],
-        tally: RouterTally | None = None,
+        tally: RouterStatistics | None = None,
     ) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
@@ -294,8 +294,8 @@ class MegatronEngine:
                 share_prompts=self.spec.engine.share_prompts,
                 ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
                 device=self._device,
-                cut=SequenceCut(parallel.tensor_parallel_size, self.groups.tensor_rank) if parallel.sequence_parallel else UNCUT,
-                place=ContextPlace(parallel.context_parallel_size, self.groups.context_rank),
+                cut=SequenceSlice(parallel.tensor_parallel_size, self.groups.tensor_rank) if parallel.sequence_parallel else UNCUT,
+                place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
             )
             for rows in micro_batches
         ]
@@ -338,7 +338,7 @@ class MegatronEngine:
         chunk: Any,
         loss: LossFunction | None,
         extras: Collection[Extra],
-        tally: RouterTally | None,
+        tally: RouterStatistics | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         routed = {} if self.spec.architecture.experts is None else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))

@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.layers import AttentionCore, LastLayer, RMSNorm, sharing_prompts
-from megarl.engine.router import ExpertRouter, RoutedLayer
+from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
+from megarl.engine.moe_router import ExpertRouter, RoutedLayer
 from megarl.models.mapping import EXPERT
 
 
@@ -62,12 +62,12 @@ def block_spec(config: TransformerConfig, sparse_layers: Collection[int], layers
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     layer_specs = [kinds[layer in sparse_layers] for layer in held]
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
-        layer_specs[-1] = replace(layer_specs[-1], module=LastLayer)
+        layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
 def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
-    """Whether the model's last layer is a LastLayer. Routers count all tokens in each layer."""
+    """Whether the model's last layer is a LogitLayer. Routers count all tokens in each layer."""
     return not sparse_layers
 
 

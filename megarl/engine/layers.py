@@ -210,7 +210,7 @@ def sharing_prompts(attention: type) -> Any:
     return SharingAttention
 
 
-class LastLayer(TransformerLayer):
+class LogitLayer(TransformerLayer):
     """Behind its attention, for which other tokens are keys and values, it goes on with those of packed rows that predict a token."""
 
     def _forward_attention(self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any) -> tuple[Tensor, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.batch.token_rows import first_with_prompt
 from megarl.config.batch_arithmetic import padded_length
-from megarl.engine.context import ALONE, ContextPlace, own_tokens
+from megarl.engine.context import ALONE, ContextParallelRank, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
@@ -30,7 +30,7 @@ from megarl.engine.rotary import set_positions
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
 
 
-class TokenPlaces(NamedTuple):
+class TokenPositions(NamedTuple):
     """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one row's behind the other's, and
     the place behind these of what pads. lengths: (b,) tokens of each row. origins: (N,) for each of the rows' tokens the one that stands
     for it: of a prompt that rows share that of the first row, else itself."""
@@ -68,7 +68,7 @@ class MicroBatch:
     packed: PackedRows | None
     counts: Tensor
     num_counted: int
-    places: TokenPlaces | None  # of packed rows
+    places: TokenPositions | None  # of packed rows
     predictors: Tensor
     targets: Tensor
     cells: Tensor
@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
         return self.prompts[self.response_row] + self.response_offset - 1
 
     def origins(self, firsts: Sequence[int]) -> Tensor:
-        """See TokenPlaces. firsts: of each row the first one with its prompt."""
+        """See TokenPositions. firsts: of each row the first one with its prompt."""
         lengths = self.prompts + self.responses
         starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
         return torch.where(self.offset < self.prompts[self.row_of], starts[self.row_of] + self.offset, torch.arange(len(self.offset)))
@@ -175,22 +175,22 @@ class _ModelInputs(NamedTuple):
     positions: Tensor
     packed: PackedRows | None
     counts: Tensor
-    places: TokenPlaces | None
+    places: TokenPositions | None
     predictors: Tensor
     scored: Tensor
 
 
-class SequenceCut(NamedTuple):
+class SequenceSlice(NamedTuple):
     """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this is."""
 
     size: int
     rank: int
 
 
-UNCUT = SequenceCut(1, 0)
+UNCUT = SequenceSlice(1, 0)
 
 
-def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceCut) -> tuple[Tensor, Tensor]:
+def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
     """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this rank's part of the T, and (N,)
     the places of `predictors` among what all ranks have chosen, one rank's behind the other's. Ranks choose equally many, at least one,
     for which the first token of a part stands in."""
@@ -204,7 +204,7 @@ def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceCut) -> tuple[
     return F.pad(own, (0, most - len(own))), among[number]
 
 
-def _packed(rows: _Rows, share_prompts: bool, cut: SequenceCut, place: ContextPlace, device: torch.device) -> _ModelInputs:
+def _packed(rows: _Rows, share_prompts: bool, cut: SequenceSlice, place: ContextParallelRank, device: torch.device) -> _ModelInputs:
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
         of_rows = zip(rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True)
@@ -230,13 +230,13 @@ def _packed(rows: _Rows, share_prompts: bool, cut: SequenceCut, place: ContextPl
         positions=F.pad(rows.offset, (0, 1))[sources][None],
         packed=packed,
         counts=counts[own][None],
-        places=TokenPlaces(sources, rows.prompts + rows.responses, rows.origins(firsts)),
+        places=TokenPositions(sources, rows.prompts + rows.responses, rows.origins(firsts)),
         predictors=predictors[scored],
         scored=scored,
     )
 
 
-def _padded(rows: _Rows, cut: SequenceCut) -> _ModelInputs:
+def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
     num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), cut.size)
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
@@ -254,8 +254,8 @@ def make_micro_batch(
     share_prompts: bool,
     ends_with_predictors: bool,
     device: torch.device,
-    cut: SequenceCut = UNCUT,
-    place: ContextPlace = ALONE,
+    cut: SequenceSlice = UNCUT,
+    place: ContextParallelRank = ALONE,
 ) -> MicroBatch:
     """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
 

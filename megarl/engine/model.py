@@ -76,7 +76,7 @@ def transformer_config(
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
-    """Experts as Megatron's options. The router computes in float32; of its losses none is Megatron's (see router.py).
+    """Experts as Megatron's options. The router computes in float32; of its losses none is Megatron's (see moe_router.py).
 
     A softmax over the chosen is the same as choosing after a softmax over all and dividing by their sum. With Transformer Engine the
     experts of a rank are one grouped product; its experts without, and Megatron's on a CPU, are computed one after the other.

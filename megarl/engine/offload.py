@@ -37,7 +37,7 @@ class OffloadedError(RuntimeError):
     """The engine was asked for what it cannot do without the parts that are away."""
 
 
-class _Shelf(Protocol):
+class _HostBuffer(Protocol):
     """Where bytes wait, in the order in which they are given."""
 
     def put(self, storages: Sequence[UntypedStorage]) -> None: ...
@@ -140,7 +140,7 @@ class _PinnedMemory:
         torch.cuda.synchronize()
 
 
-def _new_shelf() -> _Shelf:
+def _new_host_buffer() -> _HostBuffer:
     return _PinnedMemory() if platform.current().is_cuda else _File()
 
 
@@ -158,7 +158,7 @@ class MovableState:
     def __init__(self, find: Callable[[], Iterable[Tensor]], kept: bool = True) -> None:
         self._find = find
         self._kept = kept
-        self._shelf = _new_shelf()
+        self._host_buffer = _new_host_buffer()
         self._offloaded: list[_Moved] | None = None
 
     @property
@@ -172,7 +172,7 @@ class MovableState:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
         moved = [_Moved(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         if self._kept:
-            self._shelf.put([each.storage for each in moved])
+            self._host_buffer.put([each.storage for each in moved])
         for each in moved:
             each.storage.resize_(0)
         self._offloaded = moved
@@ -188,7 +188,7 @@ class MovableState:
             if not self._kept:
                 _bytes_of(each.storage).zero_()
         if self._kept:
-            self._shelf.take([each.storage for each in self._offloaded])
+            self._host_buffer.take([each.storage for each in self._offloaded])
         nbytes, self._offloaded = sum(each.nbytes for each in self._offloaded), None
         return nbytes
 
@@ -199,7 +199,7 @@ class MovableState:
             if moved.storage._cdata == identity:
                 assert self._kept
                 copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
-                self._shelf.read(number, (int(tensor.storage_offset()) + start) * tensor.itemsize, copy)
+                self._host_buffer.read(number, (int(tensor.storage_offset()) + start) * tensor.itemsize, copy)
                 return copy.view(tensor.dtype)
         return None
 

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.config.batch_arithmetic import padded_length
-from megarl.engine.context import ALONE, ContextPlace, QueryPiece, pieces, whole_order
+from megarl.engine.context import ALONE, ContextParallelRank, QueryPiece, pieces, whole_order
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import shared_prompts
 
@@ -30,7 +30,7 @@ class PackedRows(PackedSeqParams):
         lengths: Sequence[int],
         device: torch.device,
         prompt_of: Sequence[int | None] | None = None,
-        place: ContextPlace = ALONE,
+        place: ContextParallelRank = ALONE,
     ) -> None:
         """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`).
         place: of this rank among those that share the rows, each of whose sequences has what pads it behind it (see `context`)."""

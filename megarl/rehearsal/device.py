@@ -33,7 +33,7 @@ from megarl.rehearsal.record import RehearsalError
 _MOST_KNOWN = 2**22  # elements of a tensor of integers of which the host keeps a copy
 _KNOWN = "megarl_known"  # on a fake tensor: its copy
 _IS_ZERO = "megarl_is_zero"  # on a fake tensor of other numbers that was made so
-_MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the shelf of a model's state) has no memory either
+_MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the host buffer of a model's state) has no memory either
 _INTEGERS = (torch.int64, torch.int32, torch.bool)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default

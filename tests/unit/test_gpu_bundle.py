@@ -1,4 +1,4 @@
-"""tools/gpu_bundle.sh and what it puts into the bundle, without a package index: pip's downloads are a stand-in's."""
+"""tools/gpu_bundle.sh and what it puts into the bundle, without a package index: pip's downloads are a stub's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_carried_has_the_versions_of_the_tests() -> None:
 
 
 def make(tmp_path: Path, downloads: str) -> subprocess.CompletedProcess[str]:
-    """downloads: what the stand-in of Python does in the folder of wheels."""
+    """downloads: what the stub of Python does in the folder of wheels."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\nmkdir "$2" && cd "$2" && {downloads}\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""All of torch.distributed that Megatron calls works over the stand-in for NCCL as its backend, and gives what it gives over gloo."""
+"""All of torch.distributed that Megatron calls works over the emulation of NCCL as its backend, and gives what it gives over gloo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.nccl_communicator import num_live_communicators
-from tests.nccl_manners import BACKEND, register
+from tests.nccl_semantics import BACKEND, register
 from tests.ranks import RankPool
 
 

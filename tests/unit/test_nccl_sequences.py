@@ -1,4 +1,4 @@
-"""Orders of calls that end well over gloo hang over NCCL, and so over its stand-in: in processes that are killed."""
+"""Orders of calls that end well over gloo hang over NCCL, and so over its stub: in processes that are killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.weights.p2p import ASYNC_ERROR_HANDLING
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
-from tests.nccl_manners import NcclManners
+from tests.nccl_semantics import NcclSemantics
 
 LIMIT = timedelta(seconds=60)
 A_WHILE_S = 1.0  # in which what does not hang would have ended
@@ -28,16 +28,16 @@ A_WHILE_S = 1.0  # in which what does not hang would have ended
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclManners:
+def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclSemantics:
     """Make a group, by default without a watchdog, as weight groups are: rank 0 is the trainer, others are engines."""
     os.environ[ASYNC_ERROR_HANDLING] = "3" if watchdog else "0"
-    group = NcclManners(dist.FileStore(place.store_path, place.size), place.rank, place.size, LIMIT, device=place.rank)
+    group = NcclSemantics(dist.FileStore(place.store_path, place.size), place.rank, place.size, LIMIT, device=place.rank)
     if eager:
         group.eager_connect_single_device(torch.device("cpu"))
     return group
 
 
-def broadcast(group: NcclManners, tensor: Tensor) -> Any:
+def broadcast(group: NcclSemantics, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return group.broadcast([tensor], options)
@@ -212,7 +212,7 @@ def limited_trainer(place: Place) -> None:
     group = join(place, eager=True)
     work = broadcast(group, torch.ones(4))
     place.say([how_it_ends(lambda: work.wait(timedelta(seconds=A_WHILE_S))), num_live_communicators()])
-    other = NcclManners(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank)
+    other = NcclSemantics(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank)
     other.eager_connect_single_device()
     broadcast(other, torch.ones(4))
     other._limit = timedelta(seconds=A_WHILE_S)
@@ -221,7 +221,7 @@ def limited_trainer(place: Place) -> None:
 
 def absent_engine(place: Place) -> None:
     group = join(place, eager=True)
-    NcclManners(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank).eager_connect_single_device()
+    NcclSemantics(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank).eager_connect_single_device()
     place.listen()
 
 

@@ -25,7 +25,7 @@ def setup(root: Path, *arguments: str) -> None:
 
 
 def test_a_wheel_has_every_file_of_the_package(built: Path) -> None:
-    """Data files, what ships to be run, and the stand-ins of SGLang's processes too."""
+    """Data files, what ships to be run, and the stubs of SGLang's processes too."""
     assert files(built / "megarl") == files_of_clone()
 
 

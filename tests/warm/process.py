@@ -88,7 +88,7 @@ def _show_environment(environment: dict[str, str]) -> None:
 
 class _SGLangComes(MetaPathFinder):
     """Before SGLang is prepared: transformers is as if it had not been imported, since it decides then which classes there are, and
-    SGLang brings stand-ins for what some of them want. And what SGLang spawns is of its kind."""
+    SGLang brings stubs for what some of them want. And what SGLang spawns is of its kind."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "megarl.rollout.sglang.environment":

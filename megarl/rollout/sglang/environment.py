@@ -1,4 +1,4 @@
-"""What a process must have before it imports `sglang`: environment variables, and stand-ins where CUDA packages are absent."""
+"""What a process must have before it imports `sglang`: environment variables, and stubs where CUDA packages are absent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-STAND_INS = Path(__file__).parent / "stand_ins"
+STUBS = Path(__file__).parent / "stubs"
 
 
 def prepare(device: str, num_ranks: int = 1) -> None:
@@ -39,8 +39,8 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads as cores, per rank, stand in each other's way
-        if str(STAND_INS) not in sys.path:
-            sys.path.append(str(STAND_INS))
+        if str(STUBS) not in sys.path:
+            sys.path.append(str(STUBS))
 
 
 def cuda_runtime_folder() -> Path | None:

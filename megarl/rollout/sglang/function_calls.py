@@ -91,10 +91,10 @@ def _read(name: str | None, arguments: str) -> ToolCall | CallError:
 
 def _make_ready() -> None:
     """This process has no engine, and may have imported transformers: it gets what the parsers need, and no more."""
-    from megarl.rollout.sglang.environment import STAND_INS
+    from megarl.rollout.sglang.environment import STUBS
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    if str(STAND_INS) not in sys.path:
-        sys.path.append(str(STAND_INS))
+    if str(STUBS) not in sys.path:
+        sys.path.append(str(STUBS))
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model's slips are counted, and not logged one by one

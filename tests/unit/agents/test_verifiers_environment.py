@@ -1,4 +1,4 @@
-"""examples/verifiers_environment.py, with a stand-in for an environment of that package, which is not among the pinned ones."""
+"""examples/verifiers_environment.py, with a stub for an environment of that package, which is not among the pinned ones."""
 
 from __future__ import annotations
 

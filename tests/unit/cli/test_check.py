@@ -297,11 +297,11 @@ def test_check_is_quick(ppo: str) -> None:
 
 
 def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With stand-ins for the files that the quickstart makes: what is left is the configurations' own."""
-    stand_ins = ppo_values(tmp_path)
+    """With stubs for the files that the quickstart makes: what is left is the configurations' own."""
+    stubs = ppo_values(tmp_path)
     monkeypatch.chdir(ROOT)
-    data = [f"data.{kind}_files={stand_ins['data']['train_files']}" for kind in ("train", "val")]
-    model = f"model.path={stand_ins['model']['path']}"
+    data = [f"data.{kind}_files={stubs['data']['train_files']}" for kind in ("train", "val")]
+    model = f"model.path={stubs['model']['path']}"
     reward = f"reward.functions=[{{path: {tmp_path}/reward.py}}]"
     algorithms = [file.stem for file in (ROOT / "configs" / "algorithm").glob("*.yaml")]
     assert {

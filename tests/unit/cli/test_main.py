@@ -25,7 +25,7 @@ from megarl.trainers.monitor import Position
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int]], None]:
-    """Puts a stand-in in the place of a subcommand's module."""
+    """Puts a stub in the place of a subcommand's module."""
 
     def install(name: str, run: Callable[..., int]) -> None:
         home = "run" if name in ("train", "sft") else "inspect"

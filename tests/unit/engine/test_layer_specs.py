@@ -1,4 +1,4 @@
-"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With stand-ins of Transformer
+"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With stubs of Transformer
 Engine's modules, which have its parameters where it has them."""
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ class Trained(NamedTuple):
     weights: Tensors
 
 
-def train_with(stand_ins: bool, settings: Settings) -> Trained:
+def train_with(stubs: bool, settings: Settings) -> Trained:
     """In a rank: what was loaded, and what two steps make of it."""
     start(settings.parallel)
-    from tests.unit.engine import transformer_engine_stand_ins
+    from tests.unit.engine import transformer_engine_stubs
 
-    transformer_engine_stand_ins.install(stand_ins)
+    transformer_engine_stubs.install(stubs)
     # With data parallelism a rank's share of the gradients depends on the order of the parameters, and so do the norm's last bits.
     clip_grad = 0.0 if settings.parallel.data_parallel_size > 1 else 1.0
     optim = OptimConfig(lr=1e-2, clip_grad=clip_grad)
     engine = build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=optim)
-    transformer_engine_stand_ins.install(False)
+    transformer_engine_stubs.install(False)
     named = dict(pair for model in engine._models for pair in model.canonical_parameters())
     cut = {name: parameter.partition_dim for name, parameter in named.items() if getattr(parameter, "tensor_model_parallel", False)}
     loaded = {name: value.clone() for name, value in engine.parameters().items()}
@@ -122,8 +122,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
 ) -> None:
     settings = Settings({**LAYOUTS, **MIXED_LAYOUTS}[layout], folders[model], head)
     local, fused = (
-        rank_pool.run(train_with, world_size=settings.parallel.world_size, stand_ins=stand_ins, settings=settings)
-        for stand_ins in (False, True)
+        rank_pool.run(train_with, world_size=settings.parallel.world_size, stubs=stubs, settings=settings) for stubs in (False, True)
     )
     assert "decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names
     assert "decoder.layers.N.input_layernorm.weight" not in fused[0].real_names
@@ -140,16 +139,16 @@ def test_parameters_have_one_name_and_training_is_the_same(
         assert same([getattr(rank, part) for rank in local], [getattr(rank, part) for rank in fused]), part
 
 
-def with_layers(stand_ins: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any) -> Saved:
+def with_layers(stubs: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any) -> Saved:
     """In a rank: `run` on an engine of these layers."""
     start(settings.parallel)
-    from tests.unit.engine import transformer_engine_stand_ins
+    from tests.unit.engine import transformer_engine_stubs
 
-    transformer_engine_stand_ins.install(stand_ins)
+    transformer_engine_stubs.install(stubs)
     try:
         return run(settings, folder, num_steps=2, num_after=2, **options)
     finally:
-        transformer_engine_stand_ins.install(False)
+        transformer_engine_stubs.install(False)
 
 
 @pytest.mark.parametrize(
@@ -161,18 +160,18 @@ def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     """What is stored is the same, so that conversion reads it alike; the other layers hold the same after a load, and go on from it."""
     settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
     ranks = settings.parallel.world_size
-    places = {stand_ins: tmp_path / str(stand_ins) for stand_ins in (False, True)}
+    places = {stubs: tmp_path / str(stubs) for stubs in (False, True)}
     saved = {
-        stand_ins: rank_pool.run(with_layers, world_size=ranks, stand_ins=stand_ins, run=train_and_save, settings=settings, folder=folder)
-        for stand_ins, folder in places.items()
+        stubs: rank_pool.run(with_layers, world_size=ranks, stubs=stubs, run=train_and_save, settings=settings, folder=folder)
+        for stubs, folder in places.items()
     }
     stored = stored_tensors(places[False])
     assert same([stored], [stored_tensors(places[True])])
-    for stand_ins, folder in places.items():
-        again = tmp_path / f"{stand_ins} again"
+    for stubs, folder in places.items():
+        again = tmp_path / f"{stubs} again"
         loaded = rank_pool.run(
-            with_layers, world_size=ranks, stand_ins=not stand_ins, run=load_and_train, settings=settings, folder=folder, again=again
+            with_layers, world_size=ranks, stubs=not stubs, run=load_and_train, settings=settings, folder=folder, again=again
         )
         assert same([stored_tensors(again)], [stored])
-        for one, other in zip(loaded, saved[stand_ins], strict=True):
+        for one, other in zip(loaded, saved[stubs], strict=True):
             assert one.after.losses == pytest.approx(other.after.losses, rel=1e-6)

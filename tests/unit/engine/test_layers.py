@@ -225,12 +225,12 @@ def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | N
 
     platform.activate(Device.cpu)
     from megarl.engine import layers
-    from megarl.engine.context import ContextPlace, own_tokens
+    from megarl.engine.context import ContextParallelRank, own_tokens
     from megarl.engine.layers import AttentionCore, attend_pieces
     from megarl.engine.packed_rows import PackedRows, attention_plan
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
-    ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, ContextPlace(3, rank)) for rank in range(3)]
+    ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, ContextParallelRank(3, rank)) for rank in range(3)]
     padded = ranks[0].lengths
     owned = [own_tokens(padded, packed.place) for packed in ranks]
     starts = torch.tensor([0, *padded]).cumsum(0).tolist()

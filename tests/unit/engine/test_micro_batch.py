@@ -38,11 +38,11 @@ def make(
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine.context import ContextPlace
-    from megarl.engine.micro_batch import SequenceCut, make_micro_batch
+    from megarl.engine.context import ContextParallelRank
+    from megarl.engine.micro_batch import SequenceSlice, make_micro_batch
 
     options = {"packing": packing, "share_prompts": share_prompts, "ends_with_predictors": ends}
-    made = make_micro_batch(batch, rows, device=torch.device("cpu"), cut=SequenceCut(*cut), place=ContextPlace(*place), **options)
+    made = make_micro_batch(batch, rows, device=torch.device("cpu"), cut=SequenceSlice(*cut), place=ContextParallelRank(*place), **options)
     plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")}
     assert made.num_counted == made.counts.sum()
     if made.packed is not None:

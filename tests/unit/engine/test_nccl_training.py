@@ -1,4 +1,4 @@
-"""Megatron trains over the stand-in for NCCL as it does over gloo, to the bit: no order of its calls needs what gloo forgives."""
+"""Megatron trains over the emulation of NCCL as it does over gloo, to the bit: no order of its calls needs what gloo forgives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.config.schema import OptimConfig, ParallelConfig
 from tests.nccl_communicator import num_live_communicators
-from tests.nccl_manners import BACKEND, NcclManners, register
+from tests.nccl_semantics import BACKEND, NcclSemantics, register
 from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_model
 from tests.unit.engine.rank_side import ALL_LAYOUTS, build, deal, replica_rows, start, take
@@ -59,7 +59,7 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     digest = hashlib.sha256()
     for _, parameter in sorted(engine.parameters().items()):
         digest.update(parameter.detach().contiguous().numpy().tobytes())
-    made = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, NcclManners)]
+    made = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, NcclSemantics)]
     assert bool(made) == (backend == BACKEND)
     change_default_group("gloo", rendezvous + "-after")
     assert num_live_communicators() == 0
@@ -71,7 +71,7 @@ def test_steps_are_those_over_gloo(layout: str, has_pairs: bool, rank_pool: Rank
     """Between virtual stages Megatron sends without coalescing."""
     parallel = ALL_LAYOUTS[layout]
     save_model("qwen2-tied", tmp_path / "lm")
-    over_gloo, with_manners = (
+    over_gloo, with_semantics = (
         rank_pool.run(
             run_steps,
             world_size=parallel.world_size,
@@ -82,7 +82,7 @@ def test_steps_are_those_over_gloo(layout: str, has_pairs: bool, rank_pool: Rank
         )
         for backend in ("gloo", BACKEND)
     )
-    assert [rank._replace(num_pair_communicators=0) for rank in with_manners] == over_gloo
-    assert any(rank.num_pair_communicators for rank in with_manners) == has_pairs
+    assert [rank._replace(num_pair_communicators=0) for rank in with_semantics] == over_gloo
+    assert any(rank.num_pair_communicators for rank in with_semantics) == has_pairs
     assert len({rank.parameters for rank in over_gloo}) > 1
     assert sum(len(rank.losses) for rank in over_gloo) > 0

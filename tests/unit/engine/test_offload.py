@@ -105,22 +105,22 @@ def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, 
     from megarl.engine import offload
 
     start(parallel)
-    of_cpu, made = offload._new_shelf, []
+    of_cpu, made = offload._new_host_buffer, []
 
     def make() -> offload._PinnedMemory:
         made.append(offload._PinnedMemory())
         return made[-1]
 
-    offload._new_shelf = make
+    offload._new_host_buffer = make
     try:
         trained = train(parallel, folder, dtype, away)
     finally:
-        offload._new_shelf = of_cpu
-    used = [shelf for shelf in made if shelf._places]
+        offload._new_host_buffer = of_cpu
+    used = [host_buffer for host_buffer in made if host_buffer._places]
     assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})  # one of each part that is kept
-    for shelf in used:
-        exact = sum(place.numel() for place in shelf._places)
-        assert exact <= shelf._buffer.numel() < exact + 512 * len(shelf._places)
+    for host_buffer in used:
+        exact = sum(place.numel() for place in host_buffer._places)
+        assert exact <= host_buffer._buffer.numel() < exact + 512 * len(host_buffer._places)
     return trained
 
 

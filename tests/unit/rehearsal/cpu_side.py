@@ -58,14 +58,14 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     from megarl.rehearsal.collectives import collective_of
     from megarl.rehearsal.rank import run_phases
     from megarl.rehearsal.rows import RehearsedBatch, make_rows
-    from tests import nccl_manners
+    from tests import nccl_semantics
 
     platform.activate(Device.cpu)
     from megarl.engine import groups
     from megarl.engine.engine import MegatronEngine
 
     ledger = ledgers.Ledger(None)
-    ledgers._UNSEEN += (__file__, nccl_manners.__file__)  # which a rank that is shared with other tests may have at work
+    ledgers._UNSEEN += (__file__, nccl_semantics.__file__)  # which a rank that is shared with other tests may have at work
 
     class Watched(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:

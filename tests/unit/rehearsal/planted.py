@@ -122,10 +122,10 @@ def another_shape_than_the_layout(rank: int) -> None:
 
 
 def transformer_engine(rank: int) -> None:
-    """No mistake: layers of the stand-ins of Transformer Engine's modules."""
-    from tests.unit.engine import transformer_engine_stand_ins
+    """No mistake: layers of the stubs of Transformer Engine's modules."""
+    from tests.unit.engine import transformer_engine_stubs
 
-    transformer_engine_stand_ins.install(True)
+    transformer_engine_stubs.install(True)
     from megarl.engine import engine
 
     built = engine.build_chunks

@@ -132,7 +132,7 @@ def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]
 
 
 def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(found: dict[str, list[RankRecord]]) -> None:
-    """No mistake: with stand-ins, which hold norms in the linear layers behind them and turn by a function of their own."""
+    """No mistake: with stubs, which hold norms in the linear layers behind them and turn by a function of their own."""
     for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
         assert fused.error is None
         assert fused.num_parameters == local.num_parameters

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.weights.p2p import Wire
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
-from tests.nccl_manners import BACKEND, register
+from tests.nccl_semantics import BACKEND, register
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""Engines that die or hang in a push, at any round, by every carrier, over gloo and over NCCL's manners: the others get their weights, and
+"""Engines that die or hang in a push, at any round, by every transport, over gloo and over NCCL semantics: the others get their weights, and
 so does the one that comes in the place of the lost one; nothing is left over."""
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
             assert made.ask(rank, "close") in (0, (0, 0))
 
 
-KILLS = list(product(("device", "group"), ("gloo", "nccl_manners"), (signal.SIGKILL, signal.SIGSTOP)))
+KILLS = list(product(("device", "group"), ("gloo", "nccl_semantics"), (signal.SIGKILL, signal.SIGSTOP)))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
     if carrier == "device" and num_engine_ranks > cut.num_ranks:
         pytest.skip("an engine rank has no trainer rank beside it")  # which the placement refuses: test_transport.py
     cases = [(family, tied, message_numel, "gloo") for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)]
-    for family, tied, message_numel, backend in [*cases, ("qwen3", False, 2000, "nccl_manners")]:
+    for family, tied, message_numel, backend in [*cases, ("qwen3", False, 2000, "nccl_semantics")]:
         architecture = architecture_of(family, tied=tied)
         case = Case(architecture, family, tied, cut, engines, carrier, message_numel, backend)
         results = rank_pool.run(transfer, world_size=case.num_ranks, case=case)

@@ -23,7 +23,7 @@ from megarl.weights.tensors import Rectangle
 from megarl.weights.transports.device import DevicePlace, DeviceTrainerEnd, device_route
 from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
 from megarl.weights.transports.interface import Landing, Sending, SendReport
-from tests.nccl_manners import NcclManners
+from tests.nccl_semantics import NcclSemantics
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
 
 CPU = torch.device("cpu")
@@ -101,11 +101,11 @@ class Case(NamedTuple):
         return held_boxes(self.architecture, layouts[target])
 
 
-def _manners(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> NcclManners:
-    return NcclManners(store, rank, size, limit)
+def _semantics(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> NcclSemantics:
+    return NcclSemantics(store, rank, size, limit)
 
 
-BACKENDS["nccl_manners"] = _manners
+BACKENDS["nccl_semantics"] = _semantics
 
 
 class TrainerRank:

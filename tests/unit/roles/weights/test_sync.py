@@ -272,7 +272,7 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     sync.close()
 
 
-class StandInTrainer(WeightExport):
+class StubTrainer(WeightExport):
     """A tensor-parallel rank that has weights and nothing else."""
 
     _stage = 0
@@ -307,11 +307,11 @@ class StandInTrainer(WeightExport):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int, transport: Transport) -> None:
     replicas, parallel = replicas_of(good_engine(folders), 1), ParallelConfig(tensor_parallel_size=2)
-    with started("stand-ins", 2, {"actor": RayClassWithInitArgs(StandInTrainer, folders.trained, parallel)}) as groups:
+    with started("stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}) as groups:
         sync = Trainer(groups["actor"], folders.trained).sync(transport, tmp_path, Verify.off, parallel, num_replicas=1)
         sync.push(replicas.all, 1)
         assert replicas.groups[0].weight_version() == 1
-        groups["actor"].call_rank(rank, StandInTrainer.die_in_the_next_push).get()
+        groups["actor"].call_rank(rank, StubTrainer.die_in_the_next_push).get()
         start_s = time.monotonic()
         with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weights.*ended \(killed"):
             sync.push(replicas.all, 2)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.rollout.sglang import cpu_adaptations
 from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, SGLangEvidence
-from megarl.rollout.sglang.environment import STAND_INS
+from megarl.rollout.sglang.environment import STUBS
 
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
@@ -45,7 +45,7 @@ def test_sglang_still_does_what_is_adapted(evidence: SGLangEvidence) -> None:
     )
 
 
-# Runs in an interpreter of its own, where nothing but the stand-ins is there. Prints the name of each check that came out as expected.
+# Runs in an interpreter of its own, where nothing but the stubs is there. Prints the name of each check that came out as expected.
 UNADAPTED = """
 import types
 from importlib.util import find_spec
@@ -95,7 +95,7 @@ def test_without_adaptations_sglang_fails_here() -> None:
     )
     assert run.returncode == 0, run.stderr
     packages, checks = run.stdout.split()[:5], run.stdout.split()[5:]
-    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], "stand-ins of what is there can go"
+    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], "stubs of what is there can go"
     assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
 
 
@@ -105,8 +105,8 @@ def test_stand_ins_come_last_on_the_path() -> None:
         device: subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
         for device in ("cpu", "cuda")
     }
-    assert last["cpu"] == str(STAND_INS)
-    assert last["cuda"] != str(STAND_INS)
+    assert last["cpu"] == str(STUBS)
+    assert last["cuda"] != str(STUBS)
 
 
 def murmur3(data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The stand-in for NCCL has NCCL's manners: each is seen here with groups of two or three ranks that end well."""
+"""The emulation of NCCL has NCCL's semantics: each is seen here with groups of two or three ranks that end well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.logical_devices import VARIABLE
 from tests.nccl_communicator import num_live_communicators
-from tests.nccl_manners import NcclManners
+from tests.nccl_semantics import NcclSemantics
 from tests.ranks import RankPool
 
 LIMIT = timedelta(seconds=60)
@@ -22,12 +22,12 @@ A_WHILE_S = 0.3  # in which what does not block would have returned
 CPU = torch.device("cpu")
 
 
-def make_group(name: str, limit: timedelta = LIMIT, device: int | None = None) -> NcclManners:
+def make_group(name: str, limit: timedelta = LIMIT, device: int | None = None) -> NcclSemantics:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return NcclManners(store, dist.get_rank(), dist.get_world_size(), limit, device)
+    return NcclSemantics(store, dist.get_rank(), dist.get_world_size(), limit, device)
 
 
-def broadcast(group: NcclManners, tensor: Tensor, root: int = 0) -> Any:
+def broadcast(group: NcclSemantics, tensor: Tensor, root: int = 0) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     return group.broadcast([tensor], options)
@@ -75,7 +75,7 @@ def test_the_first_operation_blocks_until_all_ranks_have_come(rank_pool: RankPoo
     assert rank_pool.run(first_collective, world_size=3) == [(True, [1.0, 1.0]), (True, [1.0, 1.0]), (False, [1.0, 1.0])]
 
 
-def exchange(group: NcclManners, tensor: Tensor) -> Any:
+def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
     """Ranks 0 and 1 to each other, as one operation."""
     peer = 1 - dist.get_rank()
     received = torch.empty_like(tensor)
@@ -269,7 +269,7 @@ def test_an_operation_that_cannot_end_holds_up_later_ones_of_its_communicator(ra
     assert received == [1.0, 2.0]
 
 
-def gather(group: NcclManners, tensor: Tensor) -> Any:
+def gather(group: NcclSemantics, tensor: Tensor) -> Any:
     """To rank 1."""
     options = dist.GatherOptions()
     options.rootRank = 1

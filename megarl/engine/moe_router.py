@@ -30,15 +30,15 @@ from megarl.models.architecture import Architecture
 class RoutedTokens(NamedTuple):
     """What routers are told of the tokens of a micro-batch that are on this rank.
 
-    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see routing.py.
+    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see router_replay.py.
     """
 
     counts: Tensor
-    tally: RouterTally | None
+    tally: RouterStatistics | None
     routes: MicroBatchRoutes | None
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, tally: RouterTally | None, groups: ParallelGroups) -> RoutedTokens:
+    def of(cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups) -> RoutedTokens:
         """Of tokens of which ranks that are sequence-parallel have each a part."""
         flat = micro_batch.counts.t().flatten()  # hidden states are (S, b, H)
         if groups.parallel.sequence_parallel:
@@ -46,7 +46,7 @@ class RoutedTokens(NamedTuple):
         return cls(flat, tally, micro_batch.routes)
 
 
-class RouterTally:
+class RouterStatistics:
     """Where the tokens of a mini-batch go, and what is added to its loss.
 
     tokens: (L, E) how many go to each expert. probabilities: (L, E) the mean of their probabilities, with a load-balancing loss.

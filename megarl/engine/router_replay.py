@@ -20,9 +20,9 @@ from torch import Tensor
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes, TokenPlaces
+from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes, TokenPositions
+from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
-from megarl.engine.router import ExpertRouter
 from megarl.models.architecture import Experts
 
 
@@ -52,7 +52,7 @@ class RouterReplay:
         return scores.gather(1, experts), experts
 
 
-class RouteKeeper:
+class RouterReplayBuffer:
     """Gives the routers of a rank's layers the routes of a batch, or keeps what they choose.
 
     A batch's column has for each row (tokens - 1, L, K) small integers, flat: L layers with experts in their order, K experts each. The
@@ -70,7 +70,7 @@ class RouteKeeper:
                 layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
         self._shape = (len(experts.layers), experts.num_experts_per_tok)
         self._groups, self._device = groups, device
-        self._kept: list[tuple[TokenPlaces, MicroBatchRoutes]] = []
+        self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []
 
     def enter(self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None) -> list[MicroBatch]:
         """The micro-batches of a pass, with their routes. column: of the batch, of whose rows they are; None: routers choose, and `collect`
@@ -95,7 +95,7 @@ class RouteKeeper:
             return tokens
         return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
 
-    def _given(self, column: RaggedTensor, places: TokenPlaces, rows: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+    def _given(self, column: RaggedTensor, places: TokenPositions, rows: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         size, lengths = self._shape[0] * self._shape[1], places.lengths.tolist()
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
         is_given = torch.zeros(len(table), dtype=torch.bool)
@@ -118,7 +118,7 @@ class RouteKeeper:
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         return RaggedTensor.concat(parts).select(torch.tensor(rows).argsort())
 
-    def _rows(self, places: TokenPlaces, routes: MicroBatchRoutes) -> RaggedTensor:
+    def _rows(self, places: TokenPositions, routes: MicroBatchRoutes) -> RaggedTensor:
         """Each rank has what its layers chose for its tokens: the rest is 0, so that a sum makes it whole."""
         groups = self._groups
         lengths = places.lengths.tolist()

@@ -1,4 +1,4 @@
-"""A process group with NCCL's manners on gloo's feet: what hangs or fails on CUDA only, hangs or fails on a CPU as well.
+"""A process group with NCCL's semantics over gloo: what hangs or fails on CUDA only, hangs or fails on a CPU as well.
 
 gloo forgives: it connects in its constructor, raises when a peer dies, and does not mind two ranks on one device. Here, as with NCCL:
 
@@ -13,7 +13,7 @@ gloo forgives: it connects in its constructor, raises when a peer dies, and does
 
 CPU tensors stand for those of devices, and `wait` for what waits on a stream.
 
-    group = NcclManners(store, rank, size, timedelta(seconds=60))      # bare, as dist.ProcessGroupNCCL
+    group = NcclSemantics(store, rank, size, timedelta(seconds=60))      # bare, as dist.ProcessGroupNCCL
     register(); dist.init_process_group(BACKEND, ...)                  # or as the backend of all groups
 """
 
@@ -32,7 +32,7 @@ from megarl.weights.p2p import ASYNC_ERROR_HANDLING
 from tests.logical_devices import VisibleDevices
 from tests.nccl_communicator import ENDED, Begin, Communicator, QueuedWork
 
-BACKEND = "nccl_manners"
+BACKEND = "nccl_semantics"
 
 _FULL = "full"  # key of the communicator of all ranks
 _TAG = 0  # of all transfers: NCCL has no tags, and those of a pair match in their order
@@ -42,13 +42,13 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stubs overload what is one functio
 def _collective(name: str) -> Callable[..., Any]:
     """A method of dist.ProcessGroup."""
 
-    def method(self: NcclManners, *arguments: Any, **options: Any) -> Any:
+    def method(self: NcclSemantics, *arguments: Any, **options: Any) -> Any:
         return self._submit(lambda gloo: getattr(gloo, name)(*arguments, **options))
 
     return method
 
 
-class NcclManners(_ProcessGroup):
+class NcclSemantics(_ProcessGroup):
     """One rank's place in a group; it returns at once.
 
     options: a limit of time, or an object with one, as dist.ProcessGroupNCCL.Options; it holds for the making of each communicator and
@@ -134,7 +134,7 @@ class NcclManners(_ProcessGroup):
 
     def _transfer(self, begin: Callable[[dist.ProcessGroup, int], dist.Work], peer: int) -> Any:
         if peer == self.rank():
-            raise ValueError(f"rank {peer} sends to itself or receives from itself, for which there is no stand-in")
+            raise ValueError(f"rank {peer} sends to itself or receives from itself, for which there is no stub")
         if self._is_eager or self._coalesced is not None:
             return self._submit(lambda gloo: begin(gloo, peer))
         low, high = sorted((self.rank(), peer))
@@ -166,7 +166,7 @@ class NcclManners(_ProcessGroup):
     def _is_initialized(self) -> bool:
         return _FULL in self._communicators
 
-    def _get_backend(self, device: torch.device) -> NcclManners:
+    def _get_backend(self, device: torch.device) -> NcclSemantics:
         return self
 
     def _get_backend_name(self) -> str:
@@ -183,14 +183,14 @@ class NcclManners(_ProcessGroup):
 def register() -> None:
     """Makes BACKEND known to torch.distributed in this process; another call changes nothing."""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, NcclManners, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, NcclSemantics, devices=["cpu"])
         dist.batch_isend_irecv = partial(_batch_isend_irecv, dist.batch_isend_irecv)
 
 
 def _batch_isend_irecv(of_torch: Callable[..., list[Any]], transfers: list[dist.P2POp]) -> list[Any]:
     """torch coalesces the transfers of groups of its own class only."""
     group: Any = transfers[0].group or dist.group.WORLD
-    if not isinstance(group, NcclManners):
+    if not isinstance(group, NcclSemantics):
         return of_torch(transfers)
     with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as coalesced:
         for transfer in transfers:
