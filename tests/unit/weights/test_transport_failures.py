@@ -1,5 +1,7 @@
-"""Engines that die or hang in a push, at any round, by every transport, over gloo and over NCCL semantics: the others get their weights, and
-so does the one that comes in the place of the lost one; nothing is left over."""
+"""Engines that die or hang in a push, at any round, by every transport, over gloo and over NCCL semantics.
+
+The others get their weights, and so does the one that replaces the lost one; nothing is left over.
+"""
 
 from __future__ import annotations
 
