@@ -23,6 +23,7 @@ from megarl.data.tokenizer import load_tokenizer, rendered_chat
 from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.start import PPORoles
 from megarl.tracking.samples import read_samples, sample_files
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.tiny_run import run_ppo
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
             return
         assert isinstance(roles.rollout, EpisodeRollout)
         scheduler, environments = roles.rollout.scheduler, roles.rollout.environments
-        turn, add, (replica,) = environments.poll, scheduler.add, roles.rollout.replicas[0].process_ids()
+        turn, add, (replica,) = environments.poll, scheduler.add, roles.rollout.replicas[0].call(RolloutWorker.process_ids)
 
         def turn_and_kill(wait_s: float) -> Any:
             if not killed and called.exists() and (pids := called.read_text().split()):

@@ -28,6 +28,7 @@ from megarl.config.schema import (
     Verify,
 )
 from megarl.roles.start import PPORoles
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.meeting import meeting_in_step
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, save_policy, tiny_config
 
@@ -151,7 +152,7 @@ class Killer:
 
     def __call__(self, step: int, roles: PPORoles) -> None:
         if step in self._steps:
-            os.kill(roles.rollout.replicas[self._replica].process_ids()[0], signal.SIGKILL)
+            os.kill(roles.rollout.replicas[self._replica].call(RolloutWorker.process_ids)[0], signal.SIGKILL)
 
 
 def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(split: Finished, inputs: Path, tmp_path: Path) -> None:

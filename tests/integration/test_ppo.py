@@ -39,6 +39,7 @@ from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.trainers.monitor import phases_by_call
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -117,7 +118,7 @@ class PolicyWatch:
         if step == STEPS:
             assert isinstance(roles.critic, Critic)
             self._hold_critic(roles.critic, roles.weights)
-        self.versions.append(roles.rollout.replicas[0].weight_version())
+        self.versions.append(roles.rollout.replicas[0].call(RolloutWorker.weight_version))
         roles.actor.save_hf(self._folder / str(step), str(self._source))
 
     def _hold_critic(self, critic: Critic, weights: RolloutWeights) -> None:

@@ -27,6 +27,7 @@ from megarl.roles.rollout.scheduler import EngineFaultError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.router import RequestRoutingError
 from megarl.weights.checksum import checksum
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.failure_pages import check_documented
 from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import Push, started_rollout
@@ -121,7 +122,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     assert "is restarted; restarts left: 2" in warning
     rollout.settle()
     expected = {name: checksum(tensor) for name, tensor in WEIGHTS.items()}
-    assert [replica.checksums() for replica in rollout.replicas] == [expected, expected]
+    assert [replica.call(RolloutWorker.checksums) for replica in rollout.replicas] == [expected, expected]
     starts = [call["pid"] for call in recorded_calls(tmp_path) if call["method"] == "__init__"]
     assert len(set(starts)) == 3
     spans = rollout.drain_spans()

@@ -29,7 +29,7 @@ def methods(folder: Path) -> list[tuple[int, str]]:
 
 
 def pids(rollout: Rollout) -> list[int]:
-    return [replica.process_ids()[0] for replica in rollout.replicas]
+    return [replica.call(RolloutWorker.process_ids)[0] for replica in rollout.replicas]
 
 
 def test_a_replica_that_died_is_replaced_before_all_sleep(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_replica_that_died_is_replaced_before_all_sleep(tmp_path: Path) -> Non
         assert {(first, "sleep"), (third, "sleep")} <= set(asleep)
         assert rollout.drain_metrics()["rollout/num_restarts"] == 1
         rollout.send(WEIGHTS, 6, wakes=True)
-        assert [replica.weight_version() for replica in rollout.replicas] == [6, 6]
+        assert [replica.call(RolloutWorker.weight_version) for replica in rollout.replicas] == [6, 6]
         assert set(methods(tmp_path)[4 + len(asleep) :]) == {
             (pid, method) for pid in (first, third) for method in ("wake", "end_weight_update")
         }
@@ -67,7 +67,7 @@ def test_a_replica_that_dies_asleep_is_replaced_when_weights_come(tmp_path: Path
         assert rollout.resident_memory_gb() > 0  # of the one that is left
         rollout.send(WEIGHTS, 6, wakes=True)
         rollout.settle()
-        assert [replica.weight_version() for replica in rollout.replicas] == [6, 6]
+        assert [replica.call(RolloutWorker.weight_version) for replica in rollout.replicas] == [6, 6]
 
 
 def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megarl.roles.rollout.replicas import Replicas
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.weight_matrix import (
     MATRIX,
     MORTAL,
@@ -94,7 +95,7 @@ def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tenso
     requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
     rollout.send(weights, version)
     expected = dict(rollout.stream(requests))
-    worker, *schedulers = rollout.replicas[0].process_ids()
+    worker, *schedulers = rollout.replicas[0].call(RolloutWorker.process_ids)
     assert worker == rollout.replicas[0].pids[0]
     found = {}
     for number, finished in enumerate(rollout.stream(requests)):
@@ -108,6 +109,6 @@ def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tenso
     assert {key: sample.token_ids.tolist() for key, sample in found.items()} == {
         key: sample.token_ids.tolist() for key, sample in expected.items()
     }
-    assert rollout.replicas[0].checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
+    assert rollout.replicas[0].call(RolloutWorker.checksums) == {name: checksum(tensor) for name, tensor in weights.items()}
     rollout.send(weights, later)
     assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}

@@ -28,6 +28,7 @@ from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import load_lm, save_model
 from tests.unit.engine.rank_side import ALL_LAYOUTS
@@ -169,7 +170,7 @@ def generate(replica: RoleGroup, sampling: SamplingParameters) -> list[Sample]:
     samples: dict[int, Sample] = {}
     waiting = list(requests)
     while len(samples) < len(requests):
-        samples |= dict(replica.submit_and_poll(waiting, 5.0).get())
+        samples |= dict(replica.call(RolloutWorker.submit_and_poll, waiting, 5.0).get())
         waiting = []
     return [samples[request.request_id] for request in requests]
 

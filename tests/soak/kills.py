@@ -36,6 +36,7 @@ from megarl.roles.rollout.rollout import Rollout
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
 from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.rollout_replicas import started_rollout
 from tests.unit.rollout.models import random_model
@@ -194,7 +195,7 @@ def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
         if number in rollout._replicas.starting:
             continue
         try:
-            assert replica.checksums() == expected, number
+            assert replica.call(RolloutWorker.checksums) == expected, number
         except WorkerError as error:
             if not is_dead(error):
                 raise

@@ -155,8 +155,8 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
         pushed = [sync.push(replicas.all, version) for _ in range(2)]  # the second time with what the first has left
         sync.close()
         for group in replicas.groups:
-            assert group.weight_version() == version
-            assert group.checksums() == true_checksums(folders.trained)
+            assert group.call(RolloutWorker.weight_version) == version
+            assert group.call(RolloutWorker.checksums) == true_checksums(folders.trained)
         for report, lost in pushed:
             assert lost == {}
             assert report.nbytes == nbytes * (1 if transport is Transport.folder else 2)
@@ -210,7 +210,7 @@ def test_one_that_lies_among_others_is_lost_alone(
     assert report is not None
     assert list(lost) == [1]
     assert isinstance(lost[1], WeightMismatchError)
-    assert honest.groups[0].checksums() == true_checksums(folders.trained)
+    assert honest.groups[0].call(RolloutWorker.checksums) == true_checksums(folders.trained)
     sync.close()
 
 
@@ -225,8 +225,8 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
         report, lost = sync.push(replicas.all, version)
         for number, group in replicas.all.items():
             if number not in lost:
-                assert group.weight_version() == version
-                assert group.checksums() == true_checksums(folders.trained)
+                assert group.call(RolloutWorker.weight_version) == version
+                assert group.call(RolloutWorker.checksums) == true_checksums(folders.trained)
         if lost:
             assert all("ended (killed" in str(error) for error in lost.values())
             replicas.replace(lost)
@@ -234,7 +234,7 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
             assert alone is not None
             assert lost_again == {}
     assert 1 <= replicas.num_restarts <= 2
-    assert [group.weight_version() for group in replicas.groups] == [2, 2]
+    assert [group.call(RolloutWorker.weight_version) for group in replicas.groups] == [2, 2]
     sync.close()
 
 
@@ -250,7 +250,7 @@ def test_a_first_push_in_which_nobody_lives_names_the_dead(
     assert (report, list(lost)) == (None, [0])
     replicas.restart(0, "a test")
     assert sync.push(replicas.all, 1)[1] == {}
-    assert replicas.groups[0].checksums() == true_checksums(folders.trained)
+    assert replicas.groups[0].call(RolloutWorker.checksums) == true_checksums(folders.trained)
     sync.close()
 
 
@@ -268,7 +268,7 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     replicas.restart(1, "a test")
     assert sync.push({1: replicas.groups[1]}, 2)[1] == {}  # as one that was started anew gets them
     assert sync.push(replicas.all, 3)[1] == {}
-    assert [group.weight_version() for group in replicas.groups] == [3, 3]
+    assert [group.call(RolloutWorker.weight_version) for group in replicas.groups] == [3, 3]
     sync.close()
 
 
@@ -310,7 +310,7 @@ def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_p
     with started("stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}) as groups:
         sync = Trainer(groups["actor"], folders.trained).sync(transport, tmp_path, Verify.off, parallel, num_replicas=1)
         sync.push(replicas.all, 1)
-        assert replicas.groups[0].weight_version() == 1
+        assert replicas.groups[0].call(RolloutWorker.weight_version) == 1
         groups["actor"].call_rank(rank, StubTrainer.die_in_the_next_push).get()
         start_s = time.monotonic()
         with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weights.*ended \(killed"):
