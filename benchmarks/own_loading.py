@@ -14,7 +14,7 @@ from own_means import messages_seconds
 from megarl.controller.worker import register
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
-from megarl.weights.p2p import Wire, WireAddress
+from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.tensors import Manifest
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
@@ -104,7 +104,7 @@ class MeasuredWorker(RolloutWorker):
             engine._loader._ask("meet")  # first uses are no part of a plan
             shapes = [(name, meta.shape) for name, meta in manifest.items()]
             [(_, _, own_s)] = engine._loader._ask("own_loading", shapes=shapes)
-        first_s = measure(lambda: engine.needed_boxes(manifest))
+        first_s = measure(lambda: engine.needed_slices(manifest))
         later_s = measure(lambda: engine.begin_weight_update(manifest))
         engine.sleep()
         engine.wake()
@@ -112,10 +112,10 @@ class MeasuredWorker(RolloutWorker):
         return PlanningSeconds(own_s, first_s, later_s, after_sleep_s, measure(checksums))
 
     @register()
-    def messages_seconds(self, address: WireAddress, nbytes: int, message_bytes: int) -> float:
+    def messages_seconds(self, address: P2PAddress, nbytes: int, message_bytes: int) -> float:
         """As rank 1 of a group of two."""
-        wire = Wire.join(address, 1, torch.device("cpu"))
+        p2p = P2PGroup.join(address, 1, torch.device("cpu"))
         try:
-            return messages_seconds(wire, 1, nbytes, message_bytes)
+            return messages_seconds(p2p, 1, nbytes, message_bytes)
         finally:
-            wire.close()
+            p2p.close()

@@ -1,4 +1,4 @@
-"""The trainer's side of benchmarks/weights.py: what the means of a carrier take by themselves for as many bytes, as limits."""
+"""The trainer's side of benchmarks/weights.py: what the means of a transport take by themselves for as many bytes, as limits."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 import torch
 
 from megarl.controller.worker import register
-from megarl.weights.p2p import UnderWay, Wire, WireAddress
+from megarl.weights.p2p import P2PAddress, P2PGroup, PendingMessages
 from megarl.workers.megatron import MegatronWorker
 
 
-def messages_seconds(wire: Wire, rank: int, nbytes: int, message_bytes: int) -> float:
+def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) -> float:
     """Of one of two members: bytes that nobody fills or reads go from rank 0 to rank 1, from two buffers that take turns."""
     buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
 
-    def start(number: int, length: int) -> UnderWay:
+    def start(number: int, length: int) -> PendingMessages:
         message = [(1 - rank, buffers[number % 2][:length])]
-        return wire.start(*((message, []) if rank == 0 else ([], message)), number)
+        return p2p.start(*((message, []) if rank == 0 else ([], message)), number)
 
     while not start(0, 1).is_done(1.0):  # all are there
         pass
     start_s = time.perf_counter()
-    under_way: list[UnderWay] = []
+    under_way: list[PendingMessages] = []
     for number, position in enumerate(range(0, nbytes, message_bytes), start=1):
         if len(under_way) == 2:
             while not under_way[0].is_done(1.0):
@@ -61,14 +61,14 @@ def _all(function: Callable[[int, memoryview], int], descriptor: int, rest: memo
 
 class MeasuredTrainer(MegatronWorker):
     @register()
-    def messages_seconds(self, address: WireAddress, nbytes: int, message_bytes: int) -> float:
+    def messages_seconds(self, address: P2PAddress, nbytes: int, message_bytes: int) -> float:
         """Rank 0 of a group of two, at the port that `reserve_weight_group` has taken."""
         listener, self._listener = self._listener, None
-        wire = Wire.join(address, 0, torch.device("cpu"), listener)
+        p2p = P2PGroup.join(address, 0, torch.device("cpu"), listener)
         try:
-            return messages_seconds(wire, 0, nbytes, message_bytes)
+            return messages_seconds(p2p, 0, nbytes, message_bytes)
         finally:
-            wire.close()
+            p2p.close()
 
     @register()
     def files_seconds(self, folder: str, nbytes: int, bucket_bytes: int) -> float:

@@ -38,7 +38,7 @@ from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.run import Script, SimulatedRun, Simulation
-from megarl.weights.plan import Boxes
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
 from megarl.workers.rollout_worker import RolloutWorker
@@ -118,7 +118,7 @@ class SleepingEngine(RolloutEngine):
     def weight_version(self) -> int | None:
         return self._version
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         return [{}]
 
     def join_weights(self, links: Sequence[EngineLink]) -> None: ...

@@ -4,7 +4,7 @@
     python benchmarks/weights.py --planning    # only where tensors go
 
 A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into one real SGLang
-engine by each carrier, as a training step does: pause, receive, stamp, flush, resume; without verification. Measured are the
+engine by each transport, as a training step does: pause, receive, stamp, flush, resume; without verification. Measured are the
 fastest of several pushes, in turns with the limits, so that what else runs on the machine slows all of them.
 
 copy      of the same tensors to other memory, in SGLang's process
@@ -12,7 +12,7 @@ own       SGLang's `model.load_weights` of the same tensors, when they are alrea
 gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, which do nothing else
 files     writing and reading a file of as many bytes, by one process, as far as the system's cache of files
 
-`of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the carrier's own means (gloo, files) for
+`of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the transport's own means (gloo, files) for
 the others. Targets: half for `device` from a trainer of the same layout; for `group` seven tenths where the trainer's boxes are
 contiguous (TP1) and half where they must be packed (TP2: some are columns).
 
@@ -65,13 +65,13 @@ from megarl.models.families import read_architecture
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.weights.p2p import WireAddress
+from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankPlace
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 LIMITS = {Transport.device: ("copy", "own"), Transport.group: ("gloo",), Transport.folder: ("files",)}
-TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}  # by carrier and tensor-parallel size
+TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}  # by transport and tensor-parallel size
 MOST_PER_BYTE = 1.3  # with several engines, over one
 
 
@@ -128,7 +128,7 @@ def measure_limits(engine: RoleGroup, source: WeightSource, transport: Transport
     limits = {"copy": copy_s, "own": own_s}
     if transport is Transport.group:
         point = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group).get()
-        address = WireAddress("limit", point.host, point.port, 2, point.backend, 60.0)
+        address = P2PAddress("limit", point.host, point.port, 2, point.backend, 60.0)
         own = source.group.call_rank(0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes)
         engines = engine.call_rank(0, MeasuredWorker.messages_seconds, address, nbytes, source.bucket_bytes)
         limits["gloo"] = max(gather(own, engines))
@@ -192,7 +192,7 @@ def measure(folder: Path, tensor_parallel_sizes: list[int], transports: list[Tra
             sync.close()  # one trainer at a time
     nbytes = next(iter(pushes.values()))[0].nbytes
     print("limits: " + "; ".join(f"{name} {seconds:.3f} s, {nbytes / 1e9 / seconds:.2f} GB/s" for name, seconds in fastest.items()))
-    print("carrier          bytes     time      speed of limit target extra  share of the time")
+    print("transport          bytes     time      speed of limit target extra  share of the time")
     met = [show(*key, min(reports, key=lambda report: report.seconds), bucket_bytes, fastest) for key, reports in pushes.items()]
     engine.shutdown()
     return all(met) and measure_replicas(folder, sources[min(sources)], repeats, scratch)

@@ -21,7 +21,7 @@ import torch
 from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Boxes, whole_boxes
+from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError
@@ -186,28 +186,28 @@ class FakeEngine(RolloutEngine):
     def weight_version(self) -> int | None:
         return self._lifecycle.weight_version
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
-        self._record("needed_boxes")
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
+        self._record("needed_slices")
         if dict(manifest) != dict(self._spec.manifest):
             differing = sorted(name for name in {*manifest, *self._spec.manifest} if manifest.get(name) != self._spec.manifest.get(name))
             raise WeightTransferError(f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}")
-        return [self._boxes]
+        return [self._slices]
 
     @property
-    def _boxes(self) -> Boxes:
-        return whole_boxes({name: tuple(tensor.shape) for name, tensor in self._weights.items()})
+    def _slices(self) -> TensorSlices:
+        return whole_slices({name: tuple(tensor.shape) for name, tensor in self._weights.items()})
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         self._record("join_weights")
         (link,) = links
-        self._receiver.join(link, self._boxes, lambda part: [self._weights[part.name][part.box.slices]])
+        self._receiver.join(link, self._slices, lambda part: [self._weights[part.name][part.tensor_slice.index]])
 
     def leave_weights(self) -> None:
         self._record("leave_weights")
         self._receiver.leave()
 
     def begin_weight_update(self, manifest: Manifest) -> None:
-        self.needed_boxes(manifest)
+        self.needed_slices(manifest)
         self._record("begin_weight_update")
         self._lifecycle.begin(manifest)
 

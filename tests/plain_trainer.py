@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.rollout.interface import RolloutEngine
-from megarl.weights.p2p import Wire, WireAddress, reserve_port
-from megarl.weights.plan import Part, RankBoxes, RankPlace, plan_transfer, whole_boxes
+from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
+from megarl.weights.plan import Part, RankPlace, RankSlices, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, TensorMeta
-from megarl.weights.transports.device import DevicePlace, DeviceTrainerEnd
-from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
-from megarl.weights.transports.interface import Sending, TrainerEnd
+from megarl.weights.transports.device import DevicePlace, DeviceSender
+from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.interface import Sender, SendPass
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
@@ -39,44 +39,44 @@ class PlainShards:
         self.dtype, self.device = first.dtype, first.device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        yield self._weights[part.name][part.box.slices]
+        yield self._weights[part.name][part.tensor_slice.index]
 
 
 class PlainTrainer:
-    """Joined with `engine`: by slots beside each of its ranks, or in a group with them."""
+    """Joined with `engine`: by IPC buffers beside each of its ranks, or in a group with them."""
 
-    def __init__(self, engine: RolloutEngine, weights: Weights, carrier: str = "device", message_numel: int = 2**20) -> None:
+    def __init__(self, engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20) -> None:
         self._engine, self.manifest = engine, manifest_of(weights)
-        needed = engine.needed_boxes(self.manifest)
+        needed = engine.needed_slices(self.manifest)
         shapes = {name: meta.shape for name, meta in self.manifest.items()}
-        source = RankBoxes(RankPlace("node", "device"), whole_boxes(shapes))
-        targets = [RankBoxes(RankPlace("node", f"device-{rank}"), boxes) for rank, boxes in enumerate(needed)]
+        source = RankSlices(RankPlace("node", "device"), whole_slices(shapes))
+        targets = [RankSlices(RankPlace("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)]
         self.plan = plan_transfer(shapes, [source], targets, message_numel)
         shards = PlainShards(weights)
         self._dtype, self._device = shards.dtype, shards.device
-        self.ends: list[TrainerEnd] = []
-        self.links = self._by_slots() if carrier == "device" else self._by_group()
-        if carrier == "device":
+        self.ends: list[Sender] = []
+        self.links = self._by_ipc() if transport == "device" else self._by_group()
+        if transport == "device":
             engine.join_weights(self.links)
-        self._under_way: list[Sending] = []
+        self._pending: list[SendPass] = []
 
-    def _by_slots(self) -> list[EngineLink]:
+    def _by_ipc(self) -> list[EngineLink]:
         links = []
-        for rank in range(len({target for _, target in self.plan.streams})):
-            end, streams = DeviceTrainerEnd(None, 0), self.plan.of_target(rank)  # type: ignore[arg-type]  # it sends nothing
-            address = end.serve(0, f"device-{rank}", streams, self._dtype, self._device)
-            links.append(EngineLink(DevicePlace(address, f"device-{rank}"), streams, self._dtype))
+        for rank in range(len({target for _, target in self.plan.schedules})):
+            end, schedules = DeviceSender(None, 0), self.plan.of_target(rank)  # type: ignore[arg-type]  # it sends nothing
+            address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
+            links.append(EngineLink(DevicePlace(address, f"device-{rank}"), schedules, self._dtype))
             self.ends.append(end)
         return links
 
     def _by_group(self) -> list[EngineLink]:
-        route, listener = group_route(self.plan, sorted({target for _, target in self.plan.streams})), reserve_port("127.0.0.1")
-        address = WireAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, BACKEND_OF[self._device.type], LIMIT_S)
-        links = [EngineLink(GroupPlace(address, 1 + rank), streams, self._dtype) for rank, streams in enumerate(route.receives)]
+        route, listener = group_route(self.plan, sorted({target for _, target in self.plan.schedules})), reserve_port("127.0.0.1")
+        address = P2PAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, BACKEND_OF[self._device.type], LIMIT_S)
+        links = [EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype) for rank, schedules in enumerate(route.receives)]
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(Wire.join, address, 0, self._device, listener)
+            joining = pool.submit(P2PGroup.join, address, 0, self._device, listener)
             self._engine.join_weights(links)
-            end = GroupTrainerEnd()
+            end = GroupSender()
             end.join(0, joining.result(LIMIT_S), route.sends[0])
         self.ends.append(end)
         return links
@@ -84,12 +84,12 @@ class PlainTrainer:
     def begin(self, weights: Weights) -> None:
         """What comes of `go_on` are these weights."""
         shards: Any = PlainShards(weights)
-        self._under_way = [Sending(end, shards, [0]) for end in self.ends]
+        self._pending = [SendPass(end, shards, [0]) for end in self.ends]
 
     def go_on(self) -> bool:
         """Whether all was sent and taken; False after a second without a word from the engine."""
-        self._under_way = [sending for sending in self._under_way if sending.run(()) is None]
-        return not self._under_way
+        self._pending = [sending for sending in self._pending if sending.run(()) is None]
+        return not self._pending
 
     def push(self, weights: Weights, version: int) -> None:
         self.begin(weights)
@@ -114,8 +114,8 @@ class PlainTrainer:
 
 
 @contextmanager
-def joined(engine: RolloutEngine, weights: Weights, carrier: str = "device", message_numel: int = 2**20) -> Iterator[PlainTrainer]:
-    trainer = PlainTrainer(engine, weights, carrier, message_numel)
+def joined(engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20) -> Iterator[PlainTrainer]:
+    trainer = PlainTrainer(engine, weights, transport, message_numel)
     try:
         yield trainer
     finally:

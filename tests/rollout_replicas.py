@@ -123,7 +123,7 @@ def sync_of(
     num_ranks: int = 1,
     verify: Verify = Verify.always,
 ) -> WeightSync:
-    """To replicas of `num_ranks` each: with the carrier `device` they are on the trainers' devices, in order, else on their own."""
+    """To replicas of `num_ranks` each: with the transport `device` they are on the trainers' devices, in order, else on their own."""
     name = "device" if transport is Transport.device else "engine-device"
     return WeightSync(
         source,

@@ -27,13 +27,13 @@ from megarl.machine.usage import PeakMemory
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.checksum import checksum
-from megarl.weights.p2p import BACKENDS, Wire, WireAddress, reserve_port
-from megarl.weights.plan import Boxes, Part, RankBoxes, RankPlace, TransferPlan, plan_transfer, whole_boxes
+from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
+from megarl.weights.plan import Part, RankPlace, RankSlices, TensorSlices, TransferPlan, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
-from megarl.weights.transports.device import NUM_SLOTS, DevicePlace, DeviceTrainerEnd
-from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
-from megarl.weights.transports.interface import Sending, SendReport, TrainerEnd
+from megarl.weights.transports.device import NUM_IPC_BUFFERS, DevicePlace, DeviceSender
+from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.interface import Sender, SendPass, SendReport
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
@@ -49,16 +49,16 @@ BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantic
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """folder: of the model's config.json. devices: of the trainer and of the engines. slot_bytes: what fits in one slot."""
+    """folder: of the model's config.json. devices: of the trainer and of the engines. buffer_bytes: what fits in one IPC buffer."""
 
     folder: Path
     devices: tuple[torch.device, torch.device]
-    slot_bytes: int = 2**20
+    buffer_bytes: int = 2**20
 
     @property
     def bucket_bytes(self) -> int:
-        """All slots hold two."""
-        return NUM_SLOTS * self.slot_bytes // 2
+        """All IPC buffers hold two."""
+        return NUM_IPC_BUFFERS * self.buffer_bytes // 2
 
 
 class Held(NamedTuple):
@@ -130,40 +130,40 @@ class _Obeying:
         self._listener = reserve_port("127.0.0.1")
         return self._listener.getsockname()[1]
 
-    def meet(self, address: WireAddress, rank: int) -> float:
+    def meet(self, address: P2PAddress, rank: int) -> float:
         """Seconds that it took; raises where they do not meet."""
         start_s, listener, self._listener = time.monotonic(), self._listener, None
-        self.wire = Wire.join(address, rank, self.device, listener)
+        self.p2p = P2PGroup.join(address, rank, self.device, listener)
         return time.monotonic() - start_s
 
 
 class TrainerProcess(_Obeying):
     def __init__(self, spec: SharedSpec, place: Place) -> None:
         super().__init__(spec, place, spec.devices[0])
-        self._group, self._device = GroupTrainerEnd(), DeviceTrainerEnd(None, 0)  # type: ignore[arg-type]  # it sends nothing
-        self._end: TrainerEnd = self._device
+        self._group, self._device = GroupSender(), DeviceSender(None, 0)  # type: ignore[arg-type]  # it sends nothing
+        self._end: Sender = self._device
         self._weights = weights(spec.folder, 0, self.device)
 
-    def _plan(self, needed: Boxes, device_name: str) -> TransferPlan:
+    def _plan(self, needed: TensorSlices, device_name: str) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest(self.spec.folder).items()}
-        source = RankBoxes(RankPlace("node", NAME), whole_boxes(shapes))
-        target = RankBoxes(RankPlace("node", device_name), needed)
-        return plan_transfer(shapes, [source], [target], self.spec.slot_bytes // DTYPE.itemsize)
+        source = RankSlices(RankPlace("node", NAME), whole_slices(shapes))
+        target = RankSlices(RankPlace("node", device_name), needed)
+        return plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
 
-    def serve(self, replica: int, needed: Boxes) -> str:
+    def serve(self, replica: int, needed: TensorSlices) -> str:
         """A link, as it travels."""
-        streams = self._plan(needed, NAME).of_target(0)
-        address = self._device.serve(replica, NAME, streams, DTYPE, self.device)
-        return json.dumps(EngineLink(DevicePlace(address, NAME), streams, DTYPE).encode())
+        schedules = self._plan(needed, NAME).of_target(0)
+        address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
+        return json.dumps(EngineLink(DevicePlace(address, NAME), schedules, DTYPE).encode())
 
-    def join_group(self, replica: int, address: WireAddress, needed: Boxes) -> None:
+    def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
         self.meet(address, 0)
         self._end = self._group
-        self._group.join(replica, self.wire, group_route(self._plan(needed, "another"), [0]).sends[0])
+        self._group.join(replica, self.p2p, group_route(self._plan(needed, "another"), [0]).sends[0])
 
-    def group_link(self, address: WireAddress, needed: Boxes) -> str:
-        (streams,) = group_route(self._plan(needed, "another"), [0]).receives
-        return json.dumps(EngineLink(GroupPlace(address, 1), streams, DTYPE).encode())
+    def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
+        (schedules,) = group_route(self._plan(needed, "another"), [0]).receives
+        return json.dumps(EngineLink(GroupPlace(address, 1), schedules, DTYPE).encode())
 
     def change(self, seed: int) -> None:
         """What comes next are the weights of this seed."""
@@ -172,9 +172,9 @@ class TrainerProcess(_Obeying):
     def send(self, replicas: Collection[int]) -> SendReport:
         """Ends with the pass, or fails after LIMIT_S."""
         shards: Any = PlainShards(self._weights)
-        sending, give_up_s = Sending(self._end, shards, replicas), time.monotonic() + LIMIT_S
+        sending, deadline_s = SendPass(self._end, shards, replicas), time.monotonic() + LIMIT_S
         while (report := sending.run(())) is None:
-            assert time.monotonic() < give_up_s, "the pass does not end"
+            assert time.monotonic() < deadline_s, "the pass does not end"
         return report
 
     def checksums(self) -> dict[str, int]:
@@ -218,13 +218,13 @@ class EngineProcess(_Obeying):
         super().__init__(spec, place, spec.devices[1])
         self.manifest = manifest(spec.folder)
 
-    def start(self) -> Boxes:
+    def start(self) -> TensorSlices:
         """What it needs. Until here it takes nothing of the device."""
         policy = ModelConfig(path=str(self.spec.folder), dtype=DType.bfloat16)
         engine_spec = RolloutEngineSpec(model=policy, rollout=RolloutConfig(), device=Device(self.device.type))
         self.engine = _MortalEngine(engine_spec)
         self.engine.place = self.place
-        (needed,) = self.engine.needed_boxes(self.manifest)
+        (needed,) = self.engine.needed_slices(self.manifest)
         return needed
 
     def join(self, link: str) -> None:

@@ -122,7 +122,7 @@ def build_engine(
     one GPU beside the peer."""
     from megarl.engine.engine import MegatronEngine
     from megarl.weights.plan import Part
-    from megarl.weights.shards import Shards, held_boxes
+    from megarl.weights.shards import Shards, held_slices
 
     class Gradients:
         def __init__(self, chunks: Sequence[Any]) -> None:
@@ -137,10 +137,10 @@ def build_engine(
             tensors = dict(peer.model.named_parameters())
             architecture = self.spec.architecture
             shards = Shards(parameters=self.parameters(), architecture=architecture, layout=self.layout, head="lm")
-            for name, boxes in held_boxes(architecture, self.layout, "lm").items():
-                for box in boxes:
-                    left = tensors[name].detach()[box.slices].flatten()
-                    for region in shards.regions(Part(name, box)):
+            for name, slices in held_slices(architecture, self.layout, "lm").items():
+                for tensor_slice in slices:
+                    left = tensors[name].detach()[tensor_slice.index].flatten()
+                    for region in shards.regions(Part(name, tensor_slice)):
                         region.copy_(left[: region.numel()].view_as(region))
                         left = left[region.numel() :]
 

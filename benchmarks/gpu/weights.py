@@ -3,12 +3,12 @@
     python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
     python -m benchmarks.gpu.weights --device cpu    # a rehearsal with few bytes: no limit
 
-The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind hf, and the carrier is
-`device`: slots of the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push until the engine has taken
+The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind hf, and the transport is
+`device`: buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push until the engine has taken
 everything, the fastest of the repeats; the first push, which has first uses in it, does not count. Between two pushes the trainer
 copies as many bytes from one place of the GPU to another (memcpy), and the fastest counts as well.
 
-Through slots all bytes are copied twice, into them and out of them, and two processes take turns on a GPU: the limit of the speed is
+Through IPC buffers all bytes are copied twice, into them and out of them, and two processes take turns on a GPU: the limit of the speed is
 half of memcpy's. Target: half of that limit, which is the ratio 2 x memcpy's seconds / the push's seconds. Below it the exit code is 1.
 """
 
@@ -32,12 +32,12 @@ from tests.mortal_ranks import Place, mortal_ranks
 from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine
 
 TARGET = 0.5  # of what two copies take
-COPIES = 2  # into the slots and out of them
+COPIES = 2  # into the IPC buffers and out of them
 SIZES = {"cuda": (8, 2048), "cpu": (2, 256)}  # of the model: layers, hidden size
 
 
 class Push(NamedTuple):
-    """packing_s: copying into the slots; waiting_s: for the engine."""
+    """packing_s: copying into the IPC buffers; waiting_s: for the engine."""
 
     seconds: float
     packing_s: float
@@ -98,8 +98,8 @@ def main(options: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         num_layers, hidden_size = SIZES[arguments.device]
         save_model(Path(folder), num_layers, hidden_size, vocab_size=15 * hidden_size)
-        slot_bytes = message_bytes(Transport.device, int(arguments.bucket_mb * 2**20), is_cuda)
-        push, copy_s = measure(SharedSpec(Path(folder), (device, device), slot_bytes), arguments.repeats)
+        buffer_bytes = message_bytes(Transport.device, int(arguments.bucket_mb * 2**20), is_cuda)
+        push, copy_s = measure(SharedSpec(Path(folder), (device, device), buffer_bytes), arguments.repeats)
     ratio = COPIES * copy_s / push.seconds
     print(f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, waiting {push.waiting_s:.4f} s")
     print(f"memcpy {push.nbytes / 1e9:.2f} GB in {copy_s:.4f} s; ratio to one copy {copy_s / push.seconds:.2f}, to two {ratio:.2f}")

@@ -22,7 +22,7 @@ from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.weights.forecast import WeightForecast, forecast_weights
-from megarl.weights.plan import NUM_SLOTS
+from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
 # Four devices train the policy, one each trains the critic and generates, twice.
@@ -199,7 +199,7 @@ def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
 
 def push() -> str:
     """Who gives which engine rank what, in a placement where they are on the same devices, and in one where they are not."""
-    drawing = Drawing(1010, 370, "A push of weights from two pipeline stages to two engines, by the carriers device and group")
+    drawing = Drawing(1010, 370, "A push of weights from two pipeline stages to two engines, by the transports device and group")
     for strategy, left in ((PlacementStrategy.hybrid, 10.0), (PlacementStrategy.split_collocate, 590.0)):
         config = replace(
             _CONFIG,
@@ -213,8 +213,8 @@ def push() -> str:
         forecast = forecast_weights(config, placement, model)
         assert forecast is not None
         beside = placement.share_devices("actor", "rollout")
-        carrier = "device: through slots of shared memory" if beside else "group: point to point over the network"
-        drawing.words(left, 18, f"{carrier}, {forecast.plan.num_rounds} rounds", bold=True)
+        transport = "device: through buffers of shared memory" if beside else "group: point to point over the network"
+        drawing.words(left, 18, f"{transport}, {forecast.plan.num_rounds} rounds", bold=True)
         _draw_push(drawing, config, forecast, model, left, beside)
     return str(drawing)
 
@@ -223,7 +223,7 @@ def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, mo
     """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a device. Without the little that
     comes from ranks that hold the same norms."""
     top, row, height = 54.0, 80.0, 46.0
-    slots, engines = left + 290, left + (390 if beside else 270)
+    buffers, engines = left + 290, left + (390 if beside else 270)
     for rank, layout in enumerate(layouts_of(model, config.actor.parallel)):
         y = top + row * rank
         part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"
@@ -232,13 +232,15 @@ def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, mo
         )
         if beside:
             drawing.frame(left, y - 8, 540, height + 16, f"device {rank}")
-            drawing.box(slots, y, 64, height, FILLS[_DRIVER], f"{NUM_SLOTS} slots")
-            drawing.arrow(slots + 66, y + height / 2, engines - 2, y + height / 2)
+            drawing.box(buffers, y, 64, height, FILLS[_DRIVER], f"{NUM_IPC_BUFFERS} buffers")
+            drawing.arrow(buffers + 66, y + height / 2, engines - 2, y + height / 2)
     size = config.rollout.tensor_parallel_size
     for target, nbytes in enumerate(forecast.received):
         share = nbytes / (num_parameters(model) * forecast.element_bytes)
         lines = (f"engine {target // size}, rank {target % size}", f"keeps {share:.0%} of all")
         drawing.box(engines, top + row * target, 140, height, FILLS["rollout"], *lines)
-    for (source, target), stream in sorted(forecast.plan.streams.items()):
-        if stream.numel > forecast.plan.received(target) / 10:
-            drawing.arrow(left + 150, top + row * source + height / 2, (slots if beside else engines) - 2, top + row * target + height / 2)
+    for (source, target), schedule in sorted(forecast.plan.schedules.items()):
+        if schedule.numel > forecast.plan.received(target) / 10:
+            drawing.arrow(
+                left + 150, top + row * source + height / 2, (buffers if beside else engines) - 2, top + row * target + height / 2
+            )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored, mapped, read_outline, refusal, stored_tensor
 from megarl.machine.errors import CheckpointError
-from megarl.weights.tensors import Rectangle, tiling_fault
+from megarl.weights.tensors import TensorSlice, tiling_fault
 
 METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -66,14 +66,14 @@ class StoredItem:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredChunk(StoredItem):
-    """The box of a tensor that begins at `offsets` and has `shape`, whole in one item."""
+    """The slice of a tensor that begins at `offsets` and has `shape`, whole in one item."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
-    def rectangle(self) -> Rectangle:
-        return Rectangle(self.offsets, tuple(map(int.__add__, self.offsets, self.shape)))
+    def tensor_slice(self) -> TensorSlice:
+        return TensorSlice(self.offsets, tuple(map(int.__add__, self.offsets, self.shape)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
             tensors[key] = DistributedTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=chunks)
-            if (fault := chunks_fault(tensors[key].shape, [chunk.rectangle for chunk in chunks])) is not None:
+            if (fault := chunks_fault(tensors[key].shape, [chunk.tensor_slice for chunk in chunks])) is not None:
                 raise CheckpointError(f"{folder / METADATA_FILE}: the chunks of {key} do not make it once: {fault}")
         else:
             item = items.get(metadata.MetadataIndex(key))
@@ -193,19 +193,19 @@ def _chunk(folder: Path, key: str, chunk: metadata.ChunkStorageMetadata, items: 
     return StoredChunk(file=item.file, position=item.position, nbytes=item.nbytes, offsets=tuple(chunk.offsets), shape=tuple(chunk.sizes))
 
 
-def chunks_fault(shape: Sequence[int], boxes: Sequence[Rectangle]) -> str | None:
-    """As `tiling_fault`, of thousands of boxes: those that begin and end alike along the first dimension are one group (a layer)."""
+def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
+    """As `tiling_fault`, for thousands of slices: those that begin and end alike along the first dimension are one group (a layer)."""
     if not prod(shape):
         return None
-    groups: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
-    for box in boxes:
-        if len(box.starts) != len(shape):
-            return f"{box} has another number of dimensions than {tuple(shape)}"
+    groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
+    for tensor_slice in slices:
+        if len(tensor_slice.starts) != len(shape):
+            return f"{tensor_slice} has another number of dimensions than {tuple(shape)}"
         if shape:
-            groups[box.starts[0], box.stops[0]].append(Rectangle(box.starts[1:], box.stops[1:]))
-    spans = [Rectangle((start,), (stop,)) for start, stop in sorted(groups)]
+            groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:]))
+    spans = [TensorSlice((start,), (stop,)) for start, stop in sorted(groups)]
     if not shape or any(left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)):
-        return tiling_fault(shape, boxes)
+        return tiling_fault(shape, slices)
     if (fault := tiling_fault(shape[:1], spans)) is not None:
         return f"along the first dimension: {fault}"
     if len(shape) == 1:

@@ -132,7 +132,7 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
         return BytesStorageMetadata()
     assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), f"ranks do not agree on {key}"
     chunks = [item.stored for item in items if isinstance(item.stored, StoredChunk)]
-    fault = chunks_fault(first.shape, [chunk.rectangle for chunk in chunks])
+    fault = chunks_fault(first.shape, [chunk.tensor_slice for chunk in chunks])
     if fault is not None:
         raise CheckpointError(f"the ranks have not written {key} once: {fault}")
     return TensorStorageMetadata(

@@ -1,7 +1,7 @@
 """Where a model's parameters, and its optimizer's parts of them, lie in the tensors of a checkpoint.
 
-Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter is one rectangle of such
-a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a parameter's elements, and so a few rectangles.
+Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter is one slice of such
+a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a parameter's elements, and so a few slices.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.model import ModelChunk
 from megarl.engine.optimizer import OptimizerSlice
-from megarl.weights.tensors import Rectangle
+from megarl.weights.tensors import TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the rectangle `place` of the tensor `key`.
+    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the slice `place` of the tensor `key`.
 
     shape: of the whole tensor. is_main: of the ranks that hold these elements, the one that writes them (of a whole parameter: the
     ranks that differ in their data-parallel place are one here). is_padded: rows at its end may only pad the vocabulary.
@@ -31,7 +31,7 @@ class Shard:
 
     key: str
     shape: tuple[int, ...]
-    place: Rectangle
+    place: TensorSlice
     tensor: Tensor
     start: int
     is_main: bool
@@ -48,18 +48,18 @@ class Shard:
         if first >= last:
             return
         position = first - start
-        for rectangle in rectangles_of_range(self.place.shape, first - self.start, last - self.start):
-            place = rectangle.relative_to((0,) * len(self.shape), self.place.starts)
+        for tensor_slice in slices_of_range(self.place.shape, first - self.start, last - self.start):
+            place = tensor_slice.relative_to((0,) * len(self.shape), self.place.starts)
             yield replace(self, key=key, place=place, tensor=tensor, start=position)
             position += place.volume
 
 
-def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
     """The elements start..stop of a row-major tensor, in that order: a part of a row, whole rows, a part of a row, at most."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield Rectangle((start,), (stop,))
+        yield TensorSlice((start,), (stop,))
         return
     row_volume = prod(shape[1:])
     first, last = -(-start // row_volume), stop // row_volume  # whole rows
@@ -68,14 +68,14 @@ def rectangles_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator
         return
     yield from _of_row(shape, first - 1, start, first * row_volume)
     if first < last:
-        yield Rectangle((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
+        yield TensorSlice((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
     yield from _of_row(shape, last, last * row_volume, stop)
 
 
-def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
+def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[TensorSlice]:
     before = row * prod(shape[1:])
-    for rectangle in rectangles_of_range(shape[1:], start - before, stop - before):
-        yield Rectangle((row, *rectangle.starts), (row + 1, *rectangle.stops))
+    for tensor_slice in slices_of_range(shape[1:], start - before, stop - before):
+        yield TensorSlice((row, *tensor_slice.starts), (row + 1, *tensor_slice.stops))
 
 
 class Sharding(NamedTuple):
@@ -134,7 +134,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
         yield Shard(
             key=cut.key,
             shape=tuple(cut.global_shape),
-            place=Rectangle.whole((1,) * cut.prepend_axis_num + tuple(cut.local_shape)).relative_to(
+            place=TensorSlice.whole((1,) * cut.prepend_axis_num + tuple(cut.local_shape)).relative_to(
                 (0,) * len(cut.global_shape), cut.global_offset
             ),
             tensor=parameter,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RankPush, RehearsalError
-from megarl.weights.execution import Lane, Rounds, Side
-from megarl.weights.p2p import Message, UnderWay, Wire
+from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.plan import Part
 from megarl.weights.shards import Shards
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
 
 
-class _Sent(UnderWay):
+class _Sent(PendingMessages):
     def is_done(self, patience_s: float) -> bool:
         return True
 
 
-class _Wire(Wire):
+class _RecordedGroup(P2PGroup):
     """Notes what is sent. Engine ranks are numbered behind those of the actor."""
 
     def __init__(self, ledger: Ledger, rank: int, num_ranks: int) -> None:
         self._ledger, self._rank, self._num_ranks = ledger, rank, num_ranks
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
         for target, tensor in sends:
             ranks, dtype = (self._rank, self._num_ranks + target), str(tensor.dtype).removeprefix("torch.")
             self._ledger.communicates(Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place()))
@@ -46,18 +46,18 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
     def regions(part: Part) -> list[Tensor]:
         found = list(shards.regions(part))
         held, types = sum(region.numel() for region in found), {region.dtype for region in found}
-        if held != part.box.volume or types != {dtype}:
+        if held != part.tensor_slice.volume or types != {dtype}:
             raise RehearsalError(
-                f"a push sends {part.box.volume:,} elements of {part.name} as {dtype}, of which this rank holds {held:,}, as "
+                f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which this rank holds {held:,}, as "
                 f"{', '.join(map(str, types))}"
             )
         return found
 
     ledger.look_again()  # the weights have just come back
-    side = Side(push.streams)
-    buffers = torch.empty(2, side.largest, dtype=dtype, device=shards.device)
-    slots = torch.empty(push.slot_bytes, dtype=torch.uint8, device=shards.device)
-    lane = Lane(_Wire(ledger, rank, spec.parallel.world_size), side)
-    is_done = Rounds([lane], side.num_rounds, buffers, regions).run()
+    transfers = PeerTransfers(push.schedules)
+    buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
+    ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
+    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
+    is_done = PipelinedTransfer([channel], transfers.num_rounds, buffers, regions).run()
     assert is_done, "nobody is waited for"
-    del slots
+    del ipc_buffers

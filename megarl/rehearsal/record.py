@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.weights.plan import Stream
+from megarl.weights.plan import TransferSchedule
 
 POINT_TO_POINT = ("send", "recv")
 
@@ -17,11 +17,11 @@ class RehearsalError(Exception):
 
 
 class RankPush(NamedTuple):
-    """What a rank gives away in a push of weights. streams: by engine rank. slot_bytes: memory that it shares with the engine rank on its
+    """What a rank sends in a push of weights. schedules: by engine rank. buffer_bytes: memory that it shares with the engine rank on its
     device, 0 where there is none."""
 
-    streams: Mapping[int, Stream]
-    slot_bytes: int
+    schedules: Mapping[int, TransferSchedule]
+    buffer_bytes: int
 
 
 class RankRequest(NamedTuple):

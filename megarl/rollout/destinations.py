@@ -15,13 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.weights.checksum import checksum
-from megarl.weights.tensors import Manifest, Rectangle, TensorMeta, WeightTransferError, flat_index, row_major_strides
+from megarl.weights.tensors import Manifest, TensorMeta, TensorSlice, WeightTransferError, flat_index, row_major_strides
 
 
 class Destination(NamedTuple):
-    """`elements`, a view of a parameter in the shape of `rectangle`, holds that rectangle of the Hugging Face tensor."""
+    """`elements`, a view of a parameter in the shape of `tensor_slice`, holds that slice of the Hugging Face tensor."""
 
-    rectangle: Rectangle
+    tensor_slice: TensorSlice
     elements: torch.Tensor
 
 
@@ -32,18 +32,18 @@ class TensorPlan:
     meta: TensorMeta
     parts: tuple[Destination, ...]
 
-    def places(self, box: Rectangle) -> Iterator[torch.Tensor]:
-        """The views that are to become `box`, which lies in one of the parts."""
-        for rectangle, elements in self.parts:
-            if box.intersect(rectangle) == box:
-                yield elements[box.relative_to(rectangle.starts).slices]
+    def places(self, tensor_slice: TensorSlice) -> Iterator[torch.Tensor]:
+        """Yields the views that `tensor_slice` is copied to. It lies in one of the parts."""
+        for whole, elements in self.parts:
+            if tensor_slice.intersect(whole) == tensor_slice:
+                yield elements[tensor_slice.relative_to(whole.starts).index]
 
-    def checksums(self) -> list[tuple[Rectangle, int]]:
-        """What each rectangle adds to the checksum of the whole tensor, in the manifest's dtype."""
+    def checksums(self) -> list[tuple[TensorSlice, int]]:
+        """Returns what each slice adds to the checksum of the whole tensor, in the manifest's dtype."""
         strides = row_major_strides(self.meta.shape)
         return [
-            (rectangle, checksum(elements.to(self.meta.dtype), flat_index(rectangle.starts, strides), strides))
-            for rectangle, elements in self.parts
+            (tensor_slice, checksum(elements.to(self.meta.dtype), flat_index(tensor_slice.starts, strides), strides))
+            for tensor_slice, elements in self.parts
         ]
 
 
@@ -79,9 +79,9 @@ class Plan(NamedTuple):
         return {name: tensor.meta for name, tensor in self.tensors.items()}
 
     @property
-    def boxes(self) -> dict[str, list[Rectangle]]:
+    def slices(self) -> dict[str, list[TensorSlice]]:
         """What of each tensor is on this rank; what is there twice, as tied weights may be, counts once."""
-        return {name: list(dict.fromkeys(part.rectangle for part in tensor.parts)) for name, tensor in self.tensors.items()}
+        return {name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts)) for name, tensor in self.tensors.items()}
 
     def is_of(self, model: Any) -> bool:
         """Returns whether the model's parameters still use the memory that this plan's views refer to."""
@@ -125,7 +125,7 @@ def zero_what_is_not_written(model: Any, plan: Plan) -> None:
     written: dict[int, int] = {}
     for destination in plan.destinations:
         key = _storage(destination.elements)
-        written[key] = written.get(key, 0) + destination.rectangle.volume
+        written[key] = written.get(key, 0) + destination.tensor_slice.volume
     for parameter in model.parameters():
         if written.get(_storage(parameter), 0) < parameter.numel():
             parameter.detach().zero_()
@@ -194,13 +194,13 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
         place = next((place for place in range(len(shape)) if strides[place] == stride and shape[place] > 1), None)
         if place is None or place in target_dims or starts[place] + size > shape[place]:
             raise _NotFollowedError(
-                f"of shape {tuple(shape)} it copies what is no rectangle: shape {tuple(source.shape)}, strides {source.stride()}, "
+                f"of shape {tuple(shape)} it copies what is no slice: shape {tuple(source.shape)}, strides {source.stride()}, "
                 f"offset {source.storage_offset()}"
             )
         sizes[place], target_dims[place] = size, dim
     target_strides = [target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
-    return Destination(Rectangle(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
+    return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
 
 
 def _places(model: Any) -> list[ParameterPlace]:

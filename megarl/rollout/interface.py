@@ -13,7 +13,7 @@ import numpy as np
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
-from megarl.weights.plan import Boxes
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
 
@@ -198,7 +198,7 @@ class RolloutEngine(ABC):
         return [samples[request.request_id] for request in requests]
 
     @abstractmethod
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         """Of a model with these tensors, what each of its ranks keeps.
 
         Raises WeightTransferError where the manifest is not that of the engine's model; EngineStateError while asleep or closed.
@@ -217,7 +217,7 @@ class RolloutEngine(ABC):
         """From here to `end_weight_update` the engine refuses to generate.
 
         Pauses generation: requests in flight continue after the update. An update that was begun and not ended is dropped.
-        Raises as `needed_boxes`, and then leaves the engine as it was.
+        Raises as `needed_slices`, and then leaves the engine as it was.
         """
 
     @abstractmethod

@@ -45,7 +45,7 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ():
         start = first + flat_index(block.starts, strides)
-        total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.slices]).sum()
+        total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.index]).sum()
     return int(total) % MODULUS
 
 
@@ -78,7 +78,7 @@ def shard_checksums(shards: Shards, dtype: torch.dtype, *, dense: bool = True, e
         for piece in pieces(weight, shards.layout):
             if not piece.is_source:
                 continue
-            elements = parameter.view(piece.shard_view)[piece.shard.slices].to(dtype)
+            elements = parameter.view(piece.shard_view)[piece.shard.index].to(dtype)
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)
             sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)

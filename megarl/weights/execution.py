@@ -1,7 +1,7 @@
-"""One rank's part in a transfer, round by round: it packs what it sends, and what it receives comes together in its inbox.
+"""The execution of a transfer plan on one rank, round by round: it packs what it sends and collects what it gets in a receive buffer.
 
-While a round travels the one before it is unpacked, so that two messages' worth is under way in each direction. Nobody waits for long
-without giving the word back: whoever runs the ranks learns of a death that a device's communicator would not tell of.
+While a round travels the one before it is unpacked, so two messages are under way in each direction. A rank that waits for long returns to
+its caller, which thus learns of a death that the communicator of a device would not report.
 """
 
 from __future__ import annotations
@@ -14,160 +14,187 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import Stopwatch
-from megarl.weights.p2p import Message, UnderWay, Wire
-from megarl.weights.plan import Part, Stream
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
+from megarl.weights.plan import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 
-PATIENCE_S = 1.0  # without a word from the other side
-SLICE_S = 10.0  # of an engine rank's work at a time: whoever waits for it must know whether it hangs
+PATIENCE_S = 1.0  # the longest wait for the other side before returning to the caller
+TIME_SLICE_S = 10.0  # An engine rank returns to its caller this often, so that the caller notices if it hangs.
 
 Regions = Callable[[Part], Iterable[torch.Tensor]]  # views that hold the elements of a part, in their order
 
 
-class Side:
-    """Streams between this rank and others, by the others' ranks. In a round their messages lie side by side, in the order of ranks."""
+class PeerTransfers:
+    """The transfer schedules between this rank and its peers, by the peers' ranks.
 
-    def __init__(self, streams: Mapping[int, Stream]) -> None:
-        self.streams = dict(sorted(streams.items()))
-        self.num_rounds = next(iter(self.streams.values())).num_rounds if self.streams else 0
+    The messages of a round are contiguous in memory, in the order of the peers.
+    """
 
-    def of_round(self, number: int) -> Iterator[tuple[int, Stream, slice]]:
-        """Rank, stream, and where its message lies."""
+    def __init__(self, schedules: Mapping[int, TransferSchedule]) -> None:
+        self.schedules = dict(sorted(schedules.items()))
+        self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
+
+    def of_round(self, number: int) -> Iterator[tuple[int, TransferSchedule, slice]]:
+        """Yields peer, schedule, and the position of its message in the round."""
         start = 0
-        for rank, stream in self.streams.items():
-            if length := stream.length(number):
-                yield rank, stream, slice(start, start + length)
+        for rank, schedule in self.schedules.items():
+            if length := schedule.length(number):
+                yield rank, schedule, slice(start, start + length)
                 start += length
 
     def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """What came in a round, which lies in `flat`: each part, and its elements in the shape of its box."""
-        for _, stream, where in self.of_round(number):
+        """Yields the parts of a received round with their elements, in the shape of the slice. `flat` contains the round."""
+        for _, schedule, where in self.of_round(number):
             position = where.start
-            for part in stream.message(number):
-                stop = position + part.box.volume
-                yield part, flat[position:stop].view(part.box.shape)
+            for part in schedule.message(number):
+                stop = position + part.tensor_slice.volume
+                yield part, flat[position:stop].view(part.tensor_slice.shape)
                 position = stop
 
     def length(self, number: int) -> int:
-        """Elements of a round."""
-        return sum(stream.length(number) for stream in self.streams.values())
+        """Returns the number of elements of a round."""
+        return sum(schedule.length(number) for schedule in self.schedules.values())
 
     @property
     def largest(self) -> int:
-        """Elements of the largest round."""
+        """The number of elements of the largest round."""
         return max(map(self.length, range(self.num_rounds)), default=0)
 
     @property
     def numel(self) -> int:
-        """Of all rounds."""
-        return sum(stream.numel for stream in self.streams.values())
+        """The number of elements of all rounds."""
+        return sum(schedule.numel for schedule in self.schedules.values())
 
 
-class Inbox(ABC):
-    """Where the messages to one target come together. `sources`: theirs. `own`: of these the rank that is this one, where it is.
-    `replica`: the engine that it is for, None where the transfer cannot go on without it. Methods raise WeightTransferError where
-    the target is gone."""
+class ReceiveBuffer(ABC):
+    """The receive buffer of one target. Methods raise WeightTransferError if the target is gone.
 
-    sources: Side
+    Attributes:
+        sources: The schedules of its sources.
+        own: This rank, if it is one of the sources.
+        replica: The engine that it is for. None: the transfer cannot continue without the target.
+    """
+
+    sources: PeerTransfers
     own: int | None = None
     replica: int | None = None
 
     @abstractmethod
     def is_free(self, number: int) -> bool:
-        """Whether the slot of round `number` may be written to; False after PATIENCE_S without a word from the target."""
+        """Whether the buffer of a round may be written. Waits at most PATIENCE_S for the target."""
 
     @abstractmethod
-    def slot(self, number: int) -> torch.Tensor:
-        """Flat, of at least as many elements as the round has."""
+    def buffer(self, number: int) -> torch.Tensor:
+        """Returns the flat buffer of a round, which has at least as many elements as the round."""
 
     def receives(self, number: int) -> Iterator[Message]:
-        """Of all but this rank, and where each segment of their messages comes to lie."""
-        slot = self.slot(number)
-        for peer, stream, where in self.sources.of_round(number):
+        """Yields the messages of all other ranks in a round: where each segment is received."""
+        buffer = self.buffer(number)
+        for peer, schedule, where in self.sources.of_round(number):
             start = where.start
-            for parts in stream.segments(number) if peer != self.own else ():
-                stop = start + sum(part.box.volume for part in parts)
+            for parts in schedule.segments(number) if peer != self.own else ():
+                stop = start + sum(part.tensor_slice.volume for part in parts)
                 place = self.place(number, parts[0]) if len(parts) == 1 else None
-                yield peer, slot[start:stop] if place is None else place
+                yield peer, buffer[start:stop] if place is None else place
                 start = stop
 
     def place(self, number: int, part: Part) -> torch.Tensor | None:
-        """Flat, where a part may come to lie in place of the slot."""
+        """Returns the flat memory in which a part may be received directly. None: it is received in the buffer."""
         return None
 
     @abstractmethod
     def deliver(self, number: int) -> None:
-        """All messages of the round lie in its slot."""
+        """Hands a round over, whose messages are all in its buffer."""
 
     def is_taken(self) -> bool:
-        """Whether the target is done with all rounds; False after PATIENCE_S without a word from it."""
+        """Whether the target is done with all rounds. Waits at most PATIENCE_S for it."""
         return True
 
 
-class Lane(NamedTuple):
-    """A wire, what this rank sends over it by the others' ranks there, and whether messages to the inbox come over it. `replica`: the
-    engine on its other end, None where the transfer cannot go on without it."""
+class Channel(NamedTuple):
+    """What goes through one p2p group.
 
-    wire: Wire
-    sends: Side
+    Attributes:
+        p2p: The group.
+        sends: What this rank sends, by the peers' ranks in the group.
+        receives: Whether messages to the receive buffer come through it.
+        replica: The engine on the other side. None: the transfer cannot continue without the peers.
+    """
+
+    p2p: P2PGroup
+    sends: PeerTransfers
     receives: bool = False
     replica: int | None = None
 
 
-class Rounds:
-    """A transfer. `regions`: of what this rank sends. `buffers`: two, each for what it sends in a round. `pauses`: it gives the word back
-    every SLICE_S, also where all goes well.
+class PipelinedTransfer:
+    """Runs this rank's part of a transfer: it packs and sends one round while the round before it travels.
 
-    lost: replicas that are gone or were given up, and why. packing, waiting_s: what it took to copy, and waiting for others.
+    Args:
+        channels: The groups that it uses.
+        num_rounds: The number of rounds.
+        buffers: (2, N) elements to pack the rounds into, in turns.
+        regions: Finds the elements of a part that this rank sends.
+        receive_buffer: Where it receives, if it does.
+        yields_regularly: Whether it returns to the caller every TIME_SLICE_S even if no peer is slow.
+
+    Attributes:
+        lost: Replicas that are gone or were dropped, with the reason.
+        packing: The time that it took to copy.
+        waiting_s: The time that it waited for others.
     """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        channels: Sequence[Channel],
         num_rounds: int,
         buffers: torch.Tensor,
         regions: Regions | None = None,
-        inbox: Inbox | None = None,
-        pauses: bool = False,
+        receive_buffer: ReceiveBuffer | None = None,
+        yields_regularly: bool = False,
     ) -> None:
-        self._lanes = tuple(lanes)
+        self._channels = tuple(channels)
         self._num_rounds = num_rounds
-        self._buffers, self._regions, self._inbox = buffers, regions, inbox
-        self._under_way: dict[tuple[Lane, int], UnderWay] = {}
+        self._buffers, self._regions, self._receive_buffer = buffers, regions, receive_buffer
+        self._pending: dict[tuple[Channel, int], PendingMessages] = {}
         self._steps = self._work()
-        self._slice_s = SLICE_S if pauses else float("inf")
-        self._give_up_s = 0.0
+        self._time_slice_s = TIME_SLICE_S if yields_regularly else float("inf")
+        self._deadline_s = 0.0
         self.lost: dict[int, str] = {}
         self.packing = Stopwatch(buffers.device)
         self.waiting_s = 0.0
 
-    def run(self, given_up: Collection[int] = ()) -> bool:
-        """Whether all is done; False after a while without a word from the other side: to be called again, it goes on.
+    def run(self, dropped: Collection[int] = ()) -> bool:
+        """Continues the transfer. Returns False after a while without progress of the other side; call it again then.
 
-        given_up: replicas that are dead. Raises WeightTransferError where someone is gone without whom there is no transfer.
+        Args:
+            dropped: Replicas that are dead.
+
+        Raises:
+            WeightTransferError: A peer is gone without which the transfer cannot continue.
         """
-        for replica in set(given_up) - self.lost.keys():
+        for replica in set(dropped) - self.lost.keys():
             self._lose(replica, WeightTransferError("it was dropped"))
-        self._give_up_s = time.monotonic() + self._slice_s
+        self._deadline_s = time.monotonic() + self._time_slice_s
         with torch.no_grad():
             for _ in self._steps:
                 return False
         return True
 
-    # ---- the work: it yields where patience has run out
+    # ---- the work: a generator that yields when it has waited for PATIENCE_S
 
     def _work(self) -> Iterator[None]:
         for number in range(self._num_rounds):
-            if time.monotonic() > self._give_up_s:
+            if time.monotonic() > self._deadline_s:
                 yield
             yield from self._arrival(number - 2)
-            yield from self._until(self._of_inbox(lambda inbox, number=number: inbox.is_free(number)))  # type: ignore[misc]
+            yield from self._until(self._ask_buffer(lambda receive_buffer, number=number: receive_buffer.is_free(number)))  # type: ignore[misc]
             self._start(number)
-            if self._inbox is not None:
+            if self._receive_buffer is not None:
                 yield from self._delivery(number - 1)
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
-        yield from self._until(self._of_inbox(lambda inbox: inbox.is_taken()))
+        yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
 
     def _until(self, is_so: Callable[[], bool]) -> Iterator[None]:
         start_s = time.perf_counter()
@@ -176,38 +203,38 @@ class Rounds:
         self.waiting_s += time.perf_counter() - start_s
 
     def _arrival(self, number: int) -> Iterator[None]:
-        """Of all that this rank sends and receives in a round."""
-        for lane in self._lanes:
-            yield from self._until(lambda lane=lane: self._has_arrived(lane, number))  # type: ignore[misc]
+        """Waits for all messages of a round."""
+        for channel in self._channels:
+            yield from self._until(lambda channel=channel: self._has_arrived(channel, number))  # type: ignore[misc]
 
-    def _has_arrived(self, lane: Lane, number: int) -> bool:
-        transfer = self._under_way.get((lane, number))
-        if transfer is None or (lane.replica is not None and lane.replica in self.lost):
+    def _has_arrived(self, channel: Channel, number: int) -> bool:
+        transfer = self._pending.get((channel, number))
+        if transfer is None or (channel.replica is not None and channel.replica in self.lost):
             return True
         try:
             if not transfer.is_done(PATIENCE_S):
                 return False
         except WeightTransferError as error:
-            self._lose(lane.replica, error)
-        self._under_way.pop((lane, number), None)
+            self._lose(channel.replica, error)
+        self._pending.pop((channel, number), None)
         return True
 
     def _delivery(self, number: int) -> Iterator[None]:
         yield from self._arrival(number)
         if number >= 0:
-            self._of_inbox(lambda inbox: inbox.deliver(number))()
+            self._ask_buffer(lambda receive_buffer: receive_buffer.deliver(number))()
 
-    def _of_inbox(self, ask: Callable[[Inbox], bool | None]) -> Callable[[], bool]:
-        """What the inbox says; yes where there is none, or nobody takes from it any more: what others send still comes."""
+    def _ask_buffer(self, ask: Callable[[ReceiveBuffer], bool | None]) -> Callable[[], bool]:
+        """Asks the receive buffer. The answer is yes if there is none or its target is lost, since the messages of others still arrive."""
 
         def answer() -> bool:
-            inbox = self._inbox
-            if inbox is None or (inbox.replica is not None and inbox.replica in self.lost):
+            receive_buffer = self._receive_buffer
+            if receive_buffer is None or (receive_buffer.replica is not None and receive_buffer.replica in self.lost):
                 return True
             try:
-                return bool(ask(inbox))
+                return bool(ask(receive_buffer))
             except WeightTransferError as error:
-                self._lose(inbox.replica, error)
+                self._lose(receive_buffer.replica, error)
                 return True
 
         return answer
@@ -216,37 +243,37 @@ class Rounds:
         if replica is None:
             raise error
         self.lost[replica] = str(error)
-        for lane in self._lanes:
-            if lane.replica == replica:
-                lane.wire.abort()
-                self._under_way = {key: transfer for key, transfer in self._under_way.items() if key[0] is not lane}
+        for channel in self._channels:
+            if channel.replica == replica:
+                channel.p2p.abort()
+                self._pending = {key: transfer for key, transfer in self._pending.items() if key[0] is not channel}
 
     # ---- one round
 
     def _start(self, number: int) -> None:
         position = 0
-        for lane in self._lanes:
-            if lane.replica is not None and lane.replica in self.lost:
+        for channel in self._channels:
+            if channel.replica is not None and channel.replica in self.lost:
                 continue
             sends = []
-            for peer, stream, _ in lane.sends.of_round(number):
-                flat = self._buffers[number % 2][position : position + stream.length(number)]
+            for peer, schedule, _ in channel.sends.of_round(number):
+                flat = self._buffers[number % 2][position : position + schedule.length(number)]
                 position += len(flat)
-                sends += [(peer, segment) for segment in self._segments(stream, number, flat)]
-            receives = list(self._inbox.receives(number)) if lane.receives and self._inbox is not None else []
+                sends += [(peer, segment) for segment in self._segments(schedule, number, flat)]
+            receives = list(self._receive_buffer.receives(number)) if channel.receives and self._receive_buffer is not None else []
             if sends or receives:
                 try:
-                    self._under_way[lane, number] = lane.wire.start(sends, receives, number)
+                    self._pending[channel, number] = channel.p2p.start(sends, receives, number)
                 except WeightTransferError as error:
-                    self._lose(lane.replica, error)
-        if (inbox := self._inbox) is not None and inbox.own is not None:
-            for peer, stream, where in inbox.sources.of_round(number):
-                if peer == inbox.own:
-                    self._pack(self._regions_of(stream.message(number)), inbox.slot(number)[where])
+                    self._lose(channel.replica, error)
+        if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
+            for peer, schedule, where in receive_buffer.sources.of_round(number):
+                if peer == receive_buffer.own:
+                    self._pack(self._regions_of(schedule.message(number)), receive_buffer.buffer(number)[where])
 
-    def _segments(self, stream: Stream, number: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Of a message. What lies in one piece in the model is sent from there, the rest is packed into `flat`."""
-        for parts in stream.segments(number):
+    def _segments(self, schedule: TransferSchedule, number: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yields a message in segments. Contiguous parts are sent from the model, and the rest is packed into `flat`."""
+        for parts in schedule.segments(number):
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():
                 yield regions[0].view(-1)

@@ -13,10 +13,10 @@ import torch
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
-from megarl.weights.plan import Boxes, RankBoxes, RankPlace, Streams, TransferPlan, one_after_another, plan_transfer
+from megarl.weights.plan import RankPlace, RankSlices, TensorSlices, TransferPlan, TransferSchedules, one_after_another, plan_transfer
 from megarl.weights.shard_layout import ShardLayout
-from megarl.weights.shards import boxes_by_rank
-from megarl.weights.tensors import ChunkMeta, range_rectangles
+from megarl.weights.shards import slices_by_rank
+from megarl.weights.tensors import ChunkMeta, range_slices
 
 
 class Window(NamedTuple):
@@ -31,11 +31,9 @@ class Window(NamedTuple):
         return sum(chunk.numel for chunk in self.chunks)
 
     @property
-    def boxes(self) -> Boxes:
+    def slices(self) -> TensorSlices:
         """What it needs of each tensor."""
-        return {
-            name: tuple(range_rectangles(self.file.manifest[name].shape, offset, offset + numel)) for name, offset, numel in self.chunks
-        }
+        return {name: tuple(range_slices(self.file.manifest[name].shape, offset, offset + numel)) for name, offset, numel in self.chunks}
 
 
 def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
@@ -58,8 +56,8 @@ class RankExport(NamedTuple):
     """One rank's part in an export. sends: to other ranks. receives: by the ranks that it comes from, of which this one may be one.
     windows: of the files that it writes, in their order."""
 
-    sends: Streams
-    receives: Streams
+    sends: TransferSchedules
+    receives: TransferSchedules
     windows: tuple[Window, ...]
     num_rounds: int
     dtype: torch.dtype
@@ -75,7 +73,7 @@ class ExportPlan:
     dtype: torch.dtype
 
     def of_rank(self, rank: int) -> RankExport:
-        sends = {target: stream for target, stream in self.transfer.of_source(rank).items() if target != rank}
+        sends = {target: schedule for target, schedule in self.transfer.of_source(rank).items() if target != rank}
         return RankExport(sends, self.transfer.of_target(rank), self.windows.get(rank, ()), self.transfer.num_rounds, self.dtype)
 
 
@@ -104,7 +102,7 @@ def plan_export(
     for file in files:
         writer = next(turns[file.stage])
         windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel))
-    held = boxes_by_rank(architecture, layouts, head)
+    held = slices_by_rank(architecture, layouts, head)
     return ExportPlan(files, windows, _plan_windows(windows, held, nodes, max_numel), dtype)
 
 
@@ -121,28 +119,28 @@ def _writers_of_stages(layouts: Sequence[ShardLayout]) -> list[list[int]]:
 
 def _plan_windows(
     windows: Mapping[int, Sequence[Window]],
-    held: Sequence[Boxes],
+    held: Sequence[TensorSlices],
     nodes: Sequence[str],
     max_numel: int,
 ) -> TransferPlan:
     """The first windows of all writers, then their second ones, and so on."""
     plans: list[TransferPlan] = []
-    loads = [_own_numel(windows.get(rank, ()), boxes) for rank, boxes in enumerate(held)]
+    loads = [_own_numel(windows.get(rank, ()), slices) for rank, slices in enumerate(held)]
     places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]  # nobody is as near to a rank as itself
     for at_a_time in zip_longest(*windows.values()):
         needed = {writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None}
         shapes = {name: window.file.manifest[name].shape for window in needed.values() for name, *_ in window.chunks}
         sources = [
-            RankBoxes(place, {name: boxes[name] for name in shapes if name in boxes}) for place, boxes in zip(places, held, strict=True)
+            RankSlices(place, {name: slices[name] for name in shapes if name in slices}) for place, slices in zip(places, held, strict=True)
         ]
-        targets = [RankBoxes(place, needed[rank].boxes if rank in needed else {}) for rank, place in enumerate(places)]
+        targets = [RankSlices(place, needed[rank].slices if rank in needed else {}) for rank, place in enumerate(places)]
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
-        for (source, target), stream in plans[-1].streams.items():
-            loads[source] += stream.numel if source != target else 0
+        for (source, target), schedule in plans[-1].schedules.items():
+            loads[source] += schedule.numel if source != target else 0
     return one_after_another(plans)
 
 
-def _own_numel(windows: Sequence[Window], held: Boxes) -> int:
+def _own_numel(windows: Sequence[Window], held: TensorSlices) -> int:
     """Elements that a writer gives itself. It knows from the start that it will have them to do: others send in its place."""
     files = {window.file.name: window.file for window in windows}
-    return sum(box.volume for file in files.values() for name in file.manifest for box in held.get(name, ()))
+    return sum(tensor_slice.volume for file in files.values() for name in file.manifest for tensor_slice in held.get(name, ()))

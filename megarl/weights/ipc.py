@@ -1,4 +1,4 @@
-"""Memory of one device that a trainer rank fills and the engine rank on the same device empties, a few slots in turns.
+"""IPC buffers: memory of one device that a trainer rank fills and the engine rank on the same device empties, a few buffers in turns.
 
 On a CPU it is a memfd: it has no name in any file system, so that it is gone when its process ends, however it ends, and the size of
 /dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, opened by a process that sees the device because it works on it. The
@@ -24,53 +24,53 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.weights.tensors import WeightTransferError
 
-_NAME = "megarl-slots-"
+_NAME = "megarl-ipc-"
 _READ_BYTES = 4096
 _COUNTER = 11  # among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
 _NO_COUNTER = b"/megarl-no-counter"
 _REMEDY = "trainer and engine must run on one node, in one container and as one user; else set resharding.transport=folder"
 
 
-class SlotAddress(NamedTuple):
+class IPCAddress(NamedTuple):
     """Where an engine rank finds the IPC buffers of the trainer rank on its device.
 
     Attributes:
         device: The device that holds the memory, by its name in the plan.
         is_cuda: Whether the memory is reached by CUDA IPC; otherwise it is a memory file.
         handle: Path under /proc of a file that says where the memory of the current transfer is.
-        nbytes: Size of all slots together.
-        num_slots: Number of slots.
-        reader_inbox: Path under /proc of the pipe that tells the reader.
-        writer_inbox: Path under /proc of the pipe that tells the writer.
+        nbytes: Size of all buffers together.
+        num_buffers: Number of buffers.
+        reader_pipe: Path under /proc of the pipe that tells the reader.
+        writer_pipe: Path under /proc of the pipe that tells the writer.
     """
 
     device: str
     is_cuda: bool
     handle: str
     nbytes: int
-    num_slots: int
-    reader_inbox: str
-    writer_inbox: str
+    num_buffers: int
+    reader_pipe: str
+    writer_pipe: str
 
 
-class SlotWriter:
-    """The trainer's end: `num_slots` slots of `slot_bytes` each.
+class IPCWriter:
+    """The trainer's side: `num_buffers` buffers of `buffer_bytes` each.
 
     Their memory is allocated when a transfer first uses it and stays until `empty`. It may be at another place in the next transfer.
     """
 
-    def __init__(self, slot_bytes: int, num_slots: int, device: torch.device, device_name: str) -> None:
+    def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device, device_name: str) -> None:
         self._device = device
-        self._num_slots = num_slots
+        self._num_buffers = num_buffers
         self._memory: _HostMemory | _CudaMemory | None = None
         self._handle = os.memfd_create(_NAME + uuid.uuid4().hex)
 
         (to_reader, self._told), (heard, from_reader) = os.pipe(), os.pipe()
-        for end in (to_reader, from_reader):  # the reader opens them again: when it dies the pipes break
-            os.close(end)
+        for pipe_end in (to_reader, from_reader):  # The reader opens them again, so that the pipes break when it dies.
+            os.close(pipe_end)
         self._heard = _Ear(heard)
-        handle, *inboxes = [f"/proc/{os.getpid()}/fd/{file}" for file in (self._handle, self._told, heard)]
-        self.address = SlotAddress(device_name, device.type == "cuda", handle, slot_bytes * num_slots, num_slots, *inboxes)
+        handle, *pipes = [f"/proc/{os.getpid()}/fd/{file}" for file in (self._handle, self._told, heard)]
+        self.address = IPCAddress(device_name, device.type == "cuda", handle, buffer_bytes * num_buffers, num_buffers, *pipes)
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +81,10 @@ class SlotWriter:
         """The memory that is allocated now."""
         return 0 if self._memory is None else self.nbytes
 
-    def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
             self._memory = self._allocate()
-        return self._memory.bytes.chunk(self._num_slots)[number % self._num_slots].view(dtype)
+        return self._memory.bytes.chunk(self._num_buffers)[number % self._num_buffers].view(dtype)
 
     def _allocate(self) -> _HostMemory | _CudaMemory:
         """Allocate the memory and write its handle where the reader looks when it is told of the first round."""
@@ -94,8 +94,8 @@ class SlotWriter:
         return memory
 
     def is_free(self, number: int, patience_s: float) -> bool:
-        """Whether the reader is done with what was in the slot before. Raises WeightTransferError where it is gone."""
-        return self._heard.has_heard(number + 1 - self._num_slots, patience_s)
+        """Whether the reader is done with the earlier content of the buffer. Raises WeightTransferError if it is gone."""
+        return self._heard.has_heard(number + 1 - self._num_buffers, patience_s)
 
     def has_written(self) -> None:
         if self.address.is_cuda:
@@ -123,13 +123,13 @@ class SlotWriter:
         os.close(self._handle)
 
 
-class SlotReader:
-    """The engine's end. It keeps the trainer's memory open during a transfer only, so that the trainer can free it afterwards.
+class IPCReader:
+    """The engine's side. It keeps the trainer's memory open during a transfer only, so that the trainer can free it afterwards.
 
     Raises WeightTransferError where the trainer is gone, or has its memory on another device than `device_name`.
     """
 
-    def __init__(self, address: SlotAddress, device: torch.device, device_name: str) -> None:
+    def __init__(self, address: IPCAddress, device: torch.device, device_name: str) -> None:
         if address.device != device_name:
             raise WeightTransferError(
                 f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot see; they must come "
@@ -140,23 +140,23 @@ class SlotReader:
         try:
             if not _is_memory_file(address.handle):
                 raise WeightTransferError(f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}")
-            self._heard = _Ear(os.open(address.reader_inbox, os.O_RDONLY | os.O_NONBLOCK))
-            self._told = os.open(address.writer_inbox, os.O_WRONLY)
+            self._heard = _Ear(os.open(address.reader_pipe, os.O_RDONLY | os.O_NONBLOCK))
+            self._told = os.open(address.writer_pipe, os.O_WRONLY)
         except OSError as error:
-            raise WeightTransferError(f"the trainer's slots for weights are gone ({error}); {_REMEDY}") from error
+            raise WeightTransferError(f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}") from error
 
-    def slot(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the slot of a round that is written."""
+    def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of a round that is written."""
         if self._bytes is None:
             self._bytes = self._open()
-        return self._bytes.chunk(self._address.num_slots)[number % self._address.num_slots].view(dtype)
+        return self._bytes.chunk(self._address.num_buffers)[number % self._address.num_buffers].view(dtype)
 
     def _open(self) -> torch.Tensor:
         try:
             handle = Path(self._address.handle).read_text()
             return _decode_cuda(handle, self._device) if self._address.is_cuda else _map(handle, self._address.nbytes)
         except OSError as error:
-            raise WeightTransferError(f"the trainer's slots for weights are gone ({error}); {_REMEDY}") from error
+            raise WeightTransferError(f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}") from error
 
     def is_written(self, number: int, patience_s: float) -> bool:
         """Raises WeightTransferError where the trainer is gone."""
@@ -232,7 +232,7 @@ class _Ear:
         os.close(self._file)
 
 
-_GONE = "the process on the other side of the slots for weights is gone"
+_GONE = "the process on the other side of the IPC buffers for weights is gone"
 
 
 def _tell(file: int) -> None:

@@ -110,10 +110,10 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
     shard = parameter.detach().view(view)
     filled = []
     for piece in pieces(weight, layout):
-        shard[piece.shard.slices].copy_(reader.read(piece))
+        shard[piece.shard.index].copy_(reader.read(piece))
         filled.append(piece.shard)
     if (blank := padding(weight, layout)) is not None:
-        shard[blank.slices].zero_()
+        shard[blank.index].zero_()
         filled.append(blank)
     if (fault := tiling_fault(view, filled)) is not None:
         raise WeightTransferError(f"{weight.megatron_name} was not filled exactly once: {fault}")
@@ -152,4 +152,4 @@ def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, 
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
     assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
-    return (slice(first, last + 1), *piece.hf.slices[num_split:])
+    return (slice(first, last + 1), *piece.hf.index[num_split:])

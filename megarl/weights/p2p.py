@@ -31,7 +31,7 @@ _LONGEST_POLL_S = 2e-3
 Message = tuple[int, torch.Tensor]  # the other rank; what is sent, or where it comes to lie: contiguous
 
 
-class WireAddress(NamedTuple):
+class P2PAddress(NamedTuple):
     """Where a group meets: rank 0 listens at `host`, `port`. `backend`: a key of BACKENDS. `time_limit_s`: for all to come, and for
     each message."""
 
@@ -43,15 +43,15 @@ class WireAddress(NamedTuple):
     time_limit_s: float
 
 
-class UnderWay(ABC):
-    """Messages under way."""
+class PendingMessages(ABC):
+    """Messages that are under way."""
 
     @abstractmethod
     def is_done(self, patience_s: float) -> bool:
         """Whether all have arrived, after at most `patience_s`. Raises WeightTransferError where a peer is gone."""
 
 
-class Wire:
+class P2PGroup:
     """One rank's place in a group, with its communicator made. `close` it where all that was sent has arrived, `abort` it otherwise."""
 
     def __init__(self, backend: Any, device: torch.device, name: str) -> None:
@@ -60,7 +60,7 @@ class Wire:
         self._waiter = _Waiter() if isinstance(backend, dist.ProcessGroupGloo) else None
 
     @classmethod
-    def join(cls, address: WireAddress, rank: int, device: torch.device, listener: socket.socket | None = None) -> Wire:
+    def join(cls, address: P2PAddress, rank: int, device: torch.device, listener: socket.socket | None = None) -> P2PGroup:
         """Returns when all ranks are there. `listener`: of rank 0, the reserved port.
 
         Raises WeightTransferError when they are not within two minutes, or `address.time_limit_s`.
@@ -86,8 +86,8 @@ class Wire:
         return cls(backend, device, address.name)
 
     @classmethod
-    def of_default_group(cls, device: torch.device) -> Wire:
-        """Return the wire among all ranks of the default process group, by their ranks there. It must not be closed.
+    def of_default_group(cls, device: torch.device) -> P2PGroup:
+        """Return the p2p group of all ranks of the default process group, by their ranks there. It must not be closed.
 
         All ranks have to call it: NCCL creates the communicator here unless a collective has already done so. Created by the first
         messages, it would wait for ranks that have none to exchange.
@@ -97,7 +97,7 @@ class Wire:
             backend.eager_connect_single_device(device)
         return cls(backend, device, "trainers")
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
         """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag` meet."""
         try:
             if self._waiter is not None:
@@ -131,9 +131,9 @@ class Wire:
             self._waiter.end()
 
 
-class _Polled(UnderWay):
-    def __init__(self, wire: Wire, work: dist.Work) -> None:
-        self._wire, self._work = wire, work
+class _Polled(PendingMessages):
+    def __init__(self, p2p: P2PGroup, work: dist.Work) -> None:
+        self._p2p, self._work = p2p, work
 
     def is_done(self, patience_s: float) -> bool:
         deadline_s, nap_s = time.monotonic() + patience_s, _POLL_S
@@ -143,20 +143,20 @@ class _Polled(UnderWay):
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_POLL_S)
         if (failure := self._work.exception()) is not None:
-            raise self._wire.lost(failure)
+            raise self._p2p.lost(failure)
         return True
 
 
-class _Waited(UnderWay):
-    def __init__(self, wire: Wire, works: Sequence[dist.Work], waiter: _Waiter) -> None:
-        self._wire = wire
+class _Waited(PendingMessages):
+    def __init__(self, p2p: P2PGroup, works: Sequence[dist.Work], waiter: _Waiter) -> None:
+        self._p2p = p2p
         self._outcome = waiter.wait_for(works)
 
     def is_done(self, patience_s: float) -> bool:
         if not self._outcome.has_ended.wait(patience_s):
             return False
         if self._outcome.failure is not None:
-            raise self._wire.lost(self._outcome.failure)
+            raise self._p2p.lost(self._outcome.failure)
         return True
 
 
@@ -197,7 +197,7 @@ class _Waiter:
 
 def reserve_port(host: str) -> socket.socket:
     """A listening socket on a free port of `host`, an address of this node: no one else can take the port, and nobody beyond
-    that address can reach it. To be given to `Wire.join`, which owns it then."""
+    that address can reach it. To be given to `P2PGroup.join`, which owns it then."""
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()

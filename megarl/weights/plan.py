@@ -1,9 +1,9 @@
-"""Which rank sends which boxes of which tensors to which rank: a pure plan, made once, that both ends work through in rounds.
+"""The transfer plan: which rank sends which slices of which tensors to which rank. It is pure, made once, and executed in rounds.
 
-A box is a rectangle of a Hugging Face tensor in that tensor's own shape. What a target needs is cut along what the sources hold;
-each piece comes from one of the sources nearest to the target (same device, same node, anywhere), and of sources that are equally
-near each sends the same share. Everything that one rank sends to another is a stream; in each round goes the same fraction of every
-stream, so that no rank sends or receives more than one message's worth at a time and all of them work all of the time.
+A slice is a hyperrectangle of a Hugging Face tensor in that tensor's own shape. What a target needs is cut along what the sources hold;
+each piece comes from one of the sources nearest to the target (same device, same node, anywhere), and sources that are equally near send
+the same share. What one rank sends to another is a transfer schedule. Each round has the same fraction of every schedule, so that no rank
+sends or receives more than one message at a time and all of them work all of the time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from megarl.config.schema import Transport
-from megarl.weights.tensors import Rectangle, WeightTransferError, range_rectangles
+from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
 _MAX_NAMED = 8
-_LARGE = 2**18  # elements of a part that travels by itself, which takes less than to copy it
-NUM_SLOTS = 4  # of the carrier `device`: with two, each side often waits for the other to wake
-MESSAGE_BYTES_ON_A_CPU = 4 * 2**20  # what is read soon after it was written comes out of the processor's cache
+_LARGE = 2**18  # Parts with this many elements are sent alone, which takes less time than to copy them.
+NUM_IPC_BUFFERS = 4  # of the transport `device`. With two, each side often waits for the other to wake up.
+MESSAGE_BYTES_ON_A_CPU = 4 * 2**20  # What is read soon after it was written is still in the processor's cache.
 
-Boxes = Mapping[str, Sequence[Rectangle]]  # of one rank, by tensor: each element is in one of them
+TensorSlices = Mapping[str, Sequence[TensorSlice]]  # the slices of one rank by tensor; each element is in one of them
 
 
 class Part(NamedTuple):
-    """A box of the tensor `name`, or as much of one as goes in one message. Its elements travel in row-major order."""
+    """A slice of the tensor `name`, or what fits of it in one message. Its elements are sent in row-major order."""
 
     name: str
-    box: Rectangle
+    tensor_slice: TensorSlice
 
 
 class RankPlace(NamedTuple):
@@ -44,23 +44,25 @@ class RankPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankBoxes:
+class RankSlices:
     """What one rank holds, or needs."""
 
     place: RankPlace
-    boxes: Boxes
+    slices: TensorSlices
 
 
-class Stream:
-    """What one rank sends to another, in order, over all rounds: the same fraction in each, or in round n the elements from bounds[n]
-    to bounds[n + 1], where `bounds` are given."""
+class TransferSchedule:
+    """What one rank sends to another, in order, over all rounds.
+
+    Each round has the same fraction of it. If `bounds` are given, round n has the elements from bounds[n] to bounds[n + 1].
+    """
 
     def __init__(self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None) -> None:
         assert bounds is None or len(bounds) == num_rounds + 1
         self.parts = tuple(parts)
         self.num_rounds = num_rounds
         self.bounds = bounds
-        self._ends = list(accumulate(part.box.volume for part in parts))
+        self._ends = list(accumulate(part.tensor_slice.volume for part in parts))
         self._messages: dict[int, tuple[Part, ...]] = {}  # every push asks again
 
     @property
@@ -68,12 +70,12 @@ class Stream:
         return self._ends[-1]
 
     def length(self, number: int) -> int:
-        """Elements of the message of round `number`."""
+        """Returns the number of elements of the message of a round."""
         start, stop = self._span(number)
         return stop - start
 
     def message(self, number: int) -> tuple[Part, ...]:
-        """What goes in round `number`."""
+        """Returns the parts of the message of a round."""
         if number not in self._messages:
             self._messages[number] = tuple(self._parts_between(*self._span(number)))
         return self._messages[number]
@@ -81,20 +83,20 @@ class Stream:
     def _parts_between(self, start: int, stop: int) -> Iterator[Part]:
         index = bisect_right(self._ends, start)
         while start < stop:
-            (name, box), end = self.parts[index], self._ends[index]
-            first = end - box.volume
+            (name, tensor_slice), end = self.parts[index], self._ends[index]
+            first = end - tensor_slice.volume
             if start == first and stop >= end:
                 yield self.parts[index]
             else:
-                for rows in range_rectangles(box.shape, start - first, min(stop, end) - first):
-                    yield Part(name, rows.relative_to((0,) * len(box.starts), box.starts))
+                for rows in range_slices(tensor_slice.shape, start - first, min(stop, end) - first):
+                    yield Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts))
             start, index = end, index + 1
 
     def segments(self, number: int) -> Iterator[list[Part]]:
-        """The message of a round as it travels: large parts each alone, what is small and neighbours together."""
+        """Yields the message of a round in segments: each large part alone, and small neighbours together."""
         small: list[Part] = []
         for part in self.message(number):
-            if part.box.volume < _LARGE:
+            if part.tensor_slice.volume < _LARGE:
                 small.append(part)
                 continue
             if small:
@@ -110,43 +112,43 @@ class Stream:
         return self.numel * number // self.num_rounds, self.numel * (number + 1) // self.num_rounds
 
 
-Streams = Mapping[int, Stream]  # by the rank on the other end
+TransferSchedules = Mapping[int, TransferSchedule]  # by the rank on the other end
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """`streams`: by (source, target), numbers in the sequences that the plan was made from."""
+    """Who sends what to whom. `schedules`: by (source, target), indices in the sequences that the plan was made from."""
 
-    streams: Mapping[tuple[int, int], Stream]
+    schedules: Mapping[tuple[int, int], TransferSchedule]
     num_rounds: int
 
-    def of_source(self, source: int) -> dict[int, Stream]:
+    def of_source(self, source: int) -> dict[int, TransferSchedule]:
         """By target."""
-        return {target: stream for (own, target), stream in sorted(self.streams.items()) if own == source}
+        return {target: schedule for (own, target), schedule in sorted(self.schedules.items()) if own == source}
 
-    def of_target(self, target: int) -> dict[int, Stream]:
+    def of_target(self, target: int) -> dict[int, TransferSchedule]:
         """By source."""
-        return {source: stream for (source, own), stream in sorted(self.streams.items()) if own == target}
+        return {source: schedule for (source, own), schedule in sorted(self.schedules.items()) if own == target}
 
     def sent(self, source: int) -> int:
         """Elements over all rounds, to targets on its own device too."""
-        return sum(stream.numel for stream in self.of_source(source).values())
+        return sum(schedule.numel for schedule in self.of_source(source).values())
 
     def received(self, target: int) -> int:
-        return sum(stream.numel for stream in self.of_target(target).values())
+        return sum(schedule.numel for schedule in self.of_target(target).values())
 
     def __str__(self) -> str:
         lines = [f"{self.num_rounds} rounds"]
-        for (source, target), stream in sorted(self.streams.items()):
-            lines.append(f"{source} -> {target}: {stream.numel} elements in {len(stream.parts)} boxes")
-            lines += [f"  {part.name} {part.box}" for part in stream.parts]
+        for (source, target), schedule in sorted(self.schedules.items()):
+            lines.append(f"{source} -> {target}: {schedule.numel} elements in {len(schedule.parts)} slices")
+            lines += [f"  {part.name} {part.tensor_slice}" for part in schedule.parts]
         return "\n".join(lines)
 
 
 def plan_transfer(
     shapes: Mapping[str, Sequence[int]],
-    sources: Sequence[RankBoxes],
-    targets: Sequence[RankBoxes],
+    sources: Sequence[RankSlices],
+    targets: Sequence[RankSlices],
     message_numel: int,
     loads: Sequence[int] | None = None,
 ) -> TransferPlan:
@@ -173,22 +175,22 @@ def _without_collections() -> Iterator[None]:
 
 
 def _plan(
-    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankBoxes], targets: Sequence[RankBoxes], message_numel: int, loads: list[int]
+    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankSlices], targets: Sequence[RankSlices], message_numel: int, loads: list[int]
 ) -> TransferPlan:
-    by_candidates = _cells(shapes, sources, targets)
+    by_candidates = _needs(shapes, sources, targets)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    for candidates, cells in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
-        volume = sum(part.box.volume for _, part in cells)
+    for candidates, needs in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
+        volume = sum(part.tensor_slice.volume for _, part in needs)
         shares = _level(volume, [loads[source] for source in candidates])
-        for source, target, part in _dealt(cells, candidates, shares):
+        for source, target, part in _distributed(needs, candidates, shares):
             parts[source, target].append(part)
         for source, share in zip(candidates, shares, strict=True):
             loads[source] += share
     order = {name: number for number, name in enumerate(shapes)}
-    volumes = {pair: sum(part.box.volume for part in listed) for pair, listed in parts.items()}
+    volumes = {pair: sum(part.tensor_slice.volume for part in listed) for pair, listed in parts.items()}
     num_rounds = _num_rounds(volumes, message_numel)
-    streams = {pair: Stream(sorted(listed, key=lambda part: order[part.name]), num_rounds) for pair, listed in parts.items()}
-    return TransferPlan(streams, num_rounds)
+    schedules = {pair: TransferSchedule(sorted(listed, key=lambda part: order[part.name]), num_rounds) for pair, listed in parts.items()}
+    return TransferPlan(schedules, num_rounds)
 
 
 def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
@@ -198,71 +200,74 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
     lengths: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * num_rounds)
     first = 0
     for plan in plans:
-        for pair, stream in plan.streams.items():
-            parts[pair] += stream.parts
-            lengths[pair][first : first + plan.num_rounds] = map(stream.length, range(plan.num_rounds))
+        for pair, schedule in plan.schedules.items():
+            parts[pair] += schedule.parts
+            lengths[pair][first : first + plan.num_rounds] = map(schedule.length, range(plan.num_rounds))
         first += plan.num_rounds
-    streams = {pair: Stream(listed, num_rounds, list(accumulate(lengths[pair], initial=0))) for pair, listed in parts.items()}
-    return TransferPlan(streams, num_rounds)
+    schedules = {pair: TransferSchedule(listed, num_rounds, list(accumulate(lengths[pair], initial=0))) for pair, listed in parts.items()}
+    return TransferPlan(schedules, num_rounds)
 
 
-_Cell = tuple[int, Part]  # target, what it needs of one holder
+_Need = tuple[int, Part]  # target, what it needs of one holder
 
 
-def _cells(
-    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankBoxes], targets: Sequence[RankBoxes]
-) -> dict[tuple[int, ...], list[_Cell]]:
+def _needs(
+    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankSlices], targets: Sequence[RankSlices]
+) -> dict[tuple[int, ...], list[_Need]]:
     """What targets need, cut along what sources hold: by the sources that it can come from, in the order of targets and tensors.
 
-    Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same boxes.
+    Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same slices.
     """
     held, needed = _by_name(sources), _by_name(targets)
-    cuts: dict[tuple, tuple[list[tuple[tuple[int, ...], int, Rectangle]], int]] = {}
-    found: list[dict[tuple[int, ...], list[_Cell]]] = [defaultdict(list) for _ in targets]
+    cuts: dict[tuple, tuple[list[tuple[tuple[int, ...], int, TensorSlice]], int]] = {}
+    found: list[dict[tuple[int, ...], list[_Need]]] = [defaultdict(list) for _ in targets]
     faults = [f"{name} is not a tensor of the model" for name in needed if name not in shapes]
     for name in shapes:
         key = held.get(name, ()), needed.get(name, ())
         if key not in cuts:
             made = list(_cut(*key, sources, targets))
-            cuts[key] = made, sum(box.volume for _, box in key[1]) - sum(box.volume for _, _, box in made)
+            cuts[key] = (
+                made,
+                sum(tensor_slice.volume for _, tensor_slice in key[1]) - sum(tensor_slice.volume for _, _, tensor_slice in made),
+            )
         cut, missing = cuts[key]
         if missing:
             faults.append(f"{name}: {missing} elements that are needed are held by nobody, or twice with other cuts")
-        for candidates, target, box in cut:
-            found[target][candidates].append((target, Part(name, box)))
+        for candidates, target, tensor_slice in cut:
+            found[target][candidates].append((target, Part(name, tensor_slice)))
     if faults:
         raise WeightTransferError(f"{len(faults)} tensors cannot be sent: " + "; ".join(faults[:_MAX_NAMED]))
-    merged: dict[tuple[int, ...], list[_Cell]] = defaultdict(list)
+    merged: dict[tuple[int, ...], list[_Need]] = defaultdict(list)
     for of_target in found:
-        for candidates, cells in of_target.items():
-            merged[candidates] += cells
+        for candidates, needs in of_target.items():
+            merged[candidates] += needs
     return merged
 
 
-_Of = tuple[tuple[int, Rectangle], ...]  # rank and box
+_Of = tuple[tuple[int, TensorSlice], ...]  # rank and slice
 
 
-def _by_name(ranks: Sequence[RankBoxes]) -> dict[str, _Of]:
-    found: dict[str, list[tuple[int, Rectangle]]] = defaultdict(list)
+def _by_name(ranks: Sequence[RankSlices]) -> dict[str, _Of]:
+    found: dict[str, list[tuple[int, TensorSlice]]] = defaultdict(list)
     for rank, each in enumerate(ranks):
-        for name, boxes in each.boxes.items():
-            found[name] += [(rank, box) for box in boxes]
+        for name, slices in each.slices.items():
+            found[name] += [(rank, tensor_slice) for tensor_slice in slices]
     return {name: tuple(listed) for name, listed in found.items()}
 
 
 def _cut(
-    held: _Of, needed: _Of, sources: Sequence[RankBoxes], targets: Sequence[RankBoxes]
-) -> Iterator[tuple[tuple[int, ...], int, Rectangle]]:
-    holders: dict[Rectangle, list[int]] = defaultdict(list)
-    for source, box in held:
-        holders[box].append(source)
+    held: _Of, needed: _Of, sources: Sequence[RankSlices], targets: Sequence[RankSlices]
+) -> Iterator[tuple[tuple[int, ...], int, TensorSlice]]:
+    holders: dict[TensorSlice, list[int]] = defaultdict(list)
+    for source, tensor_slice in held:
+        holders[tensor_slice].append(source)
     for target, wanted in needed:
-        for box, ranks in holders.items():
-            if (shared := wanted.intersect(box)) is not None:
+        for tensor_slice, ranks in holders.items():
+            if (shared := wanted.intersect(tensor_slice)) is not None:
                 yield _nearest(ranks, sources, targets[target]), target, shared
 
 
-def _nearest(ranks: Sequence[int], sources: Sequence[RankBoxes], target: RankBoxes) -> tuple[int, ...]:
+def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], target: RankSlices) -> tuple[int, ...]:
     for is_near in (
         lambda source: source.place == target.place,
         lambda source: source.place.node == target.place.node,
@@ -270,7 +275,7 @@ def _nearest(ranks: Sequence[int], sources: Sequence[RankBoxes], target: RankBox
     ):
         if near := tuple(rank for rank in ranks if is_near(sources[rank])):
             return near
-    raise AssertionError("a box without a holder")
+    raise AssertionError("a slice without a holder")
 
 
 def _level(volume: int, loads: Sequence[int]) -> list[int]:
@@ -289,21 +294,21 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
     return shares
 
 
-def _dealt(cells: Sequence[_Cell], candidates: Sequence[int], shares: Sequence[int]) -> Iterator[tuple[int, int, Part]]:
+def _distributed(needs: Sequence[_Need], candidates: Sequence[int], shares: Sequence[int]) -> Iterator[tuple[int, int, Part]]:
     """Source, target, part: the cells in their order, the first share of them from the first candidate, and so on."""
     taking = iter(zip(candidates, shares, strict=True))
     source, room = next(taking)
-    for target, (name, box) in cells:
-        start, volume = 0, box.volume
+    for target, (name, tensor_slice) in needs:
+        start, volume = 0, tensor_slice.volume
         while start < volume:
             while room == 0:
                 source, room = next(taking)
             stop = min(volume, start + room)
             if stop - start == volume:
-                yield source, target, Part(name, box)
+                yield source, target, Part(name, tensor_slice)
             else:
-                for rows in range_rectangles(box.shape, start, stop):
-                    yield source, target, Part(name, rows.relative_to((0,) * len(box.starts), box.starts))
+                for rows in range_slices(tensor_slice.shape, start, stop):
+                    yield source, target, Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts))
             room -= stop - start
             start = stop
 
@@ -327,22 +332,23 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
     return num_rounds
 
 
-def numel_of(boxes: Boxes) -> int:
-    return sum(box.volume for listed in boxes.values() for box in listed)
+def numel_of(slices: TensorSlices) -> int:
+    return sum(tensor_slice.volume for listed in slices.values() for tensor_slice in listed)
 
 
-def whole_boxes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Rectangle, ...]]:
+def whole_slices(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[TensorSlice, ...]]:
     """Of a rank that needs everything."""
-    return {name: (Rectangle.whole(shape),) for name, shape in shapes.items() if prod(shape)}
+    return {name: (TensorSlice.whole(shape),) for name, shape in shapes.items() if prod(shape)}
 
 
 def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int:
-    """How much goes in one message of a carrier: so much that the messages under way take two buckets.
+    """Returns the size of a message of a transport, such that the messages under way take two buckets.
 
-    `device`: of one slot, of which all hold two buckets at most. `group`: of one bucket, and two are under way.
+    A message of `device` fills one IPC buffer, and all buffers together hold two buckets at most. A message of `group` has the size of a
+    bucket, and two are under way.
     """
     if transport is Transport.group:
         return bucket_bytes
     assert transport is Transport.device, transport
-    each = 2 * bucket_bytes // NUM_SLOTS
+    each = 2 * bucket_bytes // NUM_IPC_BUFFERS
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)

@@ -1,4 +1,4 @@
-"""Which rectangle of which Hugging Face tensor lies where in the shard of a rank: a pure plan, printable and provable."""
+"""Which slice of which Hugging Face tensor is where in the shard of a rank: a pure plan, printable and provable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import AXES, Cut, Place
 from megarl.models.tensor_table import Head, Weight, weights_of
-from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
+from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle of a Hugging Face tensor and the rectangle of the rank's shard that holds it; both have the same shape.
+    """One slice of a Hugging Face tensor and the slice of the rank's shard that holds it; both have the same shape.
 
     hf, shard: coordinates in the tensor viewed as `hf_view` and in the parameter viewed as `shard_view` (row-major views
     of all elements). is_source: of the ranks that hold the same elements, the one they are gathered from.
@@ -73,9 +73,9 @@ class Piece:
 
     hf_name: str
     hf_view: tuple[int, ...]
-    hf: Rectangle
+    hf: TensorSlice
     shard_view: tuple[int, ...]
-    shard: Rectangle
+    shard: TensorSlice
     is_source: bool
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ def held_weights(architecture: Architecture, layout: ShardLayout, head: Head = "
 
 
 def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
-    """The shape in which the rank's shard of `weight` is seen so that its pieces are rectangles.
+    """The shape in which the rank's shard of `weight` is seen so that its pieces are slices.
 
     Raises ValueError where tensor parallelism does not divide the cut dimension.
     """
@@ -193,8 +193,8 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
     found, joined = [], 0
     for tensor in weight.tensors:
-        hf = Rectangle.whole(tensor.view)
-        shard = Rectangle.whole(view)
+        hf = TensorSlice.whole(tensor.view)
+        shard = TensorSlice.whole(view)
         if len(weight.tensors) > 1:
             shard = shard.along(axes.join, joined, joined + tensor.view[axes.join])
             joined += tensor.view[axes.join]
@@ -207,13 +207,13 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def padding(weight: Weight, layout: ShardLayout) -> Rectangle | None:
+def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
     """The rows of a vocabulary shard that belong to no token, None where there are none."""
     if weight.cut is not Cut.vocabulary:
         return None
     view = shard_view(weight, layout)
     used = min(max(weight.tensors[0].view[0] - layout.tensor_parallel_rank * view[0], 0), view[0])
-    return Rectangle.whole(view).along(0, used, view[0]) if used < view[0] else None
+    return TensorSlice.whole(view).along(0, used, view[0]) if used < view[0] else None
 
 
 def shard_shapes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[int, ...]]:
@@ -243,7 +243,7 @@ def check_coverage(architecture: Architecture, rank_pieces: Iterable[Sequence[Pi
 
     rank_pieces: for each rank, the pieces of every weight that it holds. Raises WeightTransferError that names the tensors.
     """
-    found: dict[str, list[Rectangle]] = defaultdict(list)
+    found: dict[str, list[TensorSlice]] = defaultdict(list)
     for piece in (piece for all_of_rank in rank_pieces for piece in all_of_rank):
         if piece.is_source:
             found[piece.hf_name].append(piece.hf)

@@ -1,4 +1,4 @@
-"""What one trainer rank has of a model, as boxes of Hugging Face tensors, and where their elements lie in its parameters."""
+"""What one trainer rank has of a model, as slices of Hugging Face tensors, and where their elements lie in its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
-from megarl.weights.tensors import Rectangle, flat_index, range_rectangles, row_major_strides
+from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
 
 if TYPE_CHECKING:  # plans are made without it
     import torch
@@ -65,8 +65,8 @@ class _Geometry:
     def of(self, part: Part) -> tuple[str, tuple[int, ...], list[tuple[slice, ...]]]:
         if part not in self._found:
             name, piece, shape = self._homes[part.name]
-            boxes = _in_view(part.box, shape, piece.hf_view)
-            regions = [box.relative_to(piece.hf.starts, piece.shard.starts).slices for box in boxes]
+            slices = _in_view(part.tensor_slice, shape, piece.hf_view)
+            regions = [tensor_slice.relative_to(piece.hf.starts, piece.shard.starts).index for tensor_slice in slices]
             self._found[part] = name, tuple(piece.shard_view), regions
         return self._found[part]
 
@@ -76,18 +76,18 @@ def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _G
     return _Geometry(_homes(architecture, layout, head))
 
 
-def held_boxes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[Rectangle, ...]]:
+def held_slices(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[TensorSlice, ...]]:
     """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the embedding."""
-    found: dict[str, tuple[Rectangle, ...]] = {}
-    # Layers look alike, and experts do: numbers of tensors and their boxes, by what these follow from.
-    alike: dict[tuple, list[tuple[int, Rectangle]]] = {}
+    found: dict[str, tuple[TensorSlice, ...]] = {}
+    # Layers look alike, and experts do: numbers of tensors and their slices, by what these follow from.
+    alike: dict[tuple, list[tuple[int, TensorSlice]]] = {}
     for weight in held_weights(architecture, layout, head):
         names = [tensor.name for tensor in weight.tensors]
         key = weight.cut, weight.place, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
         if key not in alike:
             numbered = [(names.index(piece.hf_name), piece) for piece in pieces(weight, layout)]
             alike[key] = [(number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered]
-        found |= {names[number]: (box,) for number, box in alike[key]}
+        found |= {names[number]: (tensor_slice,) for number, tensor_slice in alike[key]}
     return found
 
 
@@ -101,7 +101,7 @@ def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[
     }
 
 
-def _in_shape(piece: Piece, shape: Sequence[int]) -> Rectangle:
+def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
     """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a range of rows there."""
     num_split = len(piece.hf_view) - len(shape) + 1
     sizes, starts, stops = piece.hf_view[:num_split], piece.hf.starts[:num_split], piece.hf.stops[:num_split]
@@ -109,20 +109,22 @@ def _in_shape(piece: Piece, shape: Sequence[int]) -> Rectangle:
     first = flat_index(starts, strides)
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
     assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
-    return Rectangle((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))
+    return TensorSlice((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))
 
 
-def _in_view(box: Rectangle, shape: Sequence[int], view: Sequence[int]) -> Iterator[Rectangle]:
-    """A box of a tensor in the coordinates of its view: one or a few rectangles, whose elements are in the same order."""
+def _in_view(tensor_slice: TensorSlice, shape: Sequence[int], view: Sequence[int]) -> Iterator[TensorSlice]:
+    """Yields a slice of a tensor in the coordinates of its view: one or a few slices, whose elements are in the same order."""
     num_split = len(view) - len(shape) + 1
-    for rows in range_rectangles(view[:num_split], box.starts[0], box.stops[0]):
-        yield Rectangle((*rows.starts, *box.starts[1:]), (*rows.stops, *box.stops[1:]))
+    for rows in range_slices(view[:num_split], tensor_slice.starts[0], tensor_slice.stops[0]):
+        yield TensorSlice((*rows.starts, *tensor_slice.starts[1:]), (*rows.stops, *tensor_slice.stops[1:]))
 
 
-def boxes_by_rank(architecture: Architecture, layouts: Sequence[ShardLayout], head: Head = "lm") -> list[dict[str, tuple[Rectangle, ...]]]:
-    """`held_boxes` of each; those of the same layout are made once."""
-    made: dict[ShardLayout, dict[str, tuple[Rectangle, ...]]] = {}
+def slices_by_rank(
+    architecture: Architecture, layouts: Sequence[ShardLayout], head: Head = "lm"
+) -> list[dict[str, tuple[TensorSlice, ...]]]:
+    """`held_slices` of each; those of the same layout are made once."""
+    made: dict[ShardLayout, dict[str, tuple[TensorSlice, ...]]] = {}
     for layout in layouts:
         if layout not in made:
-            made[layout] = held_boxes(architecture, layout, head)
+            made[layout] = held_slices(architecture, layout, head)
     return [made[layout] for layout in layouts]

@@ -1,7 +1,6 @@
-"""What tensors a model has, in what pieces they come, and the proof that pieces make them whole: chunks in a row, or boxes of
-whole-numbered coordinates.
+"""The tensors of a model, their pieces, and the proof that pieces make them whole. A piece is a chunk of consecutive elements or a slice.
 
-Every cut that Megatron makes of a Hugging Face tensor is one rectangle, once both tensors are seen through the right view.
+Every cut that Megatron makes of a Hugging Face tensor is one slice, once both tensors are seen through the right view.
 """
 
 from __future__ import annotations
@@ -75,14 +74,14 @@ class WeightReceipt:
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class TensorSlice:
     """The elements with starts[d] <= index[d] < stops[d] in every dimension d."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Rectangle:
+    def whole(cls, shape: Sequence[int]) -> TensorSlice:
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -94,43 +93,43 @@ class Rectangle:
         return prod(map(sub, self.stops, self.starts))  # a plan asks it a hundred thousand times
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def index(self) -> tuple[slice, ...]:
         return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
 
-    def along(self, dim: int, start: int, stop: int) -> Rectangle:
-        """This rectangle with its extent in one dimension replaced."""
-        return Rectangle(
+    def along(self, dim: int, start: int, stop: int) -> TensorSlice:
+        """Returns this slice with its extent in one dimension replaced."""
+        return TensorSlice(
             (*self.starts[:dim], start, *self.starts[dim + 1 :]),
             (*self.stops[:dim], stop, *self.stops[dim + 1 :]),
         )
 
-    def intersect(self, other: Rectangle) -> Rectangle | None:
+    def intersect(self, other: TensorSlice) -> TensorSlice | None:
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
-        return Rectangle(starts, stops) if all(map(int.__lt__, starts, stops)) else None
+        return TensorSlice(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
-    def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> Rectangle:
+    def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> TensorSlice:
         """Moved so that the point `origin` comes to lie on `target` (the zero point if not given)."""
         shift = [to - at for at, to in zip(origin, target or (0,) * len(origin), strict=True)]
-        return Rectangle(tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift)))
+        return TensorSlice(tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift)))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(self.starts, self.stops, strict=True)) + "]"
 
 
-def tiling_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:
-    """None where the rectangles cover every element of `shape` exactly once, otherwise what is wrong, in words.
+def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
+    """Returns None if the slices cover every element of `shape` exactly once, and otherwise what is wrong, in words.
 
-    Rectangles that lie inside, do not meet, and have the right total volume tile exactly: no element is looked at.
+    Slices that lie inside, do not meet, and have the right total volume tile exactly: no element is looked at.
     """
-    whole = Rectangle.whole(shape)
-    for index, rectangle in enumerate(rectangles):
-        if rectangle.intersect(whole) != rectangle:
-            return f"{rectangle} lies outside shape {tuple(shape)}"
-        for other in rectangles[:index]:
-            if (overlap := rectangle.intersect(other)) is not None:
+    whole = TensorSlice.whole(shape)
+    for index, tensor_slice in enumerate(tensor_slices):
+        if tensor_slice.intersect(whole) != tensor_slice:
+            return f"{tensor_slice} lies outside shape {tuple(shape)}"
+        for other in tensor_slices[:index]:
+            if (overlap := tensor_slice.intersect(other)) is not None:
                 return f"{overlap} comes twice"
-    missing = whole.volume - sum(rectangle.volume for rectangle in rectangles)
+    missing = whole.volume - sum(tensor_slice.volume for tensor_slice in tensor_slices)
     return f"{missing} of {whole.volume} elements are missing" if missing else None
 
 
@@ -144,10 +143,10 @@ def flat_index(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(map(int.__mul__, index, strides))
 
 
-def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[int, Rectangle]]:
-    """Cuts a row-major tensor into rectangles of at most `max_volume` elements, each contiguous in memory.
+def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[int, TensorSlice]]:
+    """Cuts a row-major tensor into slices of at most `max_volume` elements, each contiguous in memory.
 
-    Yields (offset of the first element, rectangle) in the order of memory. max_volume >= 1.
+    Yields (offset of the first element, slice) in the order of memory. max_volume >= 1.
     """
     inner_volumes = row_major_strides(shape)
     cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
@@ -156,11 +155,11 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
         for start in range(0, shape[cut_dim], step):
             starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
             stops = (*(index + 1 for index in outer), min(start + step, shape[cut_dim]), *shape[cut_dim + 1 :])
-            yield flat_index(starts, inner_volumes), Rectangle(starts, stops)
+            yield flat_index(starts, inner_volumes), TensorSlice(starts, stops)
 
 
-def range_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
-    """The elements start <= i < stop of a row-major tensor as the fewest rectangles that are contiguous in memory, in their order.
+def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
+    """The elements start <= i < stop of a row-major tensor as the fewest slices that are contiguous in memory, in their order.
 
     At most two for each dimension. 0 <= start <= stop <= the number of elements.
     """
@@ -168,7 +167,7 @@ def range_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Re
         return
     inner = prod(shape[1:])
     if not shape or inner == 0:
-        yield Rectangle.whole(shape)
+        yield TensorSlice.whole(shape)
         return
     first_whole, last_whole = -(-start // inner), stop // inner
     if first_whole > last_whole:  # inside one row
@@ -176,10 +175,10 @@ def range_rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Re
         return
     yield from _in_row(shape, start // inner, start % inner, inner) if start % inner else ()
     if first_whole < last_whole:
-        yield Rectangle.whole(shape).along(0, first_whole, last_whole)
+        yield TensorSlice.whole(shape).along(0, first_whole, last_whole)
     yield from _in_row(shape, last_whole, 0, stop % inner)
 
 
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
-    for inner in range_rectangles(shape[1:], start, stop):
-        yield Rectangle((row, *inner.starts), (row + 1, *inner.stops))
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[TensorSlice]:
+    for inner in range_slices(shape[1:], start, stop):
+        yield TensorSlice((row, *inner.starts), (row + 1, *inner.stops))

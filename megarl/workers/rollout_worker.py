@@ -10,7 +10,7 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.usage import trim_heap
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, RolloutEngine
-from megarl.weights.plan import Boxes
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
 
@@ -44,9 +44,9 @@ class RolloutWorker(Worker):
     # ---- weights: see RolloutEngine
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         """What each of the engine's ranks keeps of a model with these tensors."""
-        return self._engine.needed_boxes(manifest)
+        return self._engine.needed_slices(manifest)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weights(self, links: Sequence[EngineLink], name: str) -> None:

@@ -1,4 +1,4 @@
-"""The part of a Megatron worker through which its weights leave: its end of the carriers, and its share of a pass over the weights."""
+"""The part of a Megatron worker that sends its weights: its side of the transports, and its share of a pass over the weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
-from megarl.weights.ipc import SlotAddress
-from megarl.weights.p2p import Wire, reserve_port
-from megarl.weights.plan import Stream
+from megarl.weights.ipc import IPCAddress
+from megarl.weights.p2p import P2PGroup, reserve_port
+from megarl.weights.plan import TransferSchedule
 from megarl.weights.shards import Shards
-from megarl.weights.transports.device import DeviceTrainerEnd
-from megarl.weights.transports.folder import FolderTrainerEnd
-from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd
-from megarl.weights.transports.interface import Sending, SendReport, TrainerEnd
+from megarl.weights.transports.device import DeviceSender
+from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.group import GroupPlace, GroupSender
+from megarl.weights.transports.interface import Sender, SendPass, SendReport
 
 
 class MeetingPoint(NamedTuple):
@@ -35,12 +35,12 @@ class MeetingPoint(NamedTuple):
 class WeightExport(Worker):
     """The driver calls each method on the ranks that it is for. Replicas are numbers."""
 
-    _end: TrainerEnd | None = None
-    _sending: Sending | None = None
+    _sender: Sender | None = None
+    _send_pass: SendPass | None = None
     _listener: socket.socket | None = None
-    _files: FolderTrainerEnd | None = None
-    _writing: Sending | None = None
-    _trainers: Wire | None = None
+    _files: FolderSender | None = None
+    _writing: SendPass | None = None
+    _trainers: P2PGroup | None = None
 
     @abstractmethod
     def _shards(self) -> Shards:
@@ -51,46 +51,46 @@ class WeightExport(Worker):
     def _stage(self) -> int:
         """The pipeline stage of this rank."""
 
-    def _trainers_wire(self) -> Wire:
+    def _trainers_p2p(self) -> P2PGroup:
         """Made once: with gloo it has a thread."""
-        self._trainers = self._trainers or Wire.of_default_group(self._shards().device)
+        self._trainers = self._trainers or P2PGroup.of_default_group(self._shards().device)
         return self._trainers
 
     # ---- a pass over the weights
 
     @register(blocking=False)
-    def send_weights(self, replicas: Sequence[int], given_up: Sequence[int], is_first: bool) -> SendReport | None:
+    def send_weights(self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool) -> SendReport | None:
         """All weights to these replicas, while they receive them; None where they say nothing for a while, to be called again:
-        it goes on without those of `given_up`. is_first: the pass begins.
+        it goes on without those of `dropped`. is_first: the pass begins.
 
         Raises WeightTransferError where a trainer is gone.
         """
         if is_first:
-            assert self._end is not None, "no replica was joined"
-            self._sending = Sending(self._end, self._shards(), replicas)
-        assert self._sending is not None, "no pass was begun"
-        report = self._sending.run(given_up)
+            assert self._sender is not None, "no replica was joined"
+            self._send_pass = SendPass(self._sender, self._shards(), replicas)
+        assert self._send_pass is not None, "no pass was begun"
+        report = self._send_pass.run(dropped)
         if report is not None:
-            self._sending = None
+            self._send_pass = None
         return report
 
     @register(blocking=False)
     def leave_weights(self, replica: int) -> None:
         """Lets go of a replica, whatever is under way. Nothing where it was not joined."""
-        if self._end is not None:
-            self._end.leave(replica)
+        if self._sender is not None:
+            self._sender.leave(replica)
 
     @register(blocking=False)
     def end_weights(self) -> None:
         """Lets go of all replicas, and gives the memory for messages back."""
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def release_weight_buffers(self) -> None:
         """What is kept for the next pass; replicas stay joined."""
-        if self._end is not None:
-            self._end.release()
+        if self._sender is not None:
+            self._sender.release()
 
     @register(blocking=False)
     def weight_checksums(self, dense: bool, experts: bool) -> dict[str, int]:
@@ -102,26 +102,26 @@ class WeightExport(Worker):
     def weights_are_on_cuda(self) -> bool:
         return self._shards().device.type == "cuda"
 
-    # ---- the carrier `device`
+    # ---- the transport `device`
 
     @register(blocking=False)
-    def serve_weights(self, replica: int, device: str, sources: Mapping[int, Stream]) -> SlotAddress:
+    def serve_weights(self, replica: int, device: str, sources: Mapping[int, TransferSchedule]) -> IPCAddress:
         """The rank of `replica` on this rank's device, `device` by name, gets its weights here; `sources`: by trainer rank."""
         shards = self._shards()
-        return self._device_end().serve(replica, device, sources, shards.dtype, shards.device)
+        return self._device_sender().serve(replica, device, sources, shards.dtype, shards.device)
 
     @register(blocking=False)
-    def relay_weights(self, replica: int, streams: Mapping[int, Stream]) -> None:
+    def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
         """What ranks of `replica` on other devices get from this one, by the trainer ranks beside them."""
-        self._device_end().relay(replica, streams)
+        self._device_sender().relay(replica, schedules)
 
-    def _device_end(self) -> DeviceTrainerEnd:
-        if self._end is None:
-            self._end = DeviceTrainerEnd(self._trainers_wire(), dist.get_rank())
-        assert isinstance(self._end, DeviceTrainerEnd)
-        return self._end
+    def _device_sender(self) -> DeviceSender:
+        if self._sender is None:
+            self._sender = DeviceSender(self._trainers_p2p(), dist.get_rank())
+        assert isinstance(self._sender, DeviceSender)
+        return self._sender
 
-    # ---- the carrier `group`
+    # ---- the transport `group`
 
     @register(blocking=False)
     def reserve_weight_group(self) -> MeetingPoint:
@@ -132,16 +132,16 @@ class WeightExport(Worker):
         return MeetingPoint(self.node, self._listener.getsockname()[1], dist.get_backend())
 
     @register(blocking=False)
-    def join_weight_group(self, replica: int, place: GroupPlace, streams: Mapping[int, Stream]) -> None:
-        """Returns when all members are there. `streams`: by the numbers of the engine's ranks in the group."""
-        if self._end is None:
-            self._end = GroupTrainerEnd()
-        assert isinstance(self._end, GroupTrainerEnd)
+    def join_weight_group(self, replica: int, place: GroupPlace, schedules: Mapping[int, TransferSchedule]) -> None:
+        """Returns when all members are there. `schedules`: by the numbers of the engine's ranks in the group."""
+        if self._sender is None:
+            self._sender = GroupSender()
+        assert isinstance(self._sender, GroupSender)
         listener = None
         if place.rank == 0:
             listener, self._listener = self._listener, None
-        self._end.leave(replica)
-        self._end.join(replica, Wire.join(place.address, place.rank, self._shards().device, listener), streams)
+        self._sender.leave(replica)
+        self._sender.join(replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules)
 
     # ---- files
 
@@ -153,8 +153,8 @@ class WeightExport(Worker):
         Raises CheckpointError for a file that could not be written, when this rank has taken and sent all the same.
         """
         if is_first:
-            self._files = FolderTrainerEnd(self._trainers_wire(), dist.get_rank(), part, Path(folder), durable)
-            self._writing = Sending(self._files, self._shards(), ())
+            self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
+            self._writing = SendPass(self._files, self._shards(), ())
         assert self._files is not None
         assert self._writing is not None, "no folder was begun"
         has_ended = True

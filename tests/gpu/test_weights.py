@@ -14,7 +14,7 @@ import torch
 
 from megarl.machine.usage import Stopwatch
 from megarl.weights.checksum import checksum
-from megarl.weights.p2p import WireAddress
+from megarl.weights.p2p import P2PAddress
 from megarl.weights.tensors import WeightTransferError
 from tests.mortal_ranks import MortalRank, mortal_ranks
 from tests.shared_device import LIMIT_S, SharedSpec, answer, ask, save_model, serve_engine, serve_trainer
@@ -51,7 +51,7 @@ def check_weights(trainer: MortalRank, engine: MortalRank, seed: int) -> None:
     assert ask(engine, "checksums") == ask(trainer, "checksums")
 
 
-def test_slots_carry_weights_to_the_bit_in_the_memory_of_two_buckets(
+def test_ipc_buffers_carry_weights_to_the_bit_in_the_memory_of_two_buckets(
     device: torch.device, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     spec = spec_of(tmp_path, device)
@@ -128,7 +128,7 @@ def end(rank: MortalRank, device: torch.device) -> None:
 def test_two_ranks_on_one_device_are_refused_within_the_limit(device: torch.device, one_device_backend: str, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, device)
     with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as ranks:
-        address = WireAddress("replica-0", "127.0.0.1", ask(ranks[0], "reserve"), 2, one_device_backend, MEETING_LIMIT_S)
+        address = P2PAddress("replica-0", "127.0.0.1", ask(ranks[0], "reserve"), 2, one_device_backend, MEETING_LIMIT_S)
         start_s = time.monotonic()  # of two processes that have started
         for number, rank in enumerate(ranks):
             rank.tell(("meet", address, number))
@@ -145,7 +145,7 @@ def test_a_group_carries_weights_to_another_device(two_devices: tuple[torch.devi
     spec = spec_of(tmp_path, *two_devices)
     with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
         needed = ask(engine, "start")
-        address = WireAddress("replica-0", "127.0.0.1", ask(trainer, "reserve"), 2, backend, LIMIT_S)
+        address = P2PAddress("replica-0", "127.0.0.1", ask(trainer, "reserve"), 2, backend, LIMIT_S)
         engine.tell(("join", ask(trainer, "group_link", address, needed)))
         ask(trainer, "join_group", 0, address, needed)
         answer(engine)
@@ -153,8 +153,8 @@ def test_a_group_carries_weights_to_another_device(two_devices: tuple[torch.devi
             report, engine_bytes = push(trainer, engine, seed)
             assert report.lost == {}
             if is_counted(two_devices[0], seed):
-                assert report.measured_extra_bytes <= 2 * spec.slot_bytes + slack(two_devices[0])
-                assert engine_bytes <= 2 * spec.slot_bytes + slack(two_devices[1])
+                assert report.measured_extra_bytes <= 2 * spec.buffer_bytes + slack(two_devices[0])
+                assert engine_bytes <= 2 * spec.buffer_bytes + slack(two_devices[1])
             check_weights(trainer, engine, seed)
         closing = [(engine, "close"), (trainer, "close")]
         for rank, name in closing:  # both at once: a communicator ends when all its ranks say so

@@ -1,4 +1,4 @@
-"""Each family from each trainer layout by each carrier into transformers, twice."""
+"""Each family from each trainer layout by each transport into transformers, twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integration.weight_matrix import (
 
 
 def test_the_matrix_has_what_it_should() -> None:
-    """Every carrier into transformers from every layout; into SGLang every carrier, every layout, every engine."""
+    """Every transport into transformers from every layout; into SGLang every transport, every layout, every engine."""
     by_transformers = {(layout, transport) for engine, layout, transport in MATRIX if engine.mode is None}
     assert by_transformers == set(itertools.product(LAYOUTS, TRANSPORTS))
     engines, layouts, transports = zip(*((engine, layout, transport) for engine, layout, transport in MATRIX if engine.mode), strict=True)

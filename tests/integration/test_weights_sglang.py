@@ -1,4 +1,4 @@
-"""Each family from each trainer layout into the real SGLang of each size, by the carriers in turns, twice; and one that is killed."""
+"""Each family from each trainer layout into the real SGLang of each size, by the transports in turns, twice; and one that is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each family from each trainer layout by each carrier: what test_weights_hf.py and test_weights_sglang.py push, and compare."""
+"""Each family from each trainer layout by each transport: what test_weights_hf.py and test_weights_sglang.py push, and compare."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ MORTAL = SGLANG[3]  # which is killed
 
 
 def works(engine: EngineCase, layout: str, transport: Transport) -> bool:
-    """`device` wants a trainer rank beside each engine rank; what is said otherwise: test_transport.py, test_carriers.py."""
+    """`device` wants a trainer rank beside each engine rank; what is said otherwise: test_transport.py, test_transports.py."""
     return transport is not Transport.device or engine.num_ranks * engine.num_replicas <= LAYOUTS[layout].world_size
 
 
 # Layouts are the outer loop for transformers, engines for SGLang: its idle processes look for work all the time.
-# The whole product of transformers; SGLang of each family and size from every other layout, by the carriers in turns. Its whole product is
-# a soak test.
+# The whole product of transformers; SGLang of each family and size from every other layout, by the transports in turns. Its whole product
+# is # a soak test.
 def _is_tried(row: int, column: int, number: int) -> bool:
     return ALL or ((row + column) % 2 == 0 and number == (row + column) // 2 % len(TRANSPORTS))
 

@@ -1,4 +1,4 @@
-"""Every engine from every layout by every carrier, 32 deaths in a push, 2,000 damaged configurations, and memory over 500 steps."""
+"""Every engine from every layout by every transport, 32 deaths in a push, 2,000 damaged configurations, and memory over 500 steps."""
 
 from __future__ import annotations
 

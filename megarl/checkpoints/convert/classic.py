@@ -231,7 +231,7 @@ def _stored_pieces(stage: _Stage, weight: Weight) -> Iterator[tuple[str, torch.d
     dtype = stage.file.chunks[stage.chunk][stage.names[weight.megatron_name]].dtype
     for part in pieces(weight, stage.layout):
         if part.is_source:
-            opened = partial(_open, stage, weight, part.shard_view, part.shard.slices)
+            opened = partial(_open, stage, weight, part.shard_view, part.shard.index)
             yield part.hf_name, dtype, StoredPiece(place=part.hf, open=opened)
 
 
@@ -247,7 +247,7 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
             parts = pieces(weight, stage.layout)
             if len(parts) != 1:  # several tensors in one, which are cut, or nothing but padding
                 continue
-            elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.slices)
+            elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.index)
             other, held, expected = first.setdefault((parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements))
             if not torch.equal(expected, elements):
                 raise CheckpointError(

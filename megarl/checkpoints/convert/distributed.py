@@ -21,7 +21,7 @@ from megarl.models.families import read_architecture
 from megarl.models.mapping import Cut
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
 from megarl.weights.shard_layout import pieces, shard_view, whole_layout
-from megarl.weights.tensors import Rectangle, range_rectangles
+from megarl.weights.tensors import TensorSlice, range_slices
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
@@ -154,15 +154,15 @@ def _stored_pieces(
     shape = tensor.shape[num_leading:]
     view = _check_shape(index, architecture, place, tensor, weight)
     parts = pieces(weight, whole_layout(architecture, shape[0] if weight.cut is Cut.vocabulary else None))
-    one = Rectangle(place.leading, tuple(number + 1 for number in place.leading))
+    one = TensorSlice(place.leading, tuple(number + 1 for number in place.leading))
     for chunk in tensor.chunks:
-        box = chunk.rectangle
+        tensor_slice = chunk.tensor_slice
         if num_leading:
-            if Rectangle(box.starts[:num_leading], box.stops[:num_leading]).intersect(one) is None:
+            if TensorSlice(tensor_slice.starts[:num_leading], tensor_slice.stops[:num_leading]).intersect(one) is None:
                 continue
-            box = Rectangle(box.starts[num_leading:], box.stops[num_leading:])
+            tensor_slice = TensorSlice(tensor_slice.starts[num_leading:], tensor_slice.stops[num_leading:])
         first_row = 0
-        for region in view_regions(view, shape, box):
+        for region in view_regions(view, shape, tensor_slice):
             num_rows = prod(region.shape[: len(view) - len(shape) + 1])
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
@@ -176,7 +176,7 @@ def _stored_pieces(
 def _check_shape(
     index: TorchDistIndex, architecture: Architecture, place: StoredPlace, tensor: DistributedTensor, weight: Weight
 ) -> tuple[int, ...]:
-    """The view in which the weight's pieces are rectangles."""
+    """The view in which the weight's pieces are slices."""
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
     num_split = len(view) - len(weight.tensors[0].shape) + 1
@@ -186,17 +186,17 @@ def _check_shape(
     return view
 
 
-def view_regions(view: tuple[int, ...], shape: tuple[int, ...], box: Rectangle) -> Iterator[Rectangle]:
-    """`box` of a tensor of `shape`, whose rows `view` has split: the rectangles of the view that it is, in the order of its rows."""
+def view_regions(view: tuple[int, ...], shape: tuple[int, ...], tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
+    """Yields the slices of the view that a slice of a tensor of `shape` is, in the order of its rows. `view` has split the rows."""
     num_leading = len(view) - len(shape) + 1
-    for leading in range_rectangles(view[:num_leading], box.starts[0], box.stops[0]):
-        yield Rectangle((*leading.starts, *box.starts[1:]), (*leading.stops, *box.stops[1:]))
+    for leading in range_slices(view[:num_leading], tensor_slice.starts[0], tensor_slice.stops[0]):
+        yield TensorSlice((*leading.starts, *tensor_slice.starts[1:]), (*leading.stops, *tensor_slice.stops[1:]))
 
 
 def _open(
-    index: TorchDistIndex, place: StoredPlace, chunk: StoredChunk, rows: tuple[int, int], region: Rectangle, common: Rectangle
+    index: TorchDistIndex, place: StoredPlace, chunk: StoredChunk, rows: tuple[int, int], region: TensorSlice, common: TensorSlice
 ) -> torch.Tensor:
     stored = read_chunk(index, place.key, chunk)
     for number, first in zip(place.leading, chunk.offsets, strict=False):
         stored = stored[number - first]
-    return stored[rows[0] : rows[1]].reshape(region.shape)[common.relative_to(region.starts).slices]
+    return stored[rows[0] : rows[1]].reshape(region.shape)[common.relative_to(region.starts).index]

@@ -46,7 +46,7 @@ from megarl.weights.shard_layout import (
     rank_pieces,
     shard_view,
 )
-from megarl.weights.tensors import Rectangle, contiguous_blocks
+from megarl.weights.tensors import TensorSlice, contiguous_blocks
 
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
@@ -118,25 +118,27 @@ class _Writer:
             yield ItemToWrite(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
-        """The box of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
-        box, tensors = item.box, self._source.tensors
-        parts = [(piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(box)) is not None]
-        if len(parts) == 1 and parts[0][1] == box:
+        """Returns the slice of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
+        tensor_slice, tensors = item.tensor_slice, self._source.tensors
+        parts = [
+            (piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(tensor_slice)) is not None
+        ]
+        if len(parts) == 1 and parts[0][1] == tensor_slice:
             piece = parts[0][0]
-            place = box.relative_to(piece.shard.starts, piece.hf.starts)
+            place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
             return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
-        block = room.tensor(box.shape, self._dtype)
+        block = room.tensor(tensor_slice.shape, self._dtype)
         if padding(item.weight, item.layout) is not None:
             block.zero_()
         for piece, common in parts:
             place = common.relative_to(piece.shard.starts, piece.hf.starts)
-            tensors[piece.hf_name].fill(block[common.relative_to(box.starts).slices], place)
+            tensors[piece.hf_name].fill(block[common.relative_to(tensor_slice.starts).index], place)
         return block
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """The box `box` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at `offsets` of the tensor `key`.
+    """The slice `tensor_slice` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at `offsets` of the tensor `key`.
 
     shape: of the whole tensor. chunk: of the chunk.
     """
@@ -147,7 +149,7 @@ class PlannedItem:
     chunk: tuple[int, ...]
     weight: Weight
     layout: ShardLayout
-    box: Rectangle
+    tensor_slice: TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
             files.append([])
             nbytes = 0
         files[-1].append(item)
-        nbytes += item.box.volume * dtype.itemsize
+        nbytes += item.tensor_slice.volume * dtype.itemsize
     return files
 
 
@@ -207,44 +209,46 @@ def _items(architecture: Architecture, head: Head, layout: ShardLayout, max_volu
     for weight in held_weights(architecture, layout, head):
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
-        for box in _boxes(weight, layout, max_volume):
-            shape, offsets, chunk = _place(architecture, weight, layout, box)
+        for tensor_slice in _slices(weight, layout, max_volume):
+            shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
             key, _, _ = stored_place(architecture, weight)
-            yield PlannedItem(key=key, shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, box=box)
+            yield PlannedItem(key=key, shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, tensor_slice=tensor_slice)
 
 
-def _boxes(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Rectangle]:
+def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
     """Each contiguous in the shard's memory, and whole rows of it."""
     view = shard_view(weight, layout)
     parts = (
-        [Rectangle.whole(view).along(0, half, half + 1) for half in range(view[0])] if weight.cut is Cut.gated else [Rectangle.whole(view)]
+        [TensorSlice.whole(view).along(0, half, half + 1) for half in range(view[0])]
+        if weight.cut is Cut.gated
+        else [TensorSlice.whole(view)]
     )
     for part in parts:
         for _, block in contiguous_blocks(part.shape, max_volume):
-            box = block.relative_to((0,) * len(view), part.starts)
-            if len(weight.tensors[0].shape) > 1 and box.shape[-1] != view[-1]:
+            tensor_slice = block.relative_to((0,) * len(view), part.starts)
+            if len(weight.tensors[0].shape) > 1 and tensor_slice.shape[-1] != view[-1]:
                 raise ValueError(f"{weight.megatron_name}: a row of {view[-1]} elements does not fit into an item of {max_volume}")
-            yield box
+            yield tensor_slice
 
 
 def _place(
-    architecture: Architecture, weight: Weight, layout: ShardLayout, box: Rectangle
+    architecture: Architecture, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, place of the box's first element in it, shape of the chunk that the box is)."""
+    """(shape of the whole tensor, place of the slice's first element in it, shape of the chunk that the slice is)."""
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1
     num_leading = len(view) - num_trailing
     leading, trailing = view[:num_leading], view[num_leading:]
-    num_rows, first_row = prod(leading), _row(leading, box.starts[:num_leading])
+    num_rows, first_row = prod(leading), _row(leading, tensor_slice.starts[:num_leading])
     shape, offsets = [num_rows, *trailing], [first_row, *(0 for _ in trailing)]
     if weight.cut is Cut.row:
         shape[1], offsets[1] = size * trailing[0], rank * trailing[0]
     elif weight.cut is Cut.gated:
-        shape[0], offsets[0] = size * num_rows, box.starts[0] * size * leading[1] + rank * leading[1] + box.starts[1]
+        shape[0], offsets[0] = size * num_rows, tensor_slice.starts[0] * size * leading[1] + rank * leading[1] + tensor_slice.starts[1]
     elif weight.cut is not Cut.replicated:
         shape[0], offsets[0] = size * num_rows, rank * num_rows + first_row
-    chunk = [prod(box.shape[:num_leading]), *trailing]
+    chunk = [prod(tensor_slice.shape[:num_leading]), *trailing]
     _, numbers, sizes = stored_place(architecture, weight)
     return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)
 

@@ -30,7 +30,7 @@ from megarl.weights.manifest import (
 )
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import whole_layout
-from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, contiguous_blocks
+from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
 
@@ -54,7 +54,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
             dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
             start = _start(starts[stored.file], hf.name, stored, dtypes[hf.name])
             opened = partial(mapped, stored.file, start, hf.view, dtypes[hf.name])
-            pieces[hf.name] = [StoredPiece(place=Rectangle.whole(hf.view), open=opened)]
+            pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened)]
     return ModelSource(
         folder=folder,
         kind="Hugging Face",
@@ -83,10 +83,10 @@ def _data_starts(file: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The box `place` of a tensor, which lies in it from the element `offset` on."""
+    """The slice `place` of a tensor, which lies in it from the element `offset` on."""
 
     tensor: SourceTensor
-    place: Rectangle
+    place: TensorSlice
     offset: int
 
 

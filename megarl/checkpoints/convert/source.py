@@ -13,14 +13,14 @@ from megarl.checkpoints.torch_dist import chunks_fault
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, weights_of
-from megarl.weights.tensors import Rectangle
+from megarl.weights.tensors import TensorSlice
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
     """The elements `place` of a tensor seen in `HFTensor.view`; `open` maps them: no more is read than is touched."""
 
-    place: Rectangle
+    place: TensorSlice
     open: Callable[[], torch.Tensor]
 
 
@@ -36,23 +36,23 @@ class SourceTensor:
     def nbytes(self) -> int:
         return prod(self.hf.shape) * self.dtype.itemsize
 
-    def fill(self, target: torch.Tensor, place: Rectangle) -> None:
+    def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
         """`target` (place.shape) becomes the elements `place`, in its own dtype. Raises CheckpointError where that cannot hold them."""
         for piece in self.pieces:
             if (common := piece.place.intersect(place)) is not None:
-                source = piece.open()[common.relative_to(piece.place.starts).slices]
-                target[common.relative_to(place.starts).slices].copy_(source)
+                source = piece.open()[common.relative_to(piece.place.starts).index]
+                target[common.relative_to(place.starts).index].copy_(source)
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
             raise CheckpointError(f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32")
 
-    def block(self, place: Rectangle, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+    def block(self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """The elements `place`, contiguous: where they are stored so, mapped, else in what `room(shape, dtype=...)` gives.
 
         Raises CheckpointError as `fill`.
         """
         for piece in self.pieces:
             if self.dtype == dtype and piece.place.intersect(place) == place:
-                stored = piece.open()[place.relative_to(piece.place.starts).slices]
+                stored = piece.open()[place.relative_to(piece.place.starts).index]
                 if stored.is_contiguous():
                     return stored
         block = room(place.shape, dtype=dtype)

@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor
 from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Progress, Room, Workers, no_progress
-from megarl.weights.tensors import Rectangle, contiguous_blocks
+from megarl.weights.tensors import TensorSlice, contiguous_blocks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -106,7 +106,7 @@ class _Tally:
         self._num_elements, self._max_difference = 0, 0.0
         self._num_different = {dtype: 0 for dtype in self._narrowed}
 
-    def add(self, left: SourceTensor, right: SourceTensor, place: Rectangle) -> None:
+    def add(self, left: SourceTensor, right: SourceTensor, place: TensorSlice) -> None:
         one, other = left.block(place, left.dtype), right.block(place, right.dtype)
         self._num_elements += place.volume
         if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):

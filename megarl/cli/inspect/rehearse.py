@@ -30,7 +30,7 @@ from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
 from megarl.roles.weights.forecast import forecast_weights
-from megarl.weights.plan import NUM_SLOTS
+from megarl.weights.plan import NUM_IPC_BUFFERS
 
 GOOD, MISTAKES = 0, 2
 
@@ -113,9 +113,9 @@ def _pushes(config: PPOConfig | SFTConfig, role: ModelRole, architectures: Mappi
     if forecast is None:
         return {}
     shared = {place.device for place in forecast.engine_places}
-    slots = NUM_SLOTS * forecast.message_bytes
+    buffer_bytes = NUM_IPC_BUFFERS * forecast.message_bytes
     return {
-        rank: RankPush(forecast.plan.of_source(rank), slots if place.device in shared else 0)
+        rank: RankPush(forecast.plan.of_source(rank), buffer_bytes if place.device in shared else 0)
         for rank, place in enumerate(forecast.trainer_places)
     }
 

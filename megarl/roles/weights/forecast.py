@@ -15,9 +15,9 @@ from megarl.models.tensor_table import weights_of
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
-from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
+from megarl.weights.plan import RankPlace, RankSlices, TensorSlices, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.shard_layout import layouts_of
-from megarl.weights.shards import boxes_by_rank
+from megarl.weights.shards import slices_by_rank
 
 _VOCABULARY_PADDING = 64  # SGLang's
 
@@ -43,9 +43,9 @@ class WeightForecast:
     @property
     def sent_away(self) -> list[int]:
         away = [0] * len(self.trainer_places)
-        for (source, target), stream in self.plan.streams.items():
+        for (source, target), schedule in self.plan.schedules.items():
             if self.trainer_places[source] != self.engine_places[target]:
-                away[source] += stream.numel * self.element_bytes
+                away[source] += schedule.numel * self.element_bytes
         return away
 
 
@@ -57,12 +57,12 @@ def forecast_weights(config: PPOConfig, placement: PlacementPlan, policy: Archit
     nbytes = message_bytes(transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu)
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
-    held = boxes_by_rank(policy, layouts_of(policy, config.actor.parallel))
-    needed = engine_boxes(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size) * config.rollout.num_replicas
+    held = slices_by_rank(policy, layouts_of(policy, config.actor.parallel))
+    needed = engine_slices(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size) * config.rollout.num_replicas
     plan = plan_transfer(
         _shapes(policy),
-        [RankBoxes(place, boxes) for place, boxes in zip(sources, held, strict=True)],
-        [RankBoxes(place, boxes) for place, boxes in zip(targets, needed, strict=True)],
+        [RankSlices(place, slices) for place, slices in zip(sources, held, strict=True)],
+        [RankSlices(place, slices) for place, slices in zip(targets, needed, strict=True)],
         nbytes // element_bytes,
     )
     return WeightForecast(plan=plan, trainer_places=sources, engine_places=targets, message_bytes=nbytes, element_bytes=element_bytes)
@@ -76,23 +76,26 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
     ]
 
 
-def engine_boxes(architecture: Architecture, size: int, expert_parallel_size: int = 1) -> list[Boxes]:
+def engine_slices(architecture: Architecture, size: int, expert_parallel_size: int = 1) -> list[TensorSlices]:
     """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head is on several of them. Experts
     are dealt over `expert_parallel_size` groups of neighbours, which cut each of theirs."""
     heads = architecture.num_key_value_heads
     if size <= heads:
-        return list(_tensor_parallel_boxes(architecture, size, expert_parallel_size))
+        return list(_tensor_parallel_slices(architecture, size, expert_parallel_size))
     # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many parts as there are heads.
     widened = replace(architecture, num_key_value_heads=size)
     shapes, widened_shapes = _shapes(architecture), _shapes(widened)
-    whole_heads = _tensor_parallel_boxes(architecture, heads, 1)
+    whole_heads = _tensor_parallel_slices(architecture, heads, 1)
     return [
-        {name: box if shapes[name] == widened_shapes[name] else whole_heads[rank * heads // size][name] for name, box in boxes.items()}
-        for rank, boxes in enumerate(_tensor_parallel_boxes(widened, size, expert_parallel_size))
+        {
+            name: tensor_slice if shapes[name] == widened_shapes[name] else whole_heads[rank * heads // size][name]
+            for name, tensor_slice in slices.items()
+        }
+        for rank, slices in enumerate(_tensor_parallel_slices(widened, size, expert_parallel_size))
     ]
 
 
-def _tensor_parallel_boxes(architecture: Architecture, size: int, expert_parallel_size: int) -> Sequence[Boxes]:
+def _tensor_parallel_slices(architecture: Architecture, size: int, expert_parallel_size: int) -> Sequence[TensorSlices]:
     padding = _VOCABULARY_PADDING if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0 else size * _VOCABULARY_PADDING
     padded = _padded(architecture.vocab_size, padding)
     parallel = ParallelConfig(
@@ -101,7 +104,7 @@ def _tensor_parallel_boxes(architecture: Architecture, size: int, expert_paralle
         expert_tensor_parallel_size=size // expert_parallel_size,
     )
     layouts = layouts_of(architecture, parallel)
-    return boxes_by_rank(architecture, [replace(layout, padded_vocab_size=padded) for layout in layouts])
+    return slices_by_rank(architecture, [replace(layout, padded_vocab_size=padded) for layout in layouts])
 
 
 def _padded(rows: int, unit: int) -> int:

@@ -13,8 +13,8 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
-from megarl.weights.p2p import WireAddress
-from megarl.weights.plan import Boxes, RankBoxes, RankPlace, TransferPlan, message_bytes, plan_transfer
+from megarl.weights.p2p import P2PAddress
+from megarl.weights.plan import RankPlace, RankSlices, TensorSlices, TransferPlan, message_bytes, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DevicePlace, device_route
@@ -23,7 +23,7 @@ from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
 
-class WeightLinks:
+class TransferSession:
     """Of one source and all replicas that it may send to, by `transport`. trainer_places, replica_places: of their ranks. limit_s: for a
     message."""
 
@@ -40,7 +40,7 @@ class WeightLinks:
         self._transport, self._limit_s = transport, limit_s
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
-        self._needed: list[Boxes] = []  # of the ranks of a replica
+        self._needed: list[TensorSlices] = []  # of the ranks of a replica
         self._plan: TransferPlan | None = None
         self._joined: dict[int, RoleGroup] = {}
         self._names: dict[int, str] = {}  # of what replicas have joined
@@ -52,7 +52,7 @@ class WeightLinks:
         """
         lost: dict[int, Exception] = {}
         new = {number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica}
-        asking = {number: replica.call_rank(0, RolloutWorker.needed_boxes, self._source.manifest) for number, replica in new.items()}
+        asking = {number: replica.call_rank(0, RolloutWorker.needed_slices, self._source.manifest) for number, replica in new.items()}
         for number, needed in results_of(asking, lost, is_lost).items():
             self._expect(needed, number)
         new = {number: replica for number, replica in new.items() if number not in lost}
@@ -87,7 +87,7 @@ class WeightLinks:
 
     # ---- the plan
 
-    def _expect(self, needed: list[Boxes], number: int) -> None:
+    def _expect(self, needed: list[TensorSlices], number: int) -> None:
         """All replicas are made alike, so that the plan of the first is that of all, and of those that come in their places."""
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
@@ -96,13 +96,13 @@ class WeightLinks:
         if needed != self._needed:
             raise WeightTransferError(f"rollout replica {number} keeps other parts of the tensors than the first did; restart the run")
 
-    def plan(self, needed: Sequence[Boxes]) -> TransferPlan:
+    def plan(self, needed: Sequence[TensorSlices]) -> TransferPlan:
         """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
         source = self._source
         return plan_transfer(
             {name: meta.shape for name, meta in source.manifest.items()},
-            [RankBoxes(place, boxes) for place, boxes in zip(self._trainer_places, source.boxes, strict=True)],
-            [RankBoxes(place, boxes) for places in self._replica_places for place, boxes in zip(places, needed, strict=True)],
+            [RankSlices(place, slices) for place, slices in zip(self._trainer_places, source.slices, strict=True)],
+            [RankSlices(place, slices) for places in self._replica_places for place, slices in zip(places, needed, strict=True)],
             message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda) // source.torch_dtype.itemsize,
         )
 
@@ -138,14 +138,14 @@ class WeightLinks:
         for number, replica in replicas.items():
             route = group_route(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
-            address = WireAddress(self._names[number], point.host, point.port, route.size, point.backend, self._limit_s)
+            address = P2PAddress(self._names[number], point.host, point.port, route.size, point.backend, self._limit_s)
             meeting[number] = [
-                call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), streams)
-                for own, (rank, streams) in enumerate(zip(route.senders, route.sends, strict=True))
+                call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), schedules)
+                for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
             ]
             links = [
-                EngineLink(GroupPlace(address, len(route.senders) + own), streams, self._source.torch_dtype)
-                for own, streams in enumerate(route.receives)
+                EngineLink(GroupPlace(address, len(route.senders) + own), schedules, self._source.torch_dtype)
+                for own, schedules in enumerate(route.receives)
             ]
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
         results_of(joining, lost, is_lost)

@@ -20,9 +20,9 @@ from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
-from megarl.weights.plan import Boxes
+from megarl.weights.plan import TensorSlices
 from megarl.weights.shard_layout import ShardLayout, layouts_of
-from megarl.weights.shards import boxes_by_rank
+from megarl.weights.shards import slices_by_rank
 from megarl.weights.tensors import Manifest
 from megarl.weights.transports.folder import folder_message_bytes
 from megarl.weights.transports.interface import SendReport
@@ -67,9 +67,9 @@ class WeightSource:
         return layouts_of(self.architecture, self.parallel)
 
     @cached_property
-    def boxes(self) -> Sequence[Boxes]:
+    def slices(self) -> Sequence[TensorSlices]:
         """What each rank holds, copies included."""
-        return boxes_by_rank(self.architecture, self._layouts, self.head)
+        return slices_by_rank(self.architecture, self._layouts, self.head)
 
     @cached_property
     def is_on_cuda(self) -> bool:
@@ -114,8 +114,11 @@ class WeightSource:
 
 
 def _all_written(call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]) -> list[SendReport]:
-    """The reports of all ranks. One that gives the word back is called again, and so are the others after one could not write: what they
-    send it is not to stay behind. Then raises the likeliest failure; at once that of a rank which died."""
+    """Returns the reports of all ranks.
+
+    A rank that returns without a report is called again. So are the others after one could not write, because what they send to it must not
+    stay behind. Then the likeliest failure is raised. The failure of a rank that died is raised at once.
+    """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
     pending: dict[RemoteFuture[SendReport | None], int] = {call(rank, True): rank for rank in ranks}

@@ -18,7 +18,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import results_of
-from megarl.roles.weights.session import WeightLinks, is_lost
+from megarl.roles.weights.session import TransferSession, is_lost
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.plan import RankPlace
@@ -26,7 +26,7 @@ from megarl.weights.transports.interface import SendReport
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
-PUSHED_FOLDERS = ".weights-*"  # the carrier `folder` has one while it works
+PUSHED_FOLDERS = ".weights-*"  # the transport `folder` has one while it works
 _LOOK_S = 10.0  # without a sign of any rank
 _GLANCE_S = 0.01
 _GRACE_S = 2.0  # for the failure of a replica that a trainer rank has lost
@@ -57,7 +57,7 @@ class WeightSync:
 
     trainer_places: of the source's ranks; replica_places: of the ranks of each replica. transport: not `auto`. verify: compare the
     checksum of every tensor, trainer and engine: never, when a replica gets its first weights, or always. scratch_dir: for the folder
-    of the carrier `folder`, seen by all nodes. config_dir: the Hugging Face folder of the model, whose configuration goes beside the
+    of the transport `folder`, seen by all nodes. config_dir: the Hugging Face folder of the model, whose configuration goes beside the
     weights. limit_s: for a message.
     """
 
@@ -78,7 +78,7 @@ class WeightSync:
         self._source, self._trainer_places, self._limit_s = source, trainer_places, limit_s
         self._transport, self._verify = transport, verify
         self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
-        self._links = WeightLinks(source, trainer_places, replica_places, transport, limit_s)
+        self._session = TransferSession(source, trainer_places, replica_places, transport, limit_s)
         self._verified: list[RoleGroup] = []
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
@@ -93,13 +93,13 @@ class WeightSync:
         if self._transport is Transport.folder:
             reports = self._through_folder(replicas, version, lost)
         else:
-            lost |= self._links.make(replicas)
+            lost |= self._session.make(replicas)
             to = {number: replica for number, replica in replicas.items() if number not in lost}
             if not to:  # nobody is left to receive, and trainers may have joined nobody
-                self._links.forget(lost)
+                self._session.forget(lost)
                 return None, lost
             receiving = {
-                number: replica.call_rank(0, RolloutWorker.receive_weights, self._source.manifest, version, self._links.name(number))
+                number: replica.call_rank(0, RolloutWorker.receive_weights, self._source.manifest, version, self._session.name(number))
                 for number, replica in to.items()
             }
             sending = {
@@ -109,11 +109,11 @@ class WeightSync:
             calls = _Push(self._source.group, sending, receiving, lost)
             reports = calls.finish()
             if calls.failure is not None:
-                self._links.forget(lost)
+                self._session.forget(lost)
                 raise calls.failure
         load_s = time.perf_counter() - start_s
         verify_s = self._check({number: replica for number, replica in replicas.items() if number not in lost}, lost)
-        self._links.forget(lost)
+        self._session.forget(lost)
         if len(lost) == len(replicas):
             return None, lost
         report = PushReport(
@@ -129,12 +129,12 @@ class WeightSync:
 
     def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
         """Replicas are at other places from now on. The next push makes another plan, and joins them anew."""
-        self._links.close()
-        self._links = WeightLinks(self._source, self._trainer_places, replica_places, self._transport, self._limit_s)
+        self._session.close()
+        self._session = TransferSession(self._source, self._trainer_places, replica_places, self._transport, self._limit_s)
 
     def close(self) -> None:
         """Lets go of all replicas, and gives the memory for messages back. The next push joins them anew."""
-        self._links.close()
+        self._session.close()
 
     def _through_folder(self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]) -> list[SendReport]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ class _Push:
         self._next_look_s = time.monotonic() + _LOOK_S
 
     def finish(self) -> list[SendReport]:
-        """Waits for all. A rank that waits for others gives the word back, and is asked again without those that are lost. Raises the
+        """Waits for all. A rank that waits for others returns without a report and is called again, without the lost replicas. Raises the
         failure of a trainer rank."""
         while self._sending or self._receiving:
             if not self._sending and self._receiving.keys() <= self._lost.keys():
@@ -223,8 +223,8 @@ class _Push:
         except WorkerError as error:
             raise self._cause(error) from None
         if report is None:
-            given_up = [number for number in self._replicas if number in self._lost]
-            self._sending[rank] = self._trainers.call_rank(rank, WeightExport.send_weights, self._replicas, given_up, False)
+            dropped = [number for number in self._replicas if number in self._lost]
+            self._sending[rank] = self._trainers.call_rank(rank, WeightExport.send_weights, self._replicas, dropped, False)
             return
         del self._sending[rank]
         self._reports.append(report)

@@ -27,7 +27,7 @@ from megarl.rollout.interface import (
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Boxes, Part, whole_boxes
+from megarl.weights.plan import Part, TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
@@ -121,10 +121,10 @@ class HFEngine(RolloutEngine):
 
     # ---- weights
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
         self._check(manifest)
-        return [whole_boxes(self._shapes)]
+        return [whole_slices(self._shapes)]
 
     def _check(self, manifest: Manifest) -> None:
         shapes = {name: meta.shape for name, meta in manifest.items()}
@@ -140,10 +140,10 @@ class HFEngine(RolloutEngine):
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         (link,) = links
-        self._receiver.join(link, whole_boxes(self._shapes), self._places)
+        self._receiver.join(link, whole_slices(self._shapes), self._places)
 
     def _places(self, part: Part) -> list[torch.Tensor]:
-        return [self._parameters[part.name].data[part.box.slices]]
+        return [self._parameters[part.name].data[part.tensor_slice.index]]
 
     def leave_weights(self) -> None:
         self._receiver.leave()

@@ -38,8 +38,8 @@ from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, needs_tokenizer, vocab_size
-from megarl.weights.execution import SLICE_S
-from megarl.weights.plan import Boxes
+from megarl.weights.execution import TIME_SLICE_S
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
@@ -203,10 +203,10 @@ class SGLangEngine(RolloutEngine):
 
     # ---- weights
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
         with self._paused():
-            return self._loader.needed_boxes(manifest)
+            return self._loader.needed_slices(manifest)
 
     def begin_weight_update(self, manifest: Manifest) -> None:
         self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
@@ -295,7 +295,7 @@ class SGLangEngine(RolloutEngine):
         try:
             self._call(
                 "update_weights_from_tensor",
-                time_limit_s=self._health_limit_s + SLICE_S if time_limit else None,
+                time_limit_s=self._health_limit_s + TIME_SLICE_S if time_limit else None,
                 serialized_named_tensors=[message] * self._num_ranks,
                 load_format=WEIGHT_LOADER,
                 flush_cache=False,

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from megarl.rollout.destinations import Plan, record_plan, zero_what_is_not_written
 from megarl.weights.checksum import MODULUS
-from megarl.weights.plan import Boxes, Part
-from megarl.weights.receiver import EngineLink, WeightReceiver, decode_box, encode_box
+from megarl.weights.plan import Part, TensorSlices
+from megarl.weights.receiver import EngineLink, WeightReceiver, decode_slice, encode_slice
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, tiling_fault
 
 Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]
@@ -58,7 +58,7 @@ class RankLoader:
             self._follow(model)
             return self._zero_padding(model)
         if command == "join":
-            return self._receiver.join(EngineLink.decode(arguments["links"][rank]), self._plan.boxes, self._places)
+            return self._receiver.join(EngineLink.decode(arguments["links"][rank]), self._plan.slices, self._places)
         if command == "receive":
             if arguments["is_first"]:
                 self._begin(model)
@@ -69,16 +69,19 @@ class RankLoader:
             return None
         assert command == "checksums", command
         self._follow(model)
-        return {name: [[*encode_box(box), part] for box, part in tensor.checksums()] for name, tensor in self._plan.tensors.items()}
+        return {
+            name: [[*encode_slice(tensor_slice), part] for tensor_slice, part in tensor.checksums()]
+            for name, tensor in self._plan.tensors.items()
+        }
 
     def _places(self, part: Part) -> Iterable[torch.Tensor]:
-        return self._plan.tensors[part.name].places(part.box)
+        return self._plan.tensors[part.name].places(part.tensor_slice)
 
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
         self._plan = record_plan(model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest})
-        boxes = {name: [encode_box(box) for box in listed] for name, listed in self._plan.boxes.items()}
-        return {"boxes": boxes, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
+        slices = {name: [encode_slice(tensor_slice) for tensor_slice in listed] for name, listed in self._plan.slices.items()}
+        return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
     def _begin(self, model: Any) -> None:
         self._follow(model)
@@ -99,7 +102,7 @@ class RankLoader:
         if self._plan.not_followed or self._plan.is_of(model):
             return
         plan = record_plan(model, self._plan.manifest)
-        if plan.not_followed or plan.boxes != self._plan.boxes:
+        if plan.not_followed or plan.slices != self._plan.slices:
             raise WeightTransferError(
                 "SGLang has sliced its parameters differently since it was asked where its tensors go: restart the engine"
             )
@@ -143,17 +146,17 @@ class LoaderClient:
         self._answers = Path(tempfile.mkdtemp(prefix="megarl-loader-"))
         self._number = 0
         self._manifest: Manifest = {}
-        self._boxes: list[Boxes] = []
+        self._slices: list[TensorSlices] = []
         self._not_followed: dict[str, str] = {}
         self._is_recorded = False  # whether the ranks' plans are for `_manifest`
         self._must_zero = True  # padding may not be zero
         self._waiting: set[int] = set()  # ranks that have not received everything
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         """Returns which slices of the tensors each rank keeps. Raises as `prepare`, and for tensors that cannot be received in pieces."""
         self.prepare(manifest)
         self._check_followed()
-        return self._boxes
+        return self._slices
 
     def prepare(self, manifest: Manifest) -> None:
         """Makes every rank ready to receive the tensors of the manifest.
@@ -185,7 +188,7 @@ class LoaderClient:
         for name, meta in manifest.items():
             if name in not_followed:
                 continue
-            parts = {decode_box(part) for answer in answers for part in answer["boxes"][name]}
+            parts = {decode_slice(part) for answer in answers for part in answer["slices"][name]}
             if not parts:
                 faults.append(f"{name} is not a tensor of the engine's model")
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
@@ -198,7 +201,10 @@ class LoaderClient:
                 f"{len(faults)} faults: the tensors are not those of the engine's model: " + "; ".join(faults[:_MAX_NAMED])
             )
         self._manifest, self._not_followed = manifest, not_followed
-        self._boxes = [{name: [decode_box(box) for box in boxes] for name, boxes in answer["boxes"].items()} for answer in answers]
+        self._slices = [
+            {name: [decode_slice(tensor_slice) for tensor_slice in slices] for name, slices in answer["slices"].items()}
+            for answer in answers
+        ]
 
     def receive(self) -> bool:
         """Whether all ranks have received everything; False after a while, to be called again. Raises WeightTransferError where a
@@ -234,7 +240,7 @@ class LoaderClient:
             found = defaultdict(set)
             for answer in answers:
                 for *corners, part in answer[name]:
-                    found[decode_box(corners)].add(part)
+                    found[decode_slice(corners)].add(part)
             differing += [name] if any(len(parts) > 1 for parts in found.values()) else []
             sums[name] = sum(next(iter(parts)) for parts in found.values()) % MODULUS
         if differing:

@@ -46,7 +46,7 @@ PHASE_NAMES = {
     "wake": "onload",
     "wake_cache": "onload KV cache",
     "sleep": "offload",
-    "needed_boxes": "plan weight sync",
+    "needed_slices": "plan weight sync",
     "join_weights": "connect weight sync",
     "receive_weights": "receive weights",
     "load_folder": "load weights",

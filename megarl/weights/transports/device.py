@@ -1,7 +1,7 @@
-"""The carrier `device`: a trainer rank and the engine rank on the same device share slots of that device's memory.
+"""The transport `device`: a trainer rank and the engine rank on the same device share IPC buffers in that device's memory.
 
 What an engine rank needs from other devices comes to the trainer rank beside it first, in the trainers' own process group, straight
-into the slots. Nobody has to see another's device, and on any number of nodes each pair is on one.
+into the buffers. Nobody has to see another's device, and on any number of nodes each pair is on one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import PATIENCE_S, SLICE_S, Inbox, Lane, Rounds, Side
-from megarl.weights.ipc import SlotAddress, SlotReader, SlotWriter
-from megarl.weights.p2p import Wire
-from megarl.weights.plan import NUM_SLOTS, Stream, TransferPlan
+from megarl.weights.execution import PATIENCE_S, TIME_SLICE_S, Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
+from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
+from megarl.weights.p2p import P2PGroup
+from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan, TransferSchedule
 from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import Buffers, EngineEnd, Landing, Opened, TrainerEnd
+from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
 class DevicePlace(NamedTuple):
-    """Where an engine rank finds its slots. `device`: its own, by its name in the plan."""
+    """Where an engine rank finds its IPC buffers. `device`: its own device, by its name in the plan."""
 
-    address: SlotAddress
+    address: IPCAddress
     device: str
 
 
@@ -32,71 +32,82 @@ class DeviceRoute(NamedTuple):
     relays: by trainer rank, what it sends to those beside engine ranks on other devices than its own."""
 
     beside: tuple[int, ...]
-    sources: tuple[dict[int, Stream], ...]
-    relays: dict[int, dict[int, Stream]]
+    sources: tuple[dict[int, TransferSchedule], ...]
+    relays: dict[int, dict[int, TransferSchedule]]
 
 
 def device_route(plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]) -> DeviceRoute:
     """`targets`: the engine's ranks, as the plan counts them, and the device of each. Raises ValueError where a device has no trainer."""
     beside: list[int] = []
-    relays: dict[int, dict[int, Stream]] = {}
+    relays: dict[int, dict[int, TransferSchedule]] = {}
     for target, device in targets.items():
         if device not in trainer_devices:
             raise ValueError(f"an engine rank works on device {device}, on which there is no trainer rank: use resharding.transport=group")
         beside.append(trainer_devices.index(device))
-        for source, stream in plan.of_target(target).items():
+        for source, schedule in plan.of_target(target).items():
             if source != beside[-1]:
-                relays.setdefault(source, {})[beside[-1]] = stream
+                relays.setdefault(source, {})[beside[-1]] = schedule
     return DeviceRoute(tuple(beside), tuple(plan.of_target(target) for target in targets), relays)
 
 
-class DeviceTrainerEnd(TrainerEnd):
-    """`rank`: of this process in the trainers' process group, which `wire` is."""
+class DeviceSender(Sender):
+    """Sends to the engine rank on its own device, and relays to the trainer ranks beside others.
 
-    def __init__(self, wire: Wire, rank: int) -> None:
-        self._wire, self._rank = wire, rank
-        self._relayed: dict[int, dict[int, Stream]] = {}  # by replica and by the trainer rank beside its target
-        self._inbox: _DeviceInbox | None = None
-        self._buffers = Buffers()
+    Args:
+        p2p: The p2p group of the trainers.
+        rank: The rank of this process in it.
+    """
 
-    def serve(self, replica: int, device_name: str, sources: Mapping[int, Stream], dtype: torch.dtype, device: torch.device) -> SlotAddress:
+    def __init__(self, p2p: P2PGroup, rank: int) -> None:
+        self._p2p, self._rank = p2p, rank
+        self._relayed: dict[int, dict[int, TransferSchedule]] = {}  # by replica and by the trainer rank beside its target
+        self._receive_buffer: _DeviceReceiveBuffer | None = None
+        self._buffers = PackBuffers()
+
+    def serve(
+        self, replica: int, device_name: str, sources: Mapping[int, TransferSchedule], dtype: torch.dtype, device: torch.device
+    ) -> IPCAddress:
         """The rank of `replica` on this device, which the plan calls `device_name`, gets from these trainer ranks, of which this one may
-        be one, through slots."""
+        be one, through IPC buffers."""
         self._let_go()
-        self._inbox = _DeviceInbox(replica, Side(sources), self._rank, dtype, device, device_name)
-        return self._inbox.slots.address
+        self._receive_buffer = _DeviceReceiveBuffer(replica, PeerTransfers(sources), self._rank, dtype, device, device_name)
+        return self._receive_buffer.ipc.address
 
-    def relay(self, replica: int, streams: Mapping[int, Stream]) -> None:
+    def relay(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
         """What the ranks of `replica` on other devices get from this one, by the trainer ranks beside them."""
-        self._relayed[replica] = dict(streams)
+        self._relayed[replica] = dict(schedules)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        sends = Side(
-            {peer: stream for replica in sorted(self._relayed.keys() & set(replicas)) for peer, stream in self._relayed[replica].items()}
+        sends = PeerTransfers(
+            {
+                peer: schedule
+                for replica in sorted(self._relayed.keys() & set(replicas))
+                for peer, schedule in self._relayed[replica].items()
+            }
         )
-        inbox = self._inbox if self._inbox is not None and self._inbox.replica in replicas else None
+        receive_buffer = self._receive_buffer if self._receive_buffer is not None and self._receive_buffer.replica in replicas else None
         buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
-        num_rounds = max(sends.num_rounds, 0 if inbox is None else inbox.sources.num_rounds)
-        lane = Lane(self._wire, sends, receives=inbox is not None)
-        own = 0 if inbox is None else inbox.own_numel
-        kept = 0 if inbox is None else inbox.slots.nbytes
-        rounds = Rounds([lane], num_rounds, buffers, shards.regions, inbox)
-        return Opened(rounds, (sends.numel + own) * shards.dtype.itemsize, buffers.nbytes + kept)
+        num_rounds = max(sends.num_rounds, 0 if receive_buffer is None else receive_buffer.sources.num_rounds)
+        channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
+        own = 0 if receive_buffer is None else receive_buffer.own_numel
+        kept = 0 if receive_buffer is None else receive_buffer.ipc.nbytes
+        transfer = PipelinedTransfer([channel], num_rounds, buffers, shards.regions, receive_buffer)
+        return Opened(transfer, (sends.numel + own) * shards.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
         self._relayed.pop(replica, None)
-        if self._inbox is not None and self._inbox.replica == replica:
+        if self._receive_buffer is not None and self._receive_buffer.replica == replica:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._inbox is not None:
-            self._inbox.slots.close()
-            self._inbox = None
+        if self._receive_buffer is not None:
+            self._receive_buffer.ipc.close()
+            self._receive_buffer = None
 
     def release(self) -> None:
         self._buffers.release()
-        if self._inbox is not None:
-            self._inbox.slots.empty()
+        if self._receive_buffer is not None:
+            self._receive_buffer.ipc.empty()
 
     def close(self) -> None:
         self._buffers.release()
@@ -104,47 +115,47 @@ class DeviceTrainerEnd(TrainerEnd):
         self._relayed = {}
 
 
-class _DeviceInbox(Inbox):
-    """The slots of the engine rank on this device."""
+class _DeviceReceiveBuffer(ReceiveBuffer):
+    """The IPC buffers of the engine rank on this device."""
 
-    def __init__(self, replica: int, sources: Side, rank: int, dtype: torch.dtype, device: torch.device, device_name: str) -> None:
+    def __init__(self, replica: int, sources: PeerTransfers, rank: int, dtype: torch.dtype, device: torch.device, device_name: str) -> None:
         self.replica, self.sources = replica, sources
-        self.own = rank if rank in sources.streams else None
-        self.slots = SlotWriter(max(1, sources.largest) * dtype.itemsize, NUM_SLOTS, device, device_name)
+        self.own = rank if rank in sources.schedules else None
+        self.ipc = IPCWriter(max(1, sources.largest) * dtype.itemsize, NUM_IPC_BUFFERS, device, device_name)
         self._dtype = dtype
 
     @property
     def own_numel(self) -> int:
-        return 0 if self.own is None else self.sources.streams[self.own].numel
+        return 0 if self.own is None else self.sources.schedules[self.own].numel
 
     def is_free(self, number: int) -> bool:
-        return self.slots.is_free(number, PATIENCE_S)
+        return self.ipc.is_free(number, PATIENCE_S)
 
-    def slot(self, number: int) -> torch.Tensor:
-        return self.slots.slot(number, self._dtype)
+    def buffer(self, number: int) -> torch.Tensor:
+        return self.ipc.buffer(number, self._dtype)
 
     def deliver(self, number: int) -> None:
-        self.slots.has_written()
+        self.ipc.has_written()
 
     def is_taken(self) -> bool:
-        return self.slots.is_read(self.sources.num_rounds, PATIENCE_S)
+        return self.ipc.is_read(self.sources.num_rounds, PATIENCE_S)
 
 
-class DeviceEngineEnd(EngineEnd):
+class DeviceReceiver(Receiver):
     def __init__(self, place: DevicePlace, device: torch.device) -> None:
-        self._reader = SlotReader(place.address, device, place.device)
+        self._reader = IPCReader(place.address, device, place.device)
         self._number = 0  # of the next round
 
-    def receive(self, landing: Landing) -> bool:
-        deadline_s = time.monotonic() + SLICE_S
+    def receive(self, destinations: DestinationViews) -> bool:
+        deadline_s = time.monotonic() + TIME_SLICE_S
         with torch.no_grad():
-            while self._number < landing.sources.num_rounds:
+            while self._number < destinations.sources.num_rounds:
                 if time.monotonic() > deadline_s or not self._reader.is_written(self._number, PATIENCE_S):
                     return False
-                landing.unpack(self._number, self._reader.slot(self._number, landing.dtype))
+                destinations.unpack(self._number, self._reader.buffer(self._number, destinations.dtype))
                 self._reader.has_read()
                 self._number += 1
-        self._reader.end(landing.sources.num_rounds)
+        self._reader.end(destinations.sources.num_rounds)
         self._number = 0
         return True
 

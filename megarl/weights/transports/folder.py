@@ -1,4 +1,4 @@
-"""The carrier `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a file needs of them.
+"""The transport `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a file needs of them.
 
 A file has one writer. It is written in windows, stretches of the file as large as a message; in each round the writers get what a window
 of theirs needs, from whoever holds it, so that a writer has three windows at most: one that fills, one that is written, one that waits.
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.execution import PATIENCE_S, Inbox, Lane, Rounds, Side
+from megarl.weights.execution import PATIENCE_S, Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
 from megarl.weights.export_plan import RankExport, Window
-from megarl.weights.p2p import Wire
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU, Part
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import flat_index, row_major_strides
-from megarl.weights.transports.interface import Opened, TrainerEnd
+from megarl.weights.transports.interface import Opened, Sender
 
 NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
 NUM_BUFFERS = 2 + 2 + NUM_WINDOWS  # messages to others, messages from others, windows: a writer's, of one message each at most
@@ -34,47 +34,53 @@ def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)
 
 
-class FolderTrainerEnd(TrainerEnd):
-    """For one pass. `wire`: among the trainers, in which this one is `rank`; None where it is alone. `durable`: the files are to outlive
-    a power cut.
+class FolderSender(Sender):
+    """Writes files in one pass.
+
+    Args:
+        p2p: The group of the trainers; None if there is only one.
+        rank: The rank of this process in it.
+        part: This rank's part of the export.
+        folder: Where the files are written.
+        durable: Whether the files must survive a power cut.
 
     A file that cannot be written is an OSError at the end of the pass: until then a writer takes what it is sent, so that no message
-    stays behind on the wire, which others use after it.
+    stays behind in the group, which others use after it.
     """
 
-    def __init__(self, wire: Wire | None, rank: int, part: RankExport, folder: Path, durable: bool = True) -> None:
-        self._wire, self._rank, self._part = wire, rank, part
+    def __init__(self, p2p: P2PGroup | None, rank: int, part: RankExport, folder: Path, durable: bool = True) -> None:
+        self._p2p, self._rank, self._part = p2p, rank, part
         self._output = _Output(folder, durable)
 
     def open(self, shards: Shards, replicas: Collection[int] = ()) -> Opened:
         part = self._part
-        sends = Side(part.sends)
-        inbox = _FolderInbox(self._rank, part, self._output, shards.device) if part.windows else None
+        sends = PeerTransfers(part.sends)
+        receive_buffer = _FolderReceiveBuffer(self._rank, part, self._output, shards.device) if part.windows else None
         buffers = torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device)
-        lanes = [] if self._wire is None else [Lane(self._wire, sends, receives=inbox is not None)]
-        rounds = Rounds(lanes, part.num_rounds, buffers, shards.regions, inbox)
-        own, kept = (0, 0) if inbox is None else (inbox.own_numel, inbox.nbytes)
-        return Opened(rounds, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
+        channels = [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
+        transfer = PipelinedTransfer(channels, part.num_rounds, buffers, shards.regions, receive_buffer)
+        own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
+        return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
         """Nobody reads while files are written."""
 
     def release(self) -> None:
-        """Nothing is kept: the next pass has an end of its own."""
+        """Does nothing: the next pass has a sender of its own."""
 
     def close(self) -> None:
         """Whatever is under way: what is not complete stays incomplete."""
         self._output.close()
 
 
-class _FolderInbox(Inbox):
+class _FolderReceiveBuffer(ReceiveBuffer):
     """Puts what arrives where it belongs in a window, and hands the window over when it is full. A round is of one window."""
 
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
-        self.sources = Side(part.receives)
-        self.own = rank if rank in self.sources.streams else None
+        self.sources = PeerTransfers(part.receives)
+        self.own = rank if rank in self.sources.schedules else None
         self._windows, self._output = part.windows, output
-        self._slots = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
+        self._round_buffers = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
         self._buffers = torch.empty(NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device)
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))  # elements before each round
         self._ends = list(accumulate(window.numel for window in part.windows))
@@ -84,18 +90,18 @@ class _FolderInbox(Inbox):
 
     @property
     def own_numel(self) -> int:
-        return 0 if self.own is None else self.sources.streams[self.own].numel
+        return 0 if self.own is None else self.sources.schedules[self.own].numel
 
     @property
     def nbytes(self) -> int:
-        return self._slots.nbytes + self._buffers.nbytes
+        return self._round_buffers.nbytes + self._buffers.nbytes
 
     def is_free(self, number: int) -> bool:
         """Not before the window that had the same buffer is written; it was handed over two rounds ago at the latest."""
         return self._is_written(self._window_of(number) + 1 - NUM_WINDOWS)
 
-    def slot(self, number: int) -> torch.Tensor:
-        return self._slots[number % 2]
+    def buffer(self, number: int) -> torch.Tensor:
+        return self._round_buffers[number % 2]
 
     def deliver(self, number: int) -> None:
         if self._begins[number] == self._begins[number + 1]:
@@ -104,7 +110,7 @@ class _FolderInbox(Inbox):
         window = self._windows[index]
         buffer = self._buffers[index % NUM_WINDOWS, : window.numel]
         starts = dict(zip((name for name, *_ in window.chunks), _first_elements(window), strict=True))
-        for part, elements in self.sources.parts(number, self.slot(number)):
+        for part, elements in self.sources.parts(number, self.buffer(number)):
             _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # what comes next, and the thread that writes, have other streams
@@ -145,8 +151,8 @@ def _first_elements(window: Window) -> Iterator[int]:
 def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
     """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that is to become the part."""
     strides = row_major_strides(shape)
-    first = buffer.storage_offset() + start + flat_index(part.box.starts, strides)
-    return buffer.as_strided(part.box.shape, strides, first)
+    first = buffer.storage_offset() + start + flat_index(part.tensor_slice.starts, strides)
+    return buffer.as_strided(part.tensor_slice.shape, strides, first)
 
 
 class _Output:

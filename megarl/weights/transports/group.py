@@ -1,4 +1,4 @@
-"""The carrier `group`: point to point in a process group of one engine's ranks and the trainer ranks that send to it.
+"""The transport `group`: point to point in a process group of one engine's ranks and the trainer ranks that send to it.
 
 Each engine has a group of its own, so that one that is replaced makes nobody else meet again.
 """
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import Inbox, Lane, Rounds, Side
-from megarl.weights.p2p import Wire, WireAddress
-from megarl.weights.plan import Part, Stream, TransferPlan
+from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
+from megarl.weights.p2p import P2PAddress, P2PGroup
+from megarl.weights.plan import Part, TransferPlan, TransferSchedule
 from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import Buffers, EngineEnd, Landing, Opened, TrainerEnd
+from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
 class GroupPlace(NamedTuple):
     """A rank's place in the group of one engine. The trainer ranks come first in it."""
 
-    address: WireAddress
+    address: P2PAddress
     rank: int
 
 
@@ -29,8 +29,8 @@ class GroupRoute(NamedTuple):
     sender, by the engine ranks' numbers in the group. receives: of each engine rank, by the senders' numbers."""
 
     senders: tuple[int, ...]
-    sends: tuple[dict[int, Stream], ...]
-    receives: tuple[dict[int, Stream], ...]
+    sends: tuple[dict[int, TransferSchedule], ...]
+    receives: tuple[dict[int, TransferSchedule], ...]
 
     @property
     def size(self) -> int:
@@ -39,101 +39,107 @@ class GroupRoute(NamedTuple):
 
 def group_route(plan: TransferPlan, targets: Sequence[int]) -> GroupRoute:
     """`targets`: the engine's ranks, as the plan counts them."""
-    senders = tuple(sorted({source for source, target in plan.streams if target in targets}))
+    senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
     numbers = {source: number for number, source in enumerate(senders)}
     return GroupRoute(
         senders=senders,
         sends=tuple(
-            {len(senders) + rank: plan.streams[source, target] for rank, target in enumerate(targets) if (source, target) in plan.streams}
+            {
+                len(senders) + rank: plan.schedules[source, target]
+                for rank, target in enumerate(targets)
+                if (source, target) in plan.schedules
+            }
             for source in senders
         ),
-        receives=tuple({numbers[source]: stream for source, stream in plan.of_target(target).items()} for target in targets),
+        receives=tuple({numbers[source]: schedule for source, schedule in plan.of_target(target).items()} for target in targets),
     )
 
 
-class GroupTrainerEnd(TrainerEnd):
+class GroupSender(Sender):
     def __init__(self) -> None:
-        self._lanes: dict[int, Lane] = {}
-        self._buffers = Buffers()
+        self._channels: dict[int, Channel] = {}
+        self._buffers = PackBuffers()
 
-    def join(self, replica: int, wire: Wire, streams: Mapping[int, Stream]) -> None:
-        """`streams`: by the engine ranks' numbers in the group."""
+    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
+        """Adds the group of a replica. `schedules`: by the engine ranks' numbers in the group."""
         self.leave(replica)
-        self._lanes[replica] = Lane(wire, Side(streams), replica=replica)
+        self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        lanes = [lane for replica, lane in sorted(self._lanes.items()) if replica in replicas]
-        num_rounds = max((lane.sends.num_rounds for lane in lanes), default=0)
-        largest = max((sum(lane.sends.length(number) for lane in lanes) for number in range(num_rounds)), default=0)
+        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
+        num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
+        largest = max((sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)), default=0)
         buffers = self._buffers.take(largest, shards.dtype, shards.device)
-        nbytes = sum(lane.sends.numel for lane in lanes) * shards.dtype.itemsize
-        return Opened(Rounds(lanes, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes)
+        nbytes = sum(channel.sends.numel for channel in channels) * shards.dtype.itemsize
+        return Opened(PipelinedTransfer(channels, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes)
 
     def leave(self, replica: int) -> None:
-        if (lane := self._lanes.pop(replica, None)) is not None:
-            lane.wire.abort()
+        if (channel := self._channels.pop(replica, None)) is not None:
+            channel.p2p.abort()
 
     def release(self) -> None:
         self._buffers.release()
 
     def close(self) -> None:
         self.release()
-        for lane in self._lanes.values():
-            lane.wire.close()
-        self._lanes = {}
+        for channel in self._channels.values():
+            channel.p2p.close()
+        self._channels = {}
 
 
-class GroupEngineEnd(EngineEnd):
+class GroupReceiver(Receiver):
     def __init__(self, place: GroupPlace, device: torch.device) -> None:
         self._device = device
-        self._wire = Wire.join(place.address, place.rank, device)
-        self._rounds: Rounds | None = None
+        self._p2p = P2PGroup.join(place.address, place.rank, device)
+        self._transfer: PipelinedTransfer | None = None
 
-    def receive(self, landing: Landing) -> bool:
-        if self._rounds is None:
-            inbox = _GroupInbox(landing, self._device)
+    def receive(self, destinations: DestinationViews) -> bool:
+        if self._transfer is None:
+            receive_buffer = _GroupReceiveBuffer(destinations, self._device)
             nothing = torch.empty(2, 0, device=self._device)
-            lane = Lane(self._wire, Side({}), receives=True)
-            self._rounds = Rounds([lane], landing.sources.num_rounds, nothing, inbox=inbox, pauses=True)
-        if not self._rounds.run():
+            channel = Channel(self._p2p, PeerTransfers({}), receives=True)
+            self._transfer = PipelinedTransfer(
+                [channel], destinations.sources.num_rounds, nothing, receive_buffer=receive_buffer, yields_regularly=True
+            )
+        if not self._transfer.run():
             return False
-        self._rounds = None
+        self._transfer = None
         return True
 
     @property
     def is_under_way(self) -> bool:
-        return self._rounds is not None
+        return self._transfer is not None
 
     def close(self) -> None:
-        if self._rounds is None:
-            self._wire.close()
+        if self._transfer is None:
+            self._p2p.close()
         else:
-            self._wire.abort()
+            self._p2p.abort()
 
 
-class _GroupInbox(Inbox):
+class _GroupReceiveBuffer(ReceiveBuffer):
     """Two rounds' worth, for the time of a pass."""
 
-    def __init__(self, landing: Landing, device: torch.device) -> None:
-        self.sources = landing.sources
-        self._landing = landing
-        self._slots = torch.empty(2, landing.sources.largest, dtype=landing.dtype, device=device)
-        self._placed: tuple[set[Part], set[Part]] = set(), set()  # of the round in each slot, what comes to the model itself
+    def __init__(self, destinations: DestinationViews, device: torch.device) -> None:
+        self.sources = destinations.sources
+        self._destinations = destinations
+        self._round_buffers = torch.empty(2, destinations.sources.largest, dtype=destinations.dtype, device=device)
+        self._placed: tuple[set[Part], set[Part]] = set(), set()  # the parts of the round in each buffer that are received directly
 
     def is_free(self, number: int) -> bool:
         return True
 
-    def slot(self, number: int) -> torch.Tensor:
-        return self._slots[number % 2]
+    def buffer(self, number: int) -> torch.Tensor:
+        return self._round_buffers[number % 2]
 
     def place(self, number: int, part: Part) -> torch.Tensor | None:
-        place = self._landing.place(part)
+        place = self._destinations.place(part)
         if place is not None:
             self._placed[number % 2].add(part)
         return place
 
     def deliver(self, number: int) -> None:
-        self._landing.unpack(number, self.slot(number), self._placed[number % 2])
+        self._destinations.unpack(number, self.buffer(number), self._placed[number % 2])
         self._placed[number % 2].clear()
-        if self._slots.is_cuda:
-            torch.cuda.current_stream(self._slots.device).synchronize()  # what comes next comes in another stream
+        if self._round_buffers.is_cuda:
+            torch.cuda.current_stream(self._round_buffers.device).synchronize()  # what comes next comes in another stream

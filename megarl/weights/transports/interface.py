@@ -1,5 +1,7 @@
-"""The two ends of a carrier, whichever it is: a trainer rank's, which gives weights away in passes of rounds, and an engine rank's, which
-knows where its model keeps what comes, and proves that all of it comes."""
+"""The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
+
+A sender sends the weights in passes of rounds. A receiver knows where its model keeps what arrives, and checks that everything arrives.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.execution import Rounds, Side
+from megarl.weights.execution import PeerTransfers, PipelinedTransfer
 from megarl.weights.plan import Part
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
+from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
-Places = Callable[[Part], Iterable[torch.Tensor]]  # the views that are to become a part, in the shape of its box
+Places = Callable[[Part], Iterable[torch.Tensor]]  # the views that a part is copied to, in the shape of its slice
 _MAX_NAMED = 8
 
 
 class SendReport(NamedTuple):
     """Of one rank and one pass. packing_s: copying into messages; waiting_s: for others. nbytes: given away by this rank.
     planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond what it had, in which
-    buffers that were kept from the pass before do not count. lost: replicas that are gone or were given up, and why."""
+    buffers that were kept from the pass before do not count. lost: replicas that are gone or were dropped, and why."""
 
     packing_s: float
     waiting_s: float
@@ -34,57 +36,59 @@ class SendReport(NamedTuple):
 
 
 class Opened(NamedTuple):
-    rounds: Rounds
+    transfer: PipelinedTransfer
     nbytes: int
     buffer_bytes: int
 
 
-class TrainerEnd(ABC):
-    """A trainer rank's end of a carrier, for all replicas (by number) that it has to do with."""
+class Sender(ABC):
+    """A trainer rank's side of a transport, for all replicas (by number) that it sends to."""
 
     @abstractmethod
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        """A pass of the weights as they are now, to these replicas."""
+        """Starts a pass that sends the current weights to these replicas."""
 
     @abstractmethod
     def leave(self, replica: int) -> None:
-        """Forgets a replica, whatever is under way. Nothing where it is not known."""
+        """Forgets a replica, whatever is under way. Does nothing if it is unknown."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives everything back."""
+        """Releases everything."""
 
     @abstractmethod
     def release(self) -> None:
-        """Between two passes: gives memory back until the next."""
+        """Releases memory between two passes."""
 
 
-class Sending:
-    """A pass under way."""
+class SendPass:
+    """A pass over the weights that is under way."""
 
-    def __init__(self, end: TrainerEnd, shards: Shards, replicas: Collection[int]) -> None:
+    def __init__(self, sender: Sender, shards: Shards, replicas: Collection[int]) -> None:
         self._peak = PeakMemory(shards.device)
-        self._opened = end.open(shards, replicas)
+        self._opened = sender.open(shards, replicas)
 
-    def run(self, given_up: Collection[int]) -> SendReport | None:
+    def run(self, dropped: Collection[int]) -> SendReport | None:
         """None where others say nothing for a while: to be called again, it goes on. Raises WeightTransferError where a rank is gone
         without whom there is no transfer."""
-        rounds = self._opened.rounds
-        if not rounds.run(given_up):
+        transfer = self._opened.transfer
+        if not transfer.run(dropped):
             return None
         return SendReport(
-            packing_s=rounds.packing.seconds(),
-            waiting_s=rounds.waiting_s,
+            packing_s=transfer.packing.seconds(),
+            waiting_s=transfer.waiting_s,
             nbytes=self._opened.nbytes,
             planned_extra_bytes=self._opened.buffer_bytes,
             measured_extra_bytes=self._peak.extra_bytes(),
-            lost=rounds.lost,
+            lost=transfer.lost,
         )
 
 
-class Buffers:
-    """Two messages' worth to pack into, kept from one pass to the next: the system takes longer to make memory than a message takes to
-    be packed."""
+class PackBuffers:
+    """The memory of two messages to pack into.
+
+    It is kept from one pass to the next, because allocating it takes longer than packing a message.
+    """
 
     def __init__(self) -> None:
         self._buffers = torch.empty(2, 0)
@@ -100,29 +104,36 @@ class Buffers:
         self._buffers = torch.empty(2, 0)
 
 
-class Landing:
-    """`sources`: streams by the senders' ranks. `places` is asked once; `forget` where the model has moved.
+class DestinationViews:
+    """The views of a model's parameters that received parts are copied to.
 
-    Raises WeightTransferError where the streams do not bring each element of `needed` once.
+    Args:
+        sources: The schedules by the senders' ranks.
+        needed: The slices that the model needs.
+        dtype: The dtype of the messages.
+        places: Finds the views of a part. It is asked once per part, until `forget` is called because the model has moved.
+
+    Raises:
+        WeightTransferError: The schedules do not bring each element of `needed` once.
     """
 
-    def __init__(self, sources: Side, needed: Mapping[str, Sequence[Rectangle]], dtype: torch.dtype, places: Places) -> None:
+    def __init__(self, sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]], dtype: torch.dtype, places: Places) -> None:
         _check(sources, needed)
         self.sources, self.dtype = sources, dtype
         self._places = places
-        self._targets: dict[Part, list[torch.Tensor]] = {}  # nothing of a slot, which would live as long
+        self._targets: dict[Part, list[torch.Tensor]] = {}  # no views of a receive buffer, which they would keep alive
         self.received_bytes = 0
 
     def place(self, part: Part) -> torch.Tensor | None:
-        """Flat, where the model keeps the part in one piece, and there only."""
+        """Returns the flat memory of a part if the model keeps it in one contiguous piece, and only there."""
         targets = self._targets_of(part)
         if len(targets) == 1 and targets[0].is_contiguous() and targets[0].dtype == self.dtype:
             return targets[0].view(-1)
         return None
 
-    def unpack(self, number: int, slot: torch.Tensor, placed: Collection[Part] = ()) -> None:
-        """Round `number` lies in `slot`, flat, but for the parts that have come to their places."""
-        for part, elements in self.sources.parts(number, slot):
+    def unpack(self, number: int, buffer: torch.Tensor, placed: Collection[Part] = ()) -> None:
+        """Copies a round out of its flat buffer, except for the parts that were received directly."""
+        for part, elements in self.sources.parts(number, buffer):
             if part not in placed:
                 for target in self._targets_of(part):
                     target.copy_(elements)
@@ -137,34 +148,34 @@ class Landing:
         self._targets = {}
 
 
-class EngineEnd(ABC):
-    """An engine rank's end of a carrier. Methods raise WeightTransferError where the trainer is gone."""
+class Receiver(ABC):
+    """An engine rank's side of a transport. Methods raise WeightTransferError if the trainer is gone."""
 
     @abstractmethod
-    def receive(self, landing: Landing) -> bool:
-        """Takes all weights while the trainer sends them. False after a while, to be called again: it goes on."""
+    def receive(self, destinations: DestinationViews) -> bool:
+        """Receives all weights while the trainer sends them. Returns False after a while; call it again then."""
 
     @property
     @abstractmethod
     def is_under_way(self) -> bool:
-        """Whether some of the weights have been taken, and some not."""
+        """Whether some of the weights have been received, and some not."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the trainer, whatever is under way."""
+        """Disconnects from the trainer, whatever is under way."""
 
 
-def _check(sources: Side, needed: Mapping[str, Sequence[Rectangle]]) -> None:
-    """Of what comes in all rounds, as the rounds bring it."""
-    coming: dict[str, list[Rectangle]] = defaultdict(list)
-    for stream in sources.streams.values():
-        for name, box in stream.parts:
-            coming[name].append(box)
+def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) -> None:
+    """Checks that the rounds bring each needed element once."""
+    coming: dict[str, list[TensorSlice]] = defaultdict(list)
+    for schedule in sources.schedules.values():
+        for name, tensor_slice in schedule.parts:
+            coming[name].append(tensor_slice)
     faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
-    for name, boxes in needed.items():
-        for box in boxes:
-            inside = [shared for part in coming.get(name, ()) if (shared := part.intersect(box)) is not None]
-            if (fault := tiling_fault(box.shape, [part.relative_to(box.starts) for part in inside])) is not None:
-                faults.append(f"{name} {box}: {fault}")
+    for name, slices in needed.items():
+        for tensor_slice in slices:
+            inside = [shared for part in coming.get(name, ()) if (shared := part.intersect(tensor_slice)) is not None]
+            if (fault := tiling_fault(tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside])) is not None:
+                faults.append(f"{name} {tensor_slice}: {fault}")
     if faults:
         raise WeightTransferError(f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED]))

@@ -24,7 +24,7 @@ from megarl.checkpoints.role_folder import (
 from megarl.checkpoints.torch_dist import TORCH_DIST, chunks_fault, read_chunk, read_index
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
-from megarl.weights.tensors import Rectangle
+from megarl.weights.tensors import TensorSlice
 
 LAYOUT = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=None, data_parallel_size=1)
 DESCRIPTION = Description(head="lm", dtype="bfloat16", layout=LAYOUT, step=7)
@@ -222,28 +222,32 @@ def test_metadata_of_megatron_core_0_15_which_has_a_class_of_its_own(folder: Pat
     assert read_index(folder) == expected
 
 
-def box(*bounds: tuple[int, int]) -> Rectangle:
-    return Rectangle(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
+def tensor_slice(*bounds: tuple[int, int]) -> TensorSlice:
+    return TensorSlice(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
 
 
 @pytest.mark.parametrize(
-    ("shape", "boxes", "good"),
+    ("shape", "slices", "good"),
     [
-        ((2, 4), [box((0, 1), (0, 4)), box((1, 2), (0, 2)), box((1, 2), (2, 4))], True),
-        ((2, 4), [box((0, 2), (0, 2)), box((0, 1), (2, 4)), box((1, 2), (2, 4))], True),  # boxes that no group of layers holds
-        ((2, 4), [box((0, 1), (0, 4)), box((1, 2), (0, 2))], False),
-        ((2, 4), [box((0, 1), (0, 4)), box((1, 2), (0, 3)), box((1, 2), (2, 4))], False),
-        ((2, 4), [box((0, 1), (0, 4)), box((0, 1), (0, 4)), box((1, 2), (0, 4))], False),
-        ((4,), [box((0, 2)), box((2, 4)), box((2, 4))], False),
-        ((4,), [box((0, 2)), box((2, 5))], False),
-        ((), [Rectangle((), ())], True),
-        ((3,), [box((0, 3), (0, 1))], False),
+        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2)), tensor_slice((1, 2), (2, 4))], True),
+        (
+            (2, 4),
+            [tensor_slice((0, 2), (0, 2)), tensor_slice((0, 1), (2, 4)), tensor_slice((1, 2), (2, 4))],
+            True,
+        ),  # boxes that no group of layers holds
+        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2))], False),
+        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 3)), tensor_slice((1, 2), (2, 4))], False),
+        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 4))], False),
+        ((4,), [tensor_slice((0, 2)), tensor_slice((2, 4)), tensor_slice((2, 4))], False),
+        ((4,), [tensor_slice((0, 2)), tensor_slice((2, 5))], False),
+        ((), [TensorSlice((), ())], True),
+        ((3,), [tensor_slice((0, 3), (0, 1))], False),
     ],
 )
-def test_chunks_make_a_tensor_once(shape: tuple[int, ...], boxes: list[Rectangle], good: bool) -> None:
-    assert (chunks_fault(shape, boxes) is None) == good
+def test_chunks_make_a_tensor_once(shape: tuple[int, ...], slices: list[TensorSlice], good: bool) -> None:
+    assert (chunks_fault(shape, slices) is None) == good
 
 
 def test_thousands_of_chunks_are_judged_at_once() -> None:
-    boxes = [box((layer, layer + 1), (rank, rank + 1)) for layer in range(200) for rank in range(32)]
-    assert chunks_fault((200, 32), boxes) is None
+    slices = [tensor_slice((layer, layer + 1), (rank, rank + 1)) for layer in range(200) for rank in range(32)]
+    assert chunks_fault((200, 32), slices) is None

@@ -147,16 +147,16 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     elsewhere (all ranks must ask)."""
     from megarl.weights.manifest import manifest_of
     from megarl.weights.plan import Part
-    from megarl.weights.shards import Shards, held_boxes
+    from megarl.weights.shards import Shards, held_slices
 
     _check_copies(engine, named)
     spec, layout = engine.spec, engine.layout
     shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
     own = {
-        (name, box): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))]).float().cpu()
-        for name, boxes in held_boxes(spec.architecture, layout, spec.head).items()
+        (name, tensor_slice): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))]).float().cpu()
+        for name, slices in held_slices(spec.architecture, layout, spec.head).items()
         if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
-        for box in boxes
+        for tensor_slice in slices
     }
     experts = {place: own.pop(place) for place in list(own) if ".experts." in place[0]}
     gathered: list[Any] = [None] * spec.parallel.tensor_parallel_size
@@ -165,11 +165,11 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     dist.all_gather_object(gathered_experts, experts)
     parts = [*(gathered if layout.tensor_parallel_rank == 0 else ()), *(gathered_experts if dist.get_rank() == 0 else ())]
     tensors: Tensors = {}
-    for (name, box), elements in (item for part in parts for item in part.items()):
+    for (name, tensor_slice), elements in (item for part in parts for item in part.items()):
         whole = tensors.setdefault(name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan))
-        copy = whole[box.slices]
-        assert copy.isnan().all() or torch.equal(copy, elements.view(box.shape)), f"copies of {name} differ"
-        copy.copy_(elements.view(box.shape))
+        copy = whole[tensor_slice.index]
+        assert copy.isnan().all() or torch.equal(copy, elements.view(tensor_slice.shape)), f"copies of {name} differ"
+        copy.copy_(elements.view(tensor_slice.shape))
     return tensors
 
 

@@ -10,8 +10,8 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord
-from megarl.weights.plan import Part, Stream
-from megarl.weights.tensors import Rectangle
+from megarl.weights.plan import Part, TransferSchedule
+from megarl.weights.tensors import TensorSlice
 from tests.unit.rehearsal import planted
 from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
 
@@ -20,7 +20,9 @@ REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
 QUERIES = "model.layers.1.self_attn.q_proj.weight"  # (64, 64), of which the second rank holds the last 32 rows
-PUSH = RankPush({0: Stream([Part(QUERIES, Rectangle((0, 0), (32, 64))), Part(QUERIES, Rectangle((32, 0), (48, 64)))])}, slot_bytes=0)
+PUSH = RankPush(
+    {0: TransferSchedule([Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))])}, buffer_bytes=0
+)
 # Name of the plant, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),

@@ -12,7 +12,7 @@ from ray.exceptions import RayTaskError
 
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.weights.plan import Boxes
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
 
@@ -53,8 +53,8 @@ class RemoteEngine(RolloutEngine):
     def interrupt(self) -> None:
         """Of no use here: the actor does one thing after the other."""
 
-    def needed_boxes(self, manifest: Manifest) -> list[Boxes]:
-        return self.ask("needed_boxes", manifest)
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
+        return self.ask("needed_slices", manifest)
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         self.ask("join_weights", links)

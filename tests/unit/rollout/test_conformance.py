@@ -59,7 +59,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
     with pytest.raises(WeightTransferError, match=r"score\.weight"):
         engine.begin_weight_update(wrong)
     with pytest.raises(WeightTransferError, match=r"score\.weight"):
-        engine.needed_boxes(wrong)
+        engine.needed_slices(wrong)
     assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it stayed as it was
     name, tensor = next((name, tensor) for name, tensor in ready.weights(0).items() if tensor.dim() == 1)
     engine.begin_weight_update(ready.manifest)

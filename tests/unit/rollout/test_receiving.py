@@ -10,7 +10,7 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Part, Stream
+from megarl.weights.plan import Part, TransferSchedule
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DevicePlace
@@ -28,10 +28,10 @@ def assert_holds(subject: Subject, seed: int, version: int) -> None:
     assert {sample.weight_versions for sample in subject.engine.generate(PROMPTS, greedy())} == {(version,)}
 
 
-@pytest.mark.parametrize("carrier", ["device", "group"])
-def test_push_after_push(subject: Subject, carrier: str) -> None:
+@pytest.mark.parametrize("transport", ["device", "group"])
+def test_push_after_push(subject: Subject, transport: str) -> None:
     """Also after the trainer gave its memory back, and after the engine did."""
-    with joined(subject.engine, subject.weights(0), carrier, tenth(subject)) as trainer:
+    with joined(subject.engine, subject.weights(0), transport, tenth(subject)) as trainer:
         trainer.push(subject.weights(1), version=1)
         assert_holds(subject, seed=1, version=1)
         for end in trainer.ends:
@@ -46,10 +46,10 @@ def test_push_after_push(subject: Subject, carrier: str) -> None:
         subject.engine.leave_weights()
 
 
-@pytest.mark.parametrize("carrier", ["device", "group"])
-def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, carrier: str) -> None:
+@pytest.mark.parametrize("transport", ["device", "group"])
+def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, transport: str) -> None:
     engine = ready.engine
-    with joined(engine, ready.weights(0), carrier, tenth(ready)) as trainer:
+    with joined(engine, ready.weights(0), transport, tenth(ready)) as trainer:
         engine.begin_weight_update(ready.manifest)
         trainer.begin(ready.weights(1))
         assert not trainer.go_on()  # nobody takes it
@@ -73,7 +73,8 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, carrier: str) -> N
 
 def with_parts(trainer: PlainTrainer, change: Callable[[tuple[Part, ...]], Sequence[Part]]) -> list[EngineLink]:
     return [
-        replace(link, streams={source: Stream(change(stream.parts)) for source, stream in link.streams.items()}) for link in trainer.links
+        replace(link, schedules={source: TransferSchedule(change(schedule.parts)) for source, schedule in link.schedules.items()})
+        for link in trainer.links
     ]
 
 

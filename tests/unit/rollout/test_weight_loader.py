@@ -81,7 +81,7 @@ class ClientsEngine:
 
     def __init__(self, client: LoaderClient) -> None:
         self._client = client
-        self.needed_boxes, self.join_weights, self.begin_weight_update = client.needed_boxes, client.join, client.prepare
+        self.needed_slices, self.join_weights, self.begin_weight_update = client.needed_slices, client.join, client.prepare
 
     def receive_weights(self) -> None:
         while not self._client.receive():
@@ -403,7 +403,7 @@ def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(client_of
     client = client_of(Scheduler([kind(0, 1)]))
     client.prepare(manifest_of(weights))
     with pytest.raises(WeightTransferError, match=why + r".*resharding\.transport=folder"):
-        client.needed_boxes(manifest_of(weights))
+        client.needed_slices(manifest_of(weights))
 
 
 def test_a_rank_that_does_not_answer(client_of: Callable) -> None:

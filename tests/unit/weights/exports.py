@@ -16,10 +16,10 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.manifest import manifest_of
-from megarl.weights.p2p import Message, UnderWay, Wire
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.shards import Shards
-from megarl.weights.transports.folder import FolderTrainerEnd
-from megarl.weights.transports.interface import Sending, SendReport
+from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.interface import SendPass, SendReport
 from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 
@@ -71,12 +71,12 @@ class Export(NamedTuple):
         )
 
 
-class CountingWire(Wire):
+class CountingWire(P2PGroup):
     """Bytes that this rank gave to others."""
 
     sent_bytes = 0
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> UnderWay:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         return super().start(sends, receives, tag)
 
@@ -86,12 +86,12 @@ class Written(NamedTuple):
     sent_bytes: int
 
 
-def write(export: Export, folder: Path, wire: Wire | None = None) -> SendReport:
+def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendReport:
     """This rank's part; alone without a wire."""
-    rank = 0 if wire is None else dist.get_rank()
-    end = FolderTrainerEnd(wire, rank, export.plan().of_rank(rank), folder)
+    rank = 0 if p2p is None else dist.get_rank()
+    end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
     try:
-        sending = Sending(end, export.shards(rank), ())
+        sending = SendPass(end, export.shards(rank), ())
         while (report := sending.run(())) is None:
             pass
         return report
@@ -101,10 +101,10 @@ def write(export: Export, folder: Path, wire: Wire | None = None) -> SendReport:
 
 def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
     """Called by every rank of a pool."""
-    wire, written = CountingWire.of_default_group(CPU), []
+    p2p, written = CountingWire.of_default_group(CPU), []
     for export, folder in exports:
-        wire.sent_bytes = 0
-        written.append(Written(write(export, folder, wire), wire.sent_bytes))
+        p2p.sent_bytes = 0
+        written.append(Written(write(export, folder, p2p), p2p.sent_bytes))
     return written
 
 

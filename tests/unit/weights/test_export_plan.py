@@ -10,9 +10,9 @@ import torch
 
 from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
-from megarl.weights.plan import Part, RankBoxes, RankPlace, one_after_another, plan_transfer, whole_boxes
-from megarl.weights.shards import held_boxes
-from megarl.weights.tensors import ChunkMeta, Rectangle, TensorMeta, range_rectangles, tiling_fault
+from megarl.weights.plan import Part, RankPlace, RankSlices, one_after_another, plan_transfer, whole_slices
+from megarl.weights.shards import held_slices
+from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, range_slices, tiling_fault
 from tests.unit.weights.exports import Export
 from tests.unit.weights.test_folder_transport import LAYOUTS, exports_of
 from tests.unit.weights.transfers import Cut
@@ -30,22 +30,22 @@ def test_windows_are_stretches_of_a_file() -> None:
     ]
     assert [window.numel for window in windows] == [4, 4, 4]
     assert [window.is_last for window in windows] == [False, False, True]
-    assert windows[0].boxes == {"a": (Rectangle((0, 0), (1, 3)), Rectangle((1, 0), (2, 1)))}
+    assert windows[0].slices == {"a": (TensorSlice((0, 0), (1, 3)), TensorSlice((1, 0), (2, 1)))}
 
 
 def test_plans_one_after_another() -> None:
     """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first has two to do besides."""
     shapes = {"a": (6,)}
-    sources = [RankBoxes(RankPlace("node", f"of {rank}"), whole_boxes(shapes)) for rank in range(2)]
-    needed = [{"a": (Rectangle((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
-    plans = [plan_transfer(shapes, sources, [RankBoxes(RankPlace("node", "of the target"), boxes)], 3, [2, 0]) for boxes in needed]
+    sources = [RankSlices(RankPlace("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
+    needed = [{"a": (TensorSlice((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
+    plans = [plan_transfer(shapes, sources, [RankSlices(RankPlace("node", "of the target"), slices)], 3, [2, 0]) for slices in needed]
     assert [plan.num_rounds for plan in plans] == [2, 1]
     whole = one_after_another(plans)
     assert whole.num_rounds == 3
-    messages = {pair: [list(stream.message(number)) for number in range(3)] for pair, stream in whole.streams.items()}
+    messages = {pair: [list(schedule.message(number)) for number in range(3)] for pair, schedule in whole.schedules.items()}
 
     def part(start: int, stop: int) -> Part:
-        return Part("a", Rectangle((start,), (stop,)))
+        return Part("a", TensorSlice((start,), (stop,)))
 
     assert messages == {(0, 0): [[], [part(0, 1)], []], (1, 0): [[part(1, 2)], [part(2, 4)], [part(4, 6)]]}
 
@@ -62,28 +62,28 @@ def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
             check_windows(plan, writer)
             assert max(window.numel for window in windows) <= max_numel
         for rank in range(export.cut.num_ranks):
-            for streams in (plan.transfer.of_source(rank), plan.transfer.of_target(rank)):
+            for schedules in (plan.transfer.of_source(rank), plan.transfer.of_target(rank)):
                 for number in range(plan.transfer.num_rounds):
-                    assert sum(stream.length(number) for stream in streams.values()) <= max_numel
+                    assert sum(schedule.length(number) for schedule in schedules.values()) <= max_numel
 
 
 def check_windows(plan: ExportPlan, writer: int) -> None:
     """What comes in the rounds tiles the boxes of one window after another."""
     number = 0
     for window in plan.windows[writer]:
-        arrived: dict[str, list[Rectangle]] = defaultdict(list)
-        while sum(box.volume for boxes in arrived.values() for box in boxes) < window.numel:
-            for stream in plan.transfer.of_target(writer).values():
-                for name, box in stream.message(number):
-                    arrived[name].append(box)
+        arrived: dict[str, list[TensorSlice]] = defaultdict(list)
+        while sum(tensor_slice.volume for slices in arrived.values() for tensor_slice in slices) < window.numel:
+            for schedule in plan.transfer.of_target(writer).values():
+                for name, tensor_slice in schedule.message(number):
+                    arrived[name].append(tensor_slice)
             number += 1
-        assert arrived.keys() == window.boxes.keys()
-        for name, boxes in window.boxes.items():
+        assert arrived.keys() == window.slices.keys()
+        for name, slices in window.slices.items():
             shape = window.file.manifest[name].shape
             (chunk,) = (chunk for chunk in window.chunks if chunk.name == name)
-            others = [*range_rectangles(shape, 0, chunk.offset), *range_rectangles(shape, chunk.offset + chunk.numel, prod(shape))]
+            others = [*range_slices(shape, 0, chunk.offset), *range_slices(shape, chunk.offset + chunk.numel, prod(shape))]
             assert tiling_fault(shape, [*arrived[name], *others]) is None, name
-            assert sum(box.volume for box in boxes) == sum(box.volume for box in arrived[name])
+            assert sum(tensor_slice.volume for tensor_slice in slices) == sum(tensor_slice.volume for tensor_slice in arrived[name])
 
 
 def test_the_ranks_of_the_first_copy_of_a_stage_write_in_turns() -> None:
@@ -100,11 +100,11 @@ def test_what_a_writer_holds_does_not_travel() -> None:
         for export in exports_of(cut):
             plan = export.plan()
             layouts = cut.layouts(export.architecture)
-            for (source, target), stream in plan.transfer.streams.items():
-                own = held_boxes(export.architecture, layouts[target], export.head)
-                for name, box in stream.parts:
-                    is_own = any(box.intersect(held) for held in own.get(name, ()))
-                    assert is_own == (source == target), (name, box)
+            for (source, target), schedule in plan.transfer.schedules.items():
+                own = held_slices(export.architecture, layouts[target], export.head)
+                for name, tensor_slice in schedule.parts:
+                    is_own = any(tensor_slice.intersect(held) for held in own.get(name, ()))
+                    assert is_own == (source == target), (name, tensor_slice)
 
 
 @pytest.mark.parametrize("max_file_bytes", [15_000, 40_000, 10**9])

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 from megarl.machine.usage import trim_heap
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import save_hf_folder
-from megarl.weights.p2p import Wire
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
-from megarl.weights.transports import folder as folder_carrier
-from megarl.weights.transports.folder import NUM_BUFFERS, FolderTrainerEnd, folder_message_bytes
-from megarl.weights.transports.interface import Sending, SendReport
+from megarl.weights.transports import folder as folder_transport
+from megarl.weights.transports.folder import NUM_BUFFERS, FolderSender, folder_message_bytes
+from megarl.weights.transports.interface import SendPass, SendReport
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_transports import TRAINERS
@@ -52,7 +52,7 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
         assert differing(folder, export.state()) == []
         assert sorted(path.name for path in folder.iterdir()) == sorted(file.name for file in plan.files)
         for rank, written in enumerate(results[number] for results in per_rank):
-            travels = sum(stream.numel for (source, target), stream in plan.transfer.streams.items() if source == rank != target)
+            travels = sum(schedule.numel for (source, target), schedule in plan.transfer.schedules.items() if source == rank != target)
             assert written.sent_bytes == travels * export.dtype.itemsize
             assert written.report.nbytes == plan.transfer.sent(rank) * export.dtype.itemsize
             assert written.report.planned_extra_bytes <= NUM_BUFFERS * export.message_bytes
@@ -78,14 +78,14 @@ def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num
 
 def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
     """On one rank no file may have more than 20,000 bytes. Then both write again, over the same wire."""
-    wire, failure = Wire.of_default_group(CPU), ""
+    p2p, failure = P2PGroup.of_default_group(CPU), ""
     if dist.get_rank() == failing:
         with small_files_only(20_000), pytest.raises(OSError, match="too large") as caught:
-            write(export, folder, wire)
+            write(export, folder, p2p)
         failure = Path(caught.value.filename).name
     else:
-        write(export, folder, wire)
-    write(export, again, wire)
+        write(export, folder, p2p)
+    write(export, again, p2p)
     return failure
 
 
@@ -112,12 +112,12 @@ class BrokenShards(Shards):
 
 def test_a_pass_that_is_broken_off_closes_its_file(tmp_path: Path) -> None:
     export = Export(Cut(), "qwen2", True, 700)
-    end = FolderTrainerEnd(None, 0, export.plan().of_rank(0), tmp_path)
+    end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
     whole = export.shards(0)
     broken = BrokenShards(parameters=whole.parameters, architecture=whole.architecture, layout=whole.layout)
     threads = threading.active_count()
     with pytest.raises(KeyError):
-        Sending(end, broken, ()).run(())
+        SendPass(end, broken, ()).run(())
     assert threading.active_count() == threads + 1
     assert opened_below(tmp_path) == ["model.safetensors"]
     end.close()
@@ -132,10 +132,10 @@ def opened_below(folder: Path) -> list[str]:
 
 
 def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_carrier, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(folder_transport, "PATIENCE_S", 0.0)
     export = Export(Cut(), "qwen2", True, 700)
-    end = FolderTrainerEnd(None, 0, export.plan().of_rank(0), tmp_path)
-    sending, num_pauses = Sending(end, export.shards(0), ()), 0
+    end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
+    sending, num_pauses = SendPass(end, export.shards(0), ()), 0
     while sending.run(()) is None:
         num_pauses += 1
     assert num_pauses > 0
@@ -153,12 +153,12 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
     parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()}
     shards = Shards(parameters=parameters, architecture=architecture, layout=layouts[rank])
     plan = plan_export(architecture, layouts, ["node"] * 2, torch.float32, message_bytes=message_bytes, max_file_bytes=80 * 10**6)
-    wire, reports = Wire.of_default_group(CPU), []
+    p2p, reports = P2PGroup.of_default_group(CPU), []
     for number in range(2):
         (own := folder / f"{rank}-{number}").mkdir()
-        end = FolderTrainerEnd(wire, rank, plan.of_rank(rank), own, durable=False)
+        end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)
         trim_heap()  # what an earlier pass gave back is not there for this one
-        sending = Sending(end, shards, ())
+        sending = SendPass(end, shards, ())
         while (report := sending.run(())) is None:
             pass
         reports.append(report)

@@ -18,8 +18,8 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
-from megarl.weights.transports.folder import FolderTrainerEnd
-from megarl.weights.transports.interface import Sending
+from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.interface import SendPass
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 
@@ -35,9 +35,9 @@ def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
     plan = plan_export(ARCHITECTURE, [layout], ["node"], torch.float32, message_bytes=3000, max_file_bytes=max_file_bytes)
 
     def write(folder: Path) -> None:
-        end = FolderTrainerEnd(None, 0, plan.of_rank(0), folder)
+        end = FolderSender(None, 0, plan.of_rank(0), folder)
         try:
-            sending = Sending(end, shards, ())
+            sending = SendPass(end, shards, ())
             while sending.run(()) is None:
                 pass
         finally:

@@ -10,38 +10,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.ipc import SlotAddress, SlotReader, SlotWriter
+from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.tensors import WeightTransferError
 
 CPU = torch.device("cpu")
-SLOT_BYTES, NUM_SLOTS = 40, 3
+SLOT_BYTES, NUM_IPC_BUFFERS = 40, 3
 F32 = torch.float32
 
 
 @pytest.fixture
 def writer():
-    writer = SlotWriter(SLOT_BYTES, NUM_SLOTS, CPU, "device-0")
+    writer = IPCWriter(SLOT_BYTES, NUM_IPC_BUFFERS, CPU, "device-0")
     yield writer
     writer.close()
 
 
-def test_slots_take_turns(writer: SlotWriter) -> None:
-    reader = SlotReader(writer.address, CPU, "device-0")
+def test_buffers_take_turns(writer: IPCWriter) -> None:
+    reader = IPCReader(writer.address, CPU, "device-0")
     for _ in range(2):  # transfers
         assert not reader.is_written(0, 0.0)
-        for number in range(NUM_SLOTS):
+        for number in range(NUM_IPC_BUFFERS):
             assert writer.is_free(number, 0.0)
-            writer.slot(number, F32).fill_(number)
+            writer.buffer(number, F32).fill_(number)
             writer.has_written()
-        assert not writer.is_free(NUM_SLOTS, 0.0)  # the first has not been read
-        for number in range(NUM_SLOTS):
+        assert not writer.is_free(NUM_IPC_BUFFERS, 0.0)  # the first has not been read
+        for number in range(NUM_IPC_BUFFERS):
             assert reader.is_written(number, 1.0)
-            assert reader.slot(number, F32).tolist() == [float(number)] * 10
+            assert reader.buffer(number, F32).tolist() == [float(number)] * 10
             reader.has_read()
-        assert not reader.is_written(NUM_SLOTS, 0.0)
-        assert writer.is_free(NUM_SLOTS, 1.0)
-        assert writer.is_read(NUM_SLOTS, 1.0)
-        reader.end(NUM_SLOTS)
+        assert not reader.is_written(NUM_IPC_BUFFERS, 0.0)
+        assert writer.is_free(NUM_IPC_BUFFERS, 1.0)
+        assert writer.is_read(NUM_IPC_BUFFERS, 1.0)
+        reader.end(NUM_IPC_BUFFERS)
     reader.close()
 
 
@@ -53,29 +53,29 @@ def resident_shared_bytes() -> int:
 def test_memory_is_given_back_to_all() -> None:
     size = 32 * 2**20
     before = resident_shared_bytes()
-    writer = SlotWriter(size, 2, CPU, "device-0")
-    reader = SlotReader(writer.address, CPU, "device-0")
+    writer = IPCWriter(size, 2, CPU, "device-0")
+    reader = IPCReader(writer.address, CPU, "device-0")
     assert writer.resident_bytes == 0
     for number in range(2):
-        writer.slot(number, torch.uint8).fill_(7)
-        assert int(reader.slot(number, torch.uint8)[-1]) == 7
+        writer.buffer(number, torch.uint8).fill_(7)
+        assert int(reader.buffer(number, torch.uint8)[-1]) == 7
     assert resident_shared_bytes() - before >= 2 * size
     assert writer.resident_bytes == 2 * size
     writer.empty()
     assert writer.resident_bytes == 0
     assert resident_shared_bytes() - before < size // 4
-    assert int(reader.slot(1, torch.uint8)[-1]) == 0  # it has not let go, and holds nothing
+    assert int(reader.buffer(1, torch.uint8)[-1]) == 0  # it has not let go, and holds nothing
     writer.close()
     assert resident_shared_bytes() - before < size // 4
     reader.close()
 
 
-def transfer(writer: SlotWriter, reader: SlotReader, value: int) -> None:
+def transfer(writer: IPCWriter, reader: IPCReader, value: int) -> None:
     """One transfer of one round."""
-    writer.slot(0, torch.uint8).fill_(value)
+    writer.buffer(0, torch.uint8).fill_(value)
     writer.has_written()
     assert reader.is_written(0, 1.0)
-    assert reader.slot(0, torch.uint8).unique().tolist() == [value]
+    assert reader.buffer(0, torch.uint8).unique().tolist() == [value]
     reader.has_read()
     assert writer.is_read(1, 1.0)
     reader.end(1)
@@ -85,14 +85,14 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
     """It is at another place then, as on CUDA, and the reader holds nothing meanwhile."""
     size = 32 * 2**20
     before = resident_shared_bytes()
-    writer = SlotWriter(size, 2, CPU, "device-0")
-    reader = SlotReader(writer.address, CPU, "device-0")
+    writer = IPCWriter(size, 2, CPU, "device-0")
+    reader = IPCReader(writer.address, CPU, "device-0")
     for value in (7, 3):
         transfer(writer, reader, value)
         transfer(writer, reader, value + 1)  # without being freed in between
         writer.empty()
         assert resident_shared_bytes() - before < size // 4
-        open_maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-slots-" in line]
+        open_maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-ipc-" in line]
         assert open_maps == []
     writer.close()
     reader.close()
@@ -100,37 +100,37 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
 
 READER = """
 import sys, torch
-from megarl.weights.ipc import SlotAddress, SlotReader
-reader = SlotReader(SlotAddress(*eval(sys.argv[1])), torch.device("cpu"), "device-0")
+from megarl.weights.ipc import IPCAddress, IPCReader
+reader = IPCReader(IPCAddress(*eval(sys.argv[1])), torch.device("cpu"), "device-0")
 print("joined", flush=True)
-print(reader.is_written(0, 60.0), reader.slot(0, torch.float32)[0].item(), flush=True)
+print(reader.is_written(0, 60.0), reader.buffer(0, torch.float32)[0].item(), flush=True)
 reader.has_read()
 sys.stdin.readline()
 """
 
 
-def test_a_reader_that_is_killed_is_noticed(writer: SlotWriter) -> None:
+def test_a_reader_that_is_killed_is_noticed(writer: IPCWriter) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", READER, repr(tuple(writer.address))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "joined\n"
-    writer.slot(0, F32).fill_(5.0)
+    writer.buffer(0, F32).fill_(5.0)
     writer.has_written()
     assert process.stdout.readline() == "True 5.0\n"
-    assert writer.is_free(NUM_SLOTS, 10.0)
+    assert writer.is_free(NUM_IPC_BUFFERS, 10.0)
     process.kill()
     process.communicate()
     with pytest.raises(WeightTransferError, match="is gone"):
-        writer.is_free(NUM_SLOTS + 1, 10.0)
+        writer.is_free(NUM_IPC_BUFFERS + 1, 10.0)
     with pytest.raises(WeightTransferError, match="is gone"):
         writer.has_written()
 
 
 WRITER = """
 import sys, torch
-from megarl.weights.ipc import SlotWriter
-writer = SlotWriter(40, 3, torch.device("cpu"), "device-0")
+from megarl.weights.ipc import IPCWriter
+writer = IPCWriter(40, 3, torch.device("cpu"), "device-0")
 print(tuple(writer.address), flush=True)
 sys.stdin.readline()
 """
@@ -139,8 +139,8 @@ sys.stdin.readline()
 def test_a_writer_that_is_killed_is_noticed() -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    address = SlotAddress(*eval(process.stdout.readline()))
-    reader = SlotReader(address, CPU, "device-0")
+    address = IPCAddress(*eval(process.stdout.readline()))
+    reader = IPCReader(address, CPU, "device-0")
     assert not reader.is_written(0, 0.1)
     process.kill()
     process.communicate()
@@ -149,16 +149,16 @@ def test_a_writer_that_is_killed_is_noticed() -> None:
     with pytest.raises(WeightTransferError, match="is gone"):
         reader.has_read()
     reader.close()
-    with pytest.raises(WeightTransferError, match=r"slots for weights are gone .*transport=folder"):
-        SlotReader(address, CPU, "device-0")
+    with pytest.raises(WeightTransferError, match=r"IPC buffers for weights are gone .*transport=folder"):
+        IPCReader(address, CPU, "device-0")
 
 
-def test_another_device_and_other_files_are_refused(writer: SlotWriter, tmp_path) -> None:
+def test_another_device_and_other_files_are_refused(writer: IPCWriter, tmp_path) -> None:
     with pytest.raises(WeightTransferError, match="lie on device device-0, which an engine rank on device-1 cannot see"):
-        SlotReader(writer.address, CPU, "device-1")
+        IPCReader(writer.address, CPU, "device-1")
     with (tmp_path / "file").open("wb+") as file:
-        file.write(bytes(SLOT_BYTES * NUM_SLOTS))
+        file.write(bytes(SLOT_BYTES * NUM_IPC_BUFFERS))
         file.flush()
         other = writer.address._replace(handle=f"/proc/{os.getpid()}/fd/{file.fileno()}")
         with pytest.raises(WeightTransferError, match="is not the trainer's memory of 120 bytes"):
-            SlotReader(other, CPU, "device-0")
+            IPCReader(other, CPU, "device-0")

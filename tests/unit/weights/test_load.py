@@ -11,8 +11,8 @@ from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
-from megarl.weights.shards import Shards, held_boxes
-from megarl.weights.tensors import Rectangle, tiling_fault
+from megarl.weights.shards import Shards, held_slices
+from megarl.weights.tensors import TensorSlice, tiling_fault
 from tests.unit.checkpoints.convert.test_source import everything
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
@@ -37,12 +37,12 @@ def loaded(folder: Path, architecture, layout: ShardLayout, dtype: torch.dtype =
     return parameters
 
 
-def sub_boxes(box: Rectangle) -> list[Rectangle]:
+def sub_boxes(tensor_slice: TensorSlice) -> list[TensorSlice]:
     """The box, and what an engine with other cuts would ask for: rows that begin and end inside of a head, some columns."""
-    rows = box.stops[0] - box.starts[0]
-    found = [box, box.along(0, box.starts[0] + rows // 3, box.stops[0] - rows // 4)]
-    if len(box.starts) > 1:
-        found.append(found[-1].along(1, box.starts[1] + 1, box.stops[1] - 2))
+    rows = tensor_slice.stops[0] - tensor_slice.starts[0]
+    found = [tensor_slice, tensor_slice.along(0, tensor_slice.starts[0] + rows // 3, tensor_slice.stops[0] - rows // 4)]
+    if len(tensor_slice.starts) > 1:
+        found.append(found[-1].along(1, tensor_slice.starts[1] + 1, tensor_slice.stops[1] - 2))
     return [part for part in found if part.volume]
 
 
@@ -61,7 +61,7 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
     for (family, tied), folder in folders.items():
         architecture = architecture_of(family, tied=tied)
         state = stored_state(random_model(family, tied=tied))
-        held: dict[str, set[Rectangle]] = {}
+        held: dict[str, set[TensorSlice]] = {}
         for layout in cut.layouts(architecture):
             parameters = loaded(folder, architecture, layout)
             expected = shards_of(state, architecture, layout)
@@ -69,15 +69,15 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
             for name, shard in expected.items():
                 assert torch.equal(parameters[name], shard), name
             shards = Shards(parameters=parameters, architecture=architecture, layout=layout)
-            for name, boxes in held_boxes(architecture, layout).items():
-                held.setdefault(name, set()).update(boxes)
-                for part in (part for box in boxes for part in sub_boxes(box)):
+            for name, slices in held_slices(architecture, layout).items():
+                held.setdefault(name, set()).update(slices)
+                for part in (part for tensor_slice in slices for part in sub_boxes(tensor_slice)):
                     elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, part))])
-                    assert torch.equal(elements, state[name][part.slices].reshape(-1)), (name, str(part))
+                    assert torch.equal(elements, state[name][part.index].reshape(-1)), (name, str(part))
         manifest = manifest_of(architecture, torch.float32)
         assert held.keys() == manifest.keys()
         for name, meta in manifest.items():
-            assert tiling_fault(meta.shape, sorted(held[name], key=lambda box: box.starts)) is None, name
+            assert tiling_fault(meta.shape, sorted(held[name], key=lambda tensor_slice: tensor_slice.starts)) is None, name
 
 
 def test_fused_experts_are_read_each_by_itself(tmp_path: Path) -> None:
@@ -103,6 +103,6 @@ def test_bfloat16_parameters_and_float32_folder(folders) -> None:
         parameters=loaded(folders["qwen3", False], architecture, layout, torch.bfloat16), architecture=architecture, layout=layout
     )
     state = random_model("qwen3").state_dict()
-    for name, (box,) in held_boxes(architecture, layout).items():
-        elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, box))])
+    for name, (tensor_slice,) in held_slices(architecture, layout).items():
+        elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))])
         assert torch.equal(elements, state[name].bfloat16().view(-1)), name

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weights.p2p import BACKENDS, Wire
+from megarl.weights.p2p import BACKENDS, P2PGroup
 from megarl.weights.tensors import WeightTransferError
 
 
 def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
     """gloo refuses to coalesce, with an error of its own; of wrong arguments Python would complain first."""
     backend = BACKENDS["gloo"](dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1)
-    wire = Wire(backend, torch.device("cpu"), "bare")
-    wire._waiter = None  # as for NCCL
+    p2p = P2PGroup(backend, torch.device("cpu"), "bare")
+    p2p._waiter = None  # as for NCCL
     with pytest.raises(WeightTransferError, match="gloo does not implement startCoalescing"):
-        wire.start([], [], 0)
+        p2p.start([], [], 0)

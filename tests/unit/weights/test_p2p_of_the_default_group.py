@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.weights.p2p import Wire
+from megarl.weights.p2p import P2PGroup
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.nccl_semantics import BACKEND, register
@@ -25,16 +25,16 @@ def exchange(place: Place) -> None:
     dist.init_process_group(BACKEND, store=dist.FileStore(place.store_path, place.size), rank=place.rank, world_size=place.size)
     dist.new_group([0, 1])
     before = num_live_communicators()
-    wire = Wire.of_default_group(CPU)
-    again = Wire.of_default_group(CPU)  # of another role in the same process
+    p2p = P2PGroup.of_default_group(CPU)
+    again = P2PGroup.of_default_group(CPU)  # of another role in the same process
     after = num_live_communicators()
 
     received = torch.full((2,), -1.0)
     if place.rank < 2:
         peer = 1 - place.rank
         sent = torch.full((2,), float(place.rank))
-        assert wire.start([(peer, sent)], [(peer, received)], tag=0).is_done(LIMIT_S)
-    assert again is not wire
+        assert p2p.start([(peer, sent)], [(peer, received)], tag=0).is_done(LIMIT_S)
+    assert again is not p2p
     place.say((before, after, received.tolist()))
     place.listen()
 

@@ -13,63 +13,63 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import (
-    Boxes,
     Part,
-    RankBoxes,
     RankPlace,
-    Stream,
+    RankSlices,
+    TensorSlices,
     TransferPlan,
+    TransferSchedule,
     numel_of,
     plan_transfer,
-    whole_boxes,
+    whole_slices,
 )
 from megarl.weights.shard_layout import model_layouts
-from megarl.weights.shards import boxes_by_rank
-from megarl.weights.tensors import Rectangle, WeightTransferError, tiling_fault
+from megarl.weights.shards import slices_by_rank
+from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 from tests.unit.weights.models import architecture_of
 
 SHAPES = {"a": (8, 6), "b": (4,), "c": (6, 10)}
-WHOLE = whole_boxes(SHAPES)
+WHOLE = whole_slices(SHAPES)
 
 
-def rank(device: int, boxes: Boxes, per_node: int = 8) -> RankBoxes:
+def rank(device: int, slices: TensorSlices, per_node: int = 8) -> RankSlices:
     node = str(device // per_node)
-    return RankBoxes(RankPlace(node, f"{node}:{device % per_node}"), boxes)
+    return RankSlices(RankPlace(node, f"{node}:{device % per_node}"), slices)
 
 
-def rows(start: int, stop: int) -> Boxes:
+def rows(start: int, stop: int) -> TensorSlices:
     """Of a and c; all of b."""
     return {
-        "a": [Rectangle((start, 0), (stop, 6))],
-        "b": [Rectangle((0,), (4,))],
-        "c": [Rectangle((start * 6 // 8, 0), (stop * 6 // 8, 10))],
+        "a": [TensorSlice((start, 0), (stop, 6))],
+        "b": [TensorSlice((0,), (4,))],
+        "c": [TensorSlice((start * 6 // 8, 0), (stop * 6 // 8, 10))],
     }
 
 
-def columns(start: int, stop: int) -> Boxes:
-    return {"a": [Rectangle((0, start), (8, stop))], "c": [Rectangle((0, start), (6, stop))]}
+def columns(start: int, stop: int) -> TensorSlices:
+    return {"a": [TensorSlice((0, start), (8, stop))], "c": [TensorSlice((0, start), (6, stop))]}
 
 
-def check(plan: TransferPlan, targets: Sequence[RankBoxes], message_numel: int) -> None:
+def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int) -> None:
     """Each needed element comes once, in all rounds together, and no round is too large for any rank."""
     sends: dict[tuple[int, int], int] = defaultdict(int)
     for target, each in enumerate(targets):
-        coming: dict[str, list[Rectangle]] = defaultdict(list)
+        coming: dict[str, list[TensorSlice]] = defaultdict(list)
         for number in range(plan.num_rounds):
             received = 0
-            for source, stream in plan.of_target(target).items():
-                parts = list(stream.message(number))
-                assert sum(part.box.volume for part in parts) == stream.length(number)
-                received += stream.length(number)
-                sends[source, number] += stream.length(number)
-                for name, box in parts:
-                    coming[name].append(box)
+            for source, schedule in plan.of_target(target).items():
+                parts = list(schedule.message(number))
+                assert sum(part.tensor_slice.volume for part in parts) == schedule.length(number)
+                received += schedule.length(number)
+                sends[source, number] += schedule.length(number)
+                for name, tensor_slice in parts:
+                    coming[name].append(tensor_slice)
             assert received <= message_numel
-        for name, boxes in each.boxes.items():
-            for box in boxes:
-                inside = [part for part in coming[name] if part.intersect(box)]
-                assert tiling_fault(box.shape, [part.relative_to(box.starts) for part in inside]) is None
-        assert plan.received(target) == numel_of(each.boxes)
+        for name, slices in each.slices.items():
+            for tensor_slice in slices:
+                inside = [part for part in coming[name] if part.intersect(tensor_slice)]
+                assert tiling_fault(tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside]) is None
+        assert plan.received(target) == numel_of(each.slices)
     assert max(sends.values()) <= message_numel
 
 
@@ -77,19 +77,19 @@ def check(plan: TransferPlan, targets: Sequence[RankBoxes], message_numel: int) 
 def test_any_cut_to_any_other(message_numel: int) -> None:
     by_rows = [rank(number, rows(4 * number, 4 * number + 4)) for number in range(2)]
     for needed in ([WHOLE], [rows(0, 2), rows(2, 7), rows(7, 8)], [columns(0, 2), columns(2, 6)], [WHOLE, columns(1, 3)]):
-        targets = [rank(10 + number, boxes) for number, boxes in enumerate(needed)]
+        targets = [rank(10 + number, slices) for number, slices in enumerate(needed)]
         plan = plan_transfer(SHAPES, by_rows, targets, message_numel)
         check(plan, targets, message_numel)
-        assert plan.num_rounds >= ceil(max(numel_of(boxes) for boxes in needed) / message_numel)
+        assert plan.num_rounds >= ceil(max(numel_of(slices) for slices in needed) / message_numel)
 
 
 def test_who_is_nearest_sends() -> None:
     """One copy on the target's device, one on its node, two elsewhere."""
     sources = [rank(number, WHOLE) for number in (1, 0, 9, 17)]
-    assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).streams) == {(1, 0)}
-    assert set(plan_transfer(SHAPES, sources, [rank(3, WHOLE)], 1000).streams) == {(0, 0), (1, 0)}
-    assert set(plan_transfer(SHAPES, sources, [rank(12, WHOLE)], 1000).streams) == {(2, 0)}
-    assert {source for source, _ in plan_transfer(SHAPES, sources, [rank(99, WHOLE)], 1000).streams} == {0, 1, 2, 3}
+    assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).schedules) == {(1, 0)}
+    assert set(plan_transfer(SHAPES, sources, [rank(3, WHOLE)], 1000).schedules) == {(0, 0), (1, 0)}
+    assert set(plan_transfer(SHAPES, sources, [rank(12, WHOLE)], 1000).schedules) == {(2, 0)}
+    assert {source for source, _ in plan_transfer(SHAPES, sources, [rank(99, WHOLE)], 1000).schedules} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("num_copies", [2, 3, 5])
@@ -112,8 +112,8 @@ def test_who_must_send_more_of_one_thing_sends_less_of_another() -> None:
 
 
 def test_the_same_fraction_of_every_stream_in_each_round() -> None:
-    stream = Stream([Part("a", WHOLE["a"][0]), Part("c", WHOLE["c"][0])], num_rounds=7)
-    lengths = [stream.length(number) for number in range(7)]
+    schedule = TransferSchedule([Part("a", WHOLE["a"][0]), Part("c", WHOLE["c"][0])], num_rounds=7)
+    lengths = [schedule.length(number) for number in range(7)]
     assert (sum(lengths), max(lengths) - min(lengths)) == (108, 1)
 
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_planned_is_named() -> None:
     with pytest.raises(WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"):
         plan_transfer(SHAPES, [rank(0, half)], [rank(1, WHOLE)], 100)
     with pytest.raises(WeightTransferError, match="d is not a tensor of the model"):
-        plan_transfer(SHAPES, [rank(0, WHOLE)], [rank(1, {"d": [Rectangle((0,), (2,))]})], 100)
+        plan_transfer(SHAPES, [rank(0, WHOLE)], [rank(1, {"d": [TensorSlice((0,), (2,))]})], 100)
     by_rows = [rank(number, rows(number, number + 1)) for number in range(8)]
     with pytest.raises(
         ValueError, match=r"a message of 7 elements is too small: rank 0 receives parts of 8 .*larger resharding\.bucket_mb"
@@ -132,7 +132,7 @@ def test_what_cannot_be_planned_is_named() -> None:
 
 def test_a_plan_can_be_read() -> None:
     text = str(plan_transfer({"b": (4,)}, [rank(0, {"b": WHOLE["b"]})], [rank(1, {"b": WHOLE["b"]})], 100))
-    assert text == "1 rounds\n0 -> 0: 4 elements in 1 boxes\n  b [0:4]"
+    assert text == "1 rounds\n0 -> 0: 4 elements in 1 slices\n  b [0:4]"
 
 
 # ---- whole models
@@ -162,7 +162,7 @@ def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: meta.shape for name, meta in manifest_of(architecture, torch.float32).items()}
 
 
-def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 1) -> list[Boxes]:
+def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 1) -> list[TensorSlices]:
     """In Megatron's order of ranks."""
     layouts = model_layouts(
         architecture,
@@ -171,7 +171,7 @@ def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, tensor),
     )
     order = [stage * tensor + each for stage in range(pipeline) for _ in range(data) for each in range(tensor)]
-    return boxes_by_rank(architecture, [layouts[number] for number in order])  # type: ignore[return-value]
+    return slices_by_rank(architecture, [layouts[number] for number in order])  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 
 )
 @pytest.mark.parametrize("data", [1, 2])
 def test_each_rank_of_two_engines_gets_its_half_and_no_more(architecture: Architecture, least_gb: float, data: int) -> None:
-    sources = [rank(number, boxes) for number, boxes in enumerate(cut(architecture, 4, 2, data))]
-    targets = [rank(100 + number, boxes) for number, boxes in enumerate(cut(architecture, 2) * 2)]
+    sources = [rank(number, slices) for number, slices in enumerate(cut(architecture, 4, 2, data))]
+    targets = [rank(100 + number, slices) for number, slices in enumerate(cut(architecture, 2) * 2)]
     plan = plan_transfer(shapes_of(architecture), sources, targets, 2**28)
     assert [round(2 * plan.received(target) / 1e9, 2 if least_gb < 10 else 1) for target in range(4)] == [least_gb] * 4
     sent = [plan.sent(source) for source in range(len(sources))]
@@ -199,7 +199,7 @@ def test_a_model_with_experts_is_planned_in_seconds() -> None:
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(94)]
     shapes = {f"{layer}.{expert}.{name}": shape for layer in layers for expert in range(128) for name, shape in matrices.items()}
 
-    def ranks(num_ranks: int, copies: int, first: int) -> list[RankBoxes]:
+    def ranks(num_ranks: int, copies: int, first: int) -> list[RankSlices]:
         """Each has whole experts, as many as the others."""
         held = [
             {
@@ -210,9 +210,9 @@ def test_a_model_with_experts_is_planned_in_seconds() -> None:
             }
             for start in range(0, 128, 128 // num_ranks)
         ]
-        return [rank(first + number, boxes) for number, boxes in enumerate(held * copies)]
+        return [rank(first + number, slices) for number, slices in enumerate(held * copies)]
 
-    whole = {name: [Rectangle.whole(shape)] for name, shape in matrices.items()}
+    whole = {name: [TensorSlice.whole(shape)] for name, shape in matrices.items()}
     sources, targets = ranks(8, 2, 0), ranks(4, 2, 100)
     plan = plan_transfer(shapes, sources, targets, 2**28)
     total = sum(first * second for first, second in shapes.values())
@@ -225,8 +225,8 @@ def test_layouts_of_tiny_models_are_all_planned_exactly() -> None:
     for family, tied in (("qwen2", True), ("qwen3", False), ("llama", False)):
         architecture = architecture_of(family, tied=tied)
         for tensor, pipeline, data in ((1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 2, 3)):
-            sources = [rank(number, boxes) for number, boxes in enumerate(cut(architecture, tensor, pipeline, data))]
+            sources = [rank(number, slices) for number, slices in enumerate(cut(architecture, tensor, pipeline, data))]
             shapes = shapes_of(architecture)
-            for needed in ([whole_boxes(shapes)] * 2, cut(architecture, 2), cut(architecture, 4) * 2):
-                targets = [rank(number, boxes) for number, boxes in enumerate(needed)]
+            for needed in ([whole_slices(shapes)] * 2, cut(architecture, 2), cut(architecture, 4) * 2):
+                targets = [rank(number, slices) for number, slices in enumerate(needed)]
                 check(plan_transfer(shapes, sources, targets, 1500), targets, 1500)

@@ -14,7 +14,7 @@ from megarl.weights.shard_layout import (
     rank_pieces,
     shard_shapes,
 )
-from megarl.weights.tensors import Rectangle, WeightTransferError
+from megarl.weights.tensors import TensorSlice, WeightTransferError
 from megarl.workers.megatron import megatron_mesh
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
@@ -64,11 +64,11 @@ def test_query_groups_by_hand() -> None:
     qkv = next(weight for weight in weights_of(architecture, "lm") if weight.megatron_name.endswith("linear_qkv.weight"))
     layout = whole_model(architecture, 2)[1]
     q, k, v = pieces(qkv, layout)
-    assert (q.hf_view, q.hf, q.shard_view) == ((4, 8, 32), Rectangle((2, 0, 0), (4, 8, 32)), (2, 16, 32))
-    assert q.shard == Rectangle((0, 0, 0), (2, 8, 32))
-    assert k.hf == Rectangle((2, 0, 0), (4, 4, 32))
-    assert k.shard == Rectangle((0, 8, 0), (2, 12, 32))
-    assert v.shard == Rectangle((0, 12, 0), (2, 16, 32))
+    assert (q.hf_view, q.hf, q.shard_view) == ((4, 8, 32), TensorSlice((2, 0, 0), (4, 8, 32)), (2, 16, 32))
+    assert q.shard == TensorSlice((0, 0, 0), (2, 8, 32))
+    assert k.hf == TensorSlice((2, 0, 0), (4, 4, 32))
+    assert k.shard == TensorSlice((0, 8, 0), (2, 12, 32))
+    assert v.shard == TensorSlice((0, 12, 0), (2, 16, 32))
 
 
 def test_interleaved_stages() -> None:

@@ -1,6 +1,6 @@
-"""Engines that die or hang in a push, at any round, by every transport, over gloo and over NCCL semantics.
+"""Engines that die or hang in a push, at any round, by every transport, over gloo and with NCCL's semantics.
 
-The others get their weights, and so does the one that replaces the lost one; nothing is left over.
+The others get their weights, and so does the engine that replaces the lost one; nothing is left over.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.weights.p2p import Wire, WireAddress, reserve_port
+from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import Part
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DevicePlace, device_route
 from megarl.weights.transports.group import GroupPlace, group_route
-from megarl.weights.transports.interface import Sending, SendReport
+from megarl.weights.transports.interface import SendPass, SendReport
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -55,22 +55,22 @@ class Obeying:
         self._listener = reserve_port("127.0.0.1")
         return self._listener.getsockname()[1]
 
-    def wire(self, address: WireAddress, rank: int) -> Wire:
+    def p2p(self, address: P2PAddress, rank: int) -> P2PGroup:
         listener, self._listener = self._listener, None
-        return Wire.join(address, rank, CPU, listener)
+        return P2PGroup.join(address, rank, CPU, listener)
 
 
 class ObeyingTrainer(Obeying):
-    def join_trainers(self, address: WireAddress | None) -> None:
-        wire = None if address is None else self.wire(address, self.place.rank)
-        self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, wire)
+    def join_trainers(self, address: P2PAddress | None) -> None:
+        p2p = None if address is None else self.p2p(address, self.place.rank)
+        self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, p2p)
 
     def join_group(self, replica: int, place: GroupPlace) -> None:
         route = group_route(self.own.plan, self.case.engine_ranks[replica])
-        self.own.group.join(replica, self.wire(place.address, place.rank), route.sends[place.rank])
+        self.own.group.join(replica, self.p2p(place.address, place.rank), route.sends[place.rank])
 
-    def join_slots(self, replica: int) -> Any:
-        route = slots_route(self.case, replica)
+    def join_buffers(self, replica: int) -> Any:
+        route = buffers_route(self.case, replica)
         self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
         if self.place.rank in route.beside:
             number = route.beside.index(self.place.rank)
@@ -78,20 +78,20 @@ class ObeyingTrainer(Obeying):
         return None
 
     def send(self, seed: int, replicas: list[int]) -> SendReport | None:
-        self.sending = Sending(self.own.end, self.own.shards(seed), replicas)
+        self.sending = SendPass(self.own.end, self.own.shards(seed), replicas)
         return self.go_on([])
 
-    def go_on(self, given_up: list[int]) -> SendReport | None:
-        return self.sending.run(given_up)
+    def go_on(self, dropped: list[int]) -> SendReport | None:
+        return self.sending.run(dropped)
 
     def leave(self, replica: int) -> None:
         self.own.end.leave(replica)
 
     def close(self) -> tuple[int, int]:
-        """Communicators and mapped slots that are left."""
+        """Communicators and mapped IPC buffers that are left."""
         self.own.close()
         maps = Path("/proc/self/maps").read_text()
-        return num_live_communicators(), maps.count("megarl-slots")
+        return num_live_communicators(), maps.count("megarl-ipc")
 
 
 class ObeyingEngine(Obeying):
@@ -107,7 +107,7 @@ class ObeyingEngine(Obeying):
 
     def doom(self, parts: int, number: signal.Signals) -> None:
         """It ends when so many more parts have come."""
-        places, count = self.own.landing._places, 0
+        places, count = self.own.destinations._places, 0
 
         def counted(part: Part) -> Any:
             nonlocal count
@@ -116,8 +116,8 @@ class ObeyingEngine(Obeying):
                 self.place.die(number)
             return places(part)
 
-        self.own.landing._places = counted
-        self.own.landing.forget()  # it asks anew
+        self.own.destinations._places = counted
+        self.own.destinations.forget()  # it asks anew
 
     def receive(self, seed: int) -> list[str]:
         self.own.receive()
@@ -128,7 +128,7 @@ class ObeyingEngine(Obeying):
         return num_live_communicators()
 
 
-def slots_route(case: Case, replica: int) -> Any:
+def buffers_route(case: Case, replica: int) -> Any:
     devices = [f"device-{rank}" for rank in range(case.trainer.num_ranks)]
     return device_route(case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]})
 
@@ -156,17 +156,17 @@ class World(NamedTuple):
     def join(self, replica: int) -> None:
         case, engine = self.case, self.engines[replica]
         plan, targets = case.plan(), case.engine_ranks[replica]
-        if case.carrier == "group":
+        if case.transport == "group":
             route = group_route(plan, targets)
             port = self.ask(self.trainers[route.senders[0]], "reserve")
-            address = WireAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
+            address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
             for number, sender in enumerate(route.senders):
                 self.trainers[sender].tell(("join_group", replica, GroupPlace(address, number)))
             engine.tell(("link", EngineLink(GroupPlace(address, len(route.senders)), route.receives[0], torch.float32)))
             assert [self.trainers[sender].hear() for sender in route.senders] == [None] * len(route.senders)
         else:
-            way = slots_route(case, replica)
-            addresses = [self.ask(trainer, "join_slots", replica) for trainer in self.trainers]
+            way = buffers_route(case, replica)
+            addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
             place = DevicePlace(addresses[way.beside[0]], case.device(targets[0]))
             engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
         assert engine.hear() is None
@@ -196,16 +196,16 @@ class World(NamedTuple):
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    carrier, backend = request.param
+    transport, backend = request.param
     architecture = architecture_of("qwen3")
-    case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(), Cut()), carrier, 3000, backend)
+    case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(), Cut()), transport, 3000, backend)
     functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)]
     with mortal_ranks(tmp_path, functions) as ranks:
         trainers, first, again = ranks[:NUM_TRAINERS], ranks[NUM_TRAINERS : NUM_TRAINERS + 2], ranks[NUM_TRAINERS + 2 :]
         made = World(case, trainers, dict(enumerate(first)), dict(enumerate(again)))
         address = None
-        if carrier == "device":
-            address = WireAddress("trainers", "127.0.0.1", made.ask(trainers[0], "reserve"), NUM_TRAINERS, backend, LIMIT_S)
+        if transport == "device":
+            address = P2PAddress("trainers", "127.0.0.1", made.ask(trainers[0], "reserve"), NUM_TRAINERS, backend, LIMIT_S)
         for trainer in trainers:
             trainer.tell(("join_trainers", address))
         assert [trainer.hear() for trainer in trainers] == [None] * NUM_TRAINERS
@@ -219,13 +219,13 @@ KILLS = list(product(("device", "group"), ("gloo", "nccl_semantics"), (signal.SI
 
 @pytest.mark.parametrize(
     ("world", "number"),
-    [((carrier, backend), number) for carrier, backend, number in KILLS],
+    [((transport, backend), number) for transport, backend, number in KILLS],
     indirect=["world"],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "-".join(value),
 )
 @pytest.mark.parametrize("seed", range(int(os.environ.get("MEGARL_SOAK", "1"))))  # tests/soak asks for more
 def test_who_dies_or_hangs_takes_nobody_along(world: World, number: signal.Signals, seed: int) -> None:
-    chance = random.Random(f"{seed} {number} {world.case.carrier} {world.case.backend}")
+    chance = random.Random(f"{seed} {number} {world.case.transport} {world.case.backend}")
     for replica in (0, 1):
         world.join(replica)
     world.push(1, [0, 1])

@@ -1,4 +1,4 @@
-"""Every carrier brings every element to every engine rank that needs it, to the bit, and not one more."""
+"""Every transport brings every element to every engine rank that needs it, to the bit, and not one more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.machine.usage import PeakMemory, trim_heap
 from megarl.weights.plan import numel_of
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import Sending, SendReport
+from megarl.weights.transports.interface import SendPass, SendReport
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_wire
@@ -38,8 +38,8 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     """A push of each seed's model to all engines."""
     rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
     plan = case.plan()
-    wire = trainers_wire(case)
-    own = TrainerRank(case, plan, rank, wire) if rank < num_trainers else EngineRank(case, rank - num_trainers)
+    p2p = trainers_wire(case)
+    own = TrainerRank(case, plan, rank, p2p) if rank < num_trainers else EngineRank(case, rank - num_trainers)
     replicas = list(range(len(case.engines)))
     for replica in replicas:
         join(case, plan, own, replica)
@@ -56,18 +56,18 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     return result
 
 
-@pytest.mark.parametrize("carrier", ["group", "device"])
+@pytest.mark.parametrize("transport", ["group", "device"])
 @pytest.mark.parametrize("engines", [(Cut(),), (Cut(tensor=2, expert_tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engines: tuple[Cut, ...], carrier: str) -> None:
+def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engines: tuple[Cut, ...], transport: str) -> None:
     cut = TRAINERS[trainer]
     num_engine_ranks = sum(engine.num_ranks for engine in engines)
-    if carrier == "device" and num_engine_ranks > cut.num_ranks:
+    if transport == "device" and num_engine_ranks > cut.num_ranks:
         pytest.skip("an engine rank has no trainer rank beside it")  # which the placement refuses: test_transport.py
     cases = [(family, tied, message_numel, "gloo") for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)]
     for family, tied, message_numel, backend in [*cases, ("qwen3", False, 2000, "nccl_semantics")]:
         architecture = architecture_of(family, tied=tied)
-        case = Case(architecture, family, tied, cut, engines, carrier, message_numel, backend)
+        case = Case(architecture, family, tied, cut, engines, transport, message_numel, backend)
         results = rank_pool.run(transfer, world_size=case.num_ranks, case=case)
         for target, result in enumerate(results[cut.num_ranks :]):
             assert result.differing == []
@@ -81,9 +81,9 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
 def measured(case: Case) -> list[int]:
     """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in its landing."""
     rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
-    plan, wire = case.plan(), trainers_wire(case)
+    plan, p2p = case.plan(), trainers_wire(case)
     if rank < num_trainers:
-        own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, wire)
+        own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, p2p)
         layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
         parameters = {name: torch.ones(shape) for name, shape in shard_shapes(case.architecture, layout).items()}
         shards = Shards(parameters=parameters, architecture=case.architecture, layout=layout)
@@ -101,7 +101,7 @@ def measured(case: Case) -> list[int]:
         trim_heap()  # an earlier test of this process may have told glibc to keep what is freed, which a pass would use again
         peak = PeakMemory(CPU)
         if isinstance(own, TrainerRank):
-            sending = Sending(own.end, shards, [0])
+            sending = SendPass(own.end, shards, [0])
             while sending.run(()) is None:
                 pass
         else:
@@ -112,16 +112,16 @@ def measured(case: Case) -> list[int]:
     return extra
 
 
-@pytest.mark.parametrize(("carrier", "trainer", "engine"), [("group", 1, 2), ("group", 2, 1), ("device", 2, 2)])
-def test_memory_as_measured_is_at_most_two_messages_each_way(rank_pool, carrier: str, trainer: int, engine: int) -> None:
+@pytest.mark.parametrize(("transport", "trainer", "engine"), [("group", 1, 2), ("group", 2, 1), ("device", 2, 2)])
+def test_memory_as_measured_is_at_most_two_messages_each_way(rank_pool, transport: str, trainer: int, engine: int) -> None:
     """Of a model of 130 MB, a third of it cut along columns, which the side with fewer ranks packs or unpacks. The first pass makes what is
     kept, the second finds it, the third comes after it was given back."""
     architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
-    message_bytes = 16 * 2**20 if carrier == "group" else 8 * 2**20  # with four slots
-    case = Case(architecture, "qwen3", False, Cut(tensor=trainer), (Cut(tensor=engine),), carrier, message_bytes // 4)
+    message_bytes = 16 * 2**20 if transport == "group" else 8 * 2**20  # with four IPC buffers
+    case = Case(architecture, "qwen3", False, Cut(tensor=trainer), (Cut(tensor=engine),), transport, message_bytes // 4)
     slack = 4 * 2**20  # of gloo, and of the interpreter
     results = rank_pool.run(measured, world_size=case.num_ranks, case=case)
     for number, extra in enumerate(results):
-        most = (4 if carrier == "device" else 2) * message_bytes  # the slots, which both sides have mapped
+        most = (4 if transport == "device" else 2) * message_bytes  # the IPC buffers, which both sides have mapped
         assert max(extra) <= most + slack, (number, extra)
     assert max(results[0 if trainer <= engine else -1]) > message_bytes  # it measures

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
-from megarl.weights.execution import Side
+from megarl.weights.execution import PeerTransfers
 from megarl.weights.manifest import manifest_of
-from megarl.weights.p2p import BACKENDS, Wire, WireAddress, reserve_port
-from megarl.weights.plan import Part, RankBoxes, RankPlace, TransferPlan, plan_transfer
+from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
+from megarl.weights.plan import Part, RankPlace, RankSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.shard_layout import layouts_of
-from megarl.weights.shards import Shards, held_boxes
-from megarl.weights.tensors import Rectangle
-from megarl.weights.transports.device import DevicePlace, DeviceTrainerEnd, device_route
-from megarl.weights.transports.group import GroupPlace, GroupTrainerEnd, group_route
-from megarl.weights.transports.interface import Landing, Sending, SendReport
+from megarl.weights.shards import Shards, held_slices
+from megarl.weights.tensors import TensorSlice
+from megarl.weights.transports.device import DevicePlace, DeviceSender, device_route
+from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.interface import DestinationViews, SendPass, SendReport
 from tests.nccl_semantics import NcclSemantics
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
 
@@ -57,14 +57,14 @@ class Cut(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`engines`: the cut of each. `carrier`: group or device; with device, the engines lie on the trainers' devices, in their order."""
+    """`engines`: the cut of each. `transport`: group or device; with device, the engines lie on the trainers' devices, in their order."""
 
     architecture: Architecture
     family: str
     tied: bool
     trainer: Cut
     engines: tuple[Cut, ...]
-    carrier: str
+    transport: str
     message_numel: int
     backend: str = "gloo"
     padded_vocab: int = PADDED_VOCAB
@@ -83,22 +83,22 @@ class Case(NamedTuple):
         return self.trainer.num_ranks + sum(engine.num_ranks for engine in self.engines)
 
     def device(self, target: int) -> str:
-        return f"device-{target}" if self.carrier == "device" else f"engine-device-{target}"
+        return f"device-{target}" if self.transport == "device" else f"engine-device-{target}"
 
     def plan(self) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
         sources = [
-            RankBoxes(RankPlace("node", f"device-{rank}"), held_boxes(self.architecture, layout))
+            RankSlices(RankPlace("node", f"device-{rank}"), held_slices(self.architecture, layout))
             for rank, layout in enumerate(self.trainer.layouts(self.architecture, self.padded_vocab))
         ]
         targets = [
-            RankBoxes(RankPlace("node", self.device(target)), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))
+            RankSlices(RankPlace("node", self.device(target)), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))
         ]
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
-    def needed(self, target: int) -> dict[str, tuple[Rectangle, ...]]:
+    def needed(self, target: int) -> dict[str, tuple[TensorSlice, ...]]:
         layouts = [layout for engine in self.engines for layout in engine.layouts(self.architecture, self.padded_vocab)]
-        return held_boxes(self.architecture, layouts[target])
+        return held_slices(self.architecture, layouts[target])
 
 
 def _semantics(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> NcclSemantics:
@@ -111,14 +111,14 @@ BACKENDS["nccl_semantics"] = _semantics
 class TrainerRank:
     """`wire`: among the trainers, None where they need none."""
 
-    def __init__(self, case: Case, plan: TransferPlan, rank: int, wire: Wire | None) -> None:
+    def __init__(self, case: Case, plan: TransferPlan, rank: int, p2p: P2PGroup | None) -> None:
         self.case, self.rank = case, rank
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
-        self.group, self.device = GroupTrainerEnd(), DeviceTrainerEnd(wire, rank)  # type: ignore[arg-type]
-        self.wire = wire
-        self.end = self.group if case.carrier == "group" else self.device
+        self.group, self.device = GroupSender(), DeviceSender(p2p, rank)  # type: ignore[arg-type]
+        self.p2p = p2p
+        self.end = self.group if case.transport == "group" else self.device
         self.plan = plan
-        self.sending: Sending | None = None
+        self.sending: SendPass | None = None
 
     def shards(self, seed: int) -> Shards:
         case = self.case
@@ -131,36 +131,38 @@ class TrainerRank:
         )
 
     def send(self, seed: int, replicas: Sequence[int]) -> SendReport:
-        sending = Sending(self.end, self.shards(seed), replicas)
+        sending = SendPass(self.end, self.shards(seed), replicas)
         while (report := sending.run(())) is None:
             pass
         return report
 
     def close(self) -> None:
         self.end.close()
-        if self.wire is not None:
-            self.wire.close()
+        if self.p2p is not None:
+            self.p2p.close()
 
 
 class EngineRank:
     def __init__(self, case: Case, target: int) -> None:
         self.needed = case.needed(target)
-        self.tensors = {name: [torch.full(box.shape, torch.nan) for box in boxes] for name, boxes in self.needed.items()}
+        self.tensors = {
+            name: [torch.full(tensor_slice.shape, torch.nan) for tensor_slice in slices] for name, slices in self.needed.items()
+        }
 
     def link(self, link: EngineLink) -> None:
         self.end = EngineLink.decode(_as_json(link.encode())).open(CPU)
-        self.landing = Landing(Side(link.streams), self.needed, torch.float32, self.places)
+        self.destinations = DestinationViews(PeerTransfers(link.schedules), self.needed, torch.float32, self.places)
 
     def places(self, part: Part) -> Iterator[torch.Tensor]:
-        for box, tensor in zip(self.needed[part.name], self.tensors[part.name], strict=True):
-            if part.box.intersect(box) == part.box:
-                yield tensor[part.box.relative_to(box.starts).slices]
+        for tensor_slice, tensor in zip(self.needed[part.name], self.tensors[part.name], strict=True):
+            if part.tensor_slice.intersect(tensor_slice) == part.tensor_slice:
+                yield tensor[part.tensor_slice.relative_to(tensor_slice.starts).index]
 
     def receive(self) -> int:
-        before = self.landing.received_bytes
-        while not self.end.receive(self.landing):
+        before = self.destinations.received_bytes
+        while not self.end.receive(self.destinations):
             pass
-        return self.landing.received_bytes - before
+        return self.destinations.received_bytes - before
 
     def close(self) -> None:
         self.end.close()
@@ -169,9 +171,9 @@ class EngineRank:
         state = stored_state(random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers))
         return [
             name
-            for name, boxes in self.needed.items()
-            for box, tensor in zip(boxes, self.tensors[name], strict=True)
-            if not torch.equal(state[name][box.slices], tensor)
+            for name, slices in self.needed.items()
+            for tensor_slice, tensor in zip(slices, self.tensors[name], strict=True)
+            if not torch.equal(state[name][tensor_slice.index], tensor)
         ]
 
 
@@ -187,29 +189,29 @@ def shared(value: Any) -> list[Any]:
     return gathered
 
 
-def trainers_wire(case: Case) -> Wire | None:
+def trainers_wire(case: Case) -> P2PGroup | None:
     """Among the ranks that are trainers; every rank calls it."""
     rank = dist.get_rank()
     listener = reserve_port("127.0.0.1") if rank == 0 else None
     port = shared(listener and listener.getsockname()[1])[0]
-    if rank >= case.trainer.num_ranks or case.carrier == "group":
+    if rank >= case.trainer.num_ranks or case.transport == "group":
         return None
-    return Wire.join(WireAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0), rank, CPU, listener)
+    return P2PGroup.join(P2PAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0), rank, CPU, listener)
 
 
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
     """What the driver does for one engine; every rank calls it."""
     rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
     targets = case.engine_ranks[replica]
-    if case.carrier == "group":
+    if case.transport == "group":
         route = group_route(plan, targets)
         listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
         port = shared(listener and listener.getsockname()[1])[route.senders[0]]
-        address = WireAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
+        address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
         for number, sender in enumerate(route.senders):
             if rank == sender:
                 assert isinstance(own, TrainerRank)
-                own.group.join(replica, Wire.join(address, number, CPU, listener), route.sends[number])
+                own.group.join(replica, P2PGroup.join(address, number, CPU, listener), route.sends[number])
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)

@@ -12,7 +12,7 @@ from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.machine.errors import CheckpointError
-from megarl.weights.tensors import Rectangle
+from megarl.weights.tensors import TensorSlice
 from tests.unit.weights.models import EXPERTS, NUM_LAYERS, architecture_of, random_model, save, slow_shards, stored_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -26,7 +26,7 @@ CANONICAL = {
 def everything(source: ModelSource) -> dict[str, torch.Tensor]:
     """Copies: a block that lies in a file holds that open."""
     return {
-        name: tensor.block(Rectangle.whole(tensor.hf.view), tensor.dtype).reshape(tensor.hf.shape).clone()
+        name: tensor.block(TensorSlice.whole(tensor.hf.view), tensor.dtype).reshape(tensor.hf.shape).clone()
         for name, tensor in source.tensors.items()
     }
 
@@ -92,7 +92,7 @@ def test_a_block_of_a_tensor_in_another_dtype(tmp_path: Path) -> None:
     folder = write(stacked(model.state_dict(), "llama", False), tmp_path / "megatron")
     source = open_distributed(folder, companions=save(model, tmp_path / "hf"))
     tensor = source.tensors["model.layers.2.self_attn.k_proj.weight"]  # rows of one group in every three of the stored tensor
-    place = Rectangle.whole(tensor.hf.view).along(0, 1, 3)
+    place = TensorSlice.whole(tensor.hf.view).along(0, 1, 3)
     rows = model.state_dict()[tensor.hf.name].view(tensor.hf.view)[1:3]
     assert torch.equal(tensor.block(place, torch.bfloat16), rows.bfloat16())
 

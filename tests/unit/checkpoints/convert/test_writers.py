@@ -114,7 +114,7 @@ def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
     for key, value in expected.items():
         found = torch.full(index.tensors[key].shape, float("nan"))
         for chunk in index.tensors[key].chunks:
-            found[chunk.rectangle.slices] = read_chunk(index, key, chunk)
+            found[chunk.tensor_slice.index] = read_chunk(index, key, chunk)
         if "word_embeddings" in key or "output_layer" in key:
             assert found.shape[0] == 256
             assert not found[VOCAB:].any()

@@ -57,10 +57,10 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     planned: Any = PlannedReplica(ReplicaPlace(Pool("planned")), [RankPlace("0", "0:7"), RankPlace("0", "0:8")])  # type: ignore[arg-type]
     replicas: Any = Replicas(planned.place)
     sent: list[list[list[RankPlace]]] = []
-    carrier: Any = SimpleNamespace(send_to=sent.append)
+    transport: Any = SimpleNamespace(send_to=sent.append)
     resized: list[int] = []
     scheduler: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
-    scaling = ReplicaScaling(replicas, scheduler, carrier, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
+    scaling = ReplicaScaling(replicas, scheduler, transport, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
 
     def names() -> list[str]:
         return [pool.name for pool in replicas.pools]

@@ -22,10 +22,10 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import weights_of
 from megarl.placement.plan import plan_placement
-from megarl.roles.weights.forecast import WeightForecast, engine_boxes, forecast_weights
-from megarl.weights.plan import Boxes, numel_of
+from megarl.roles.weights.forecast import WeightForecast, engine_slices, forecast_weights
+from megarl.weights.plan import TensorSlices, numel_of
 from megarl.weights.shard_layout import layouts_of
-from megarl.weights.shards import boxes_by_rank
+from megarl.weights.shards import slices_by_rank
 
 HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 32, 64, 4, 8, 128, 4
 QWEN = Architecture(
@@ -87,31 +87,33 @@ def test_engines_beside_stages_get_the_other_stages_from_other_devices() -> None
     """Two stages, and an engine of one rank beside each: a half of the model crosses over, in each direction."""
     of = config(PlacementStrategy.hybrid, ParallelConfig(pipeline_parallel_size=2), num_replicas=2, engine_size=1)
     found = forecast(of)
-    first, second = (numel_of(boxes) * found.element_bytes for boxes in _held(of.actor.parallel))
+    first, second = (numel_of(slices) * found.element_bytes for slices in _held(of.actor.parallel))
     assert found.sent == [2 * first, 2 * second]
     assert found.sent_away == [first, second]
 
 
-def _held(parallel: ParallelConfig) -> list[Boxes]:
-    return list(boxes_by_rank(QWEN, layouts_of(QWEN, parallel)))
+def _held(parallel: ParallelConfig) -> list[TensorSlices]:
+    return list(slices_by_rank(QWEN, layouts_of(QWEN, parallel)))
 
 
 def test_several_ranks_of_an_engine_keep_their_part_and_all_norms() -> None:
-    kept = [numel_of(boxes) for boxes in engine_boxes(QWEN, 2)]
+    kept = [numel_of(slices) for slices in engine_slices(QWEN, 2)]
     assert kept == [(num_parameters(QWEN) - NORMS) // 2 + NORMS] * 2
 
 
 def test_more_ranks_than_key_value_heads_keep_each_head_on_several() -> None:
-    boxes = engine_boxes(QWEN, 4)
+    slices = engine_slices(QWEN, 4)
     layer = "model.layers.3.self_attn"
-    rows = [[(box.starts[0], box.stops[0]) for box in of_rank[f"{layer}.k_proj.weight"]] for of_rank in boxes]
+    rows = [[(tensor_slice.starts[0], tensor_slice.stops[0]) for tensor_slice in of_rank[f"{layer}.k_proj.weight"]] for of_rank in slices]
     assert rows == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
-    queries = [[(box.starts[0], box.stops[0]) for box in of_rank[f"{layer}.q_proj.weight"]] for of_rank in boxes]
+    queries = [
+        [(tensor_slice.starts[0], tensor_slice.stops[0]) for tensor_slice in of_rank[f"{layer}.q_proj.weight"]] for of_rank in slices
+    ]
     assert queries == [[(8 * rank, 8 * rank + 8)] for rank in range(4)]
-    assert [box.starts[1] for of_rank in boxes for box in of_rank[f"{layer}.o_proj.weight"]] == [0, 8, 16, 24]
+    assert [tensor_slice.starts[1] for of_rank in slices for tensor_slice in of_rank[f"{layer}.o_proj.weight"]] == [0, 8, 16, 24]
     key_value = LAYERS * 2 * 2 * HEAD_DIM * (HIDDEN + 1)  # both heads of keys and of values, with their biases
     kept = (num_parameters(QWEN) - NORMS - key_value) // 4 + key_value // 2 + NORMS
-    assert [numel_of(of_rank) for of_rank in boxes] == [kept] * 4
+    assert [numel_of(of_rank) for of_rank in slices] == [kept] * 4
     of = config(PlacementStrategy.split_collocate, ParallelConfig(tensor_parallel_size=2), num_replicas=1, engine_size=4)
     assert forecast(of).received == [kept * forecast(of).element_bytes] * 4
 
@@ -119,8 +121,10 @@ def test_more_ranks_than_key_value_heads_keep_each_head_on_several() -> None:
 def test_every_tensor_is_needed_whole_by_the_ranks_together() -> None:
     shapes = {tensor.name: tensor.shape for weight in weights_of(QWEN, "lm") for tensor in weight.tensors}
     for size in (1, 2, 4):
-        needed = {name: {box for boxes in engine_boxes(QWEN, size) for box in boxes[name]} for name in shapes}
-        assert {name: sum(box.volume for box in boxes) for name, boxes in needed.items()} == {n: prod(s) for n, s in shapes.items()}
+        needed = {name: {tensor_slice for slices in engine_slices(QWEN, size) for tensor_slice in slices[name]} for name in shapes}
+        assert {name: sum(tensor_slice.volume for tensor_slice in slices) for name, slices in needed.items()} == {
+            n: prod(s) for n, s in shapes.items()
+        }
 
 
 def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:

@@ -297,10 +297,10 @@ class StubTrainer(WeightExport):
     def die_in_the_next_push(self) -> None:
         self._dies = True
 
-    def send_weights(self, replicas: Sequence[int], given_up: Sequence[int], is_first: bool) -> SendReport | None:
+    def send_weights(self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool) -> SendReport | None:
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send_weights(replicas, given_up, is_first)
+        return super().send_weights(replicas, dropped, is_first)
 
 
 @pytest.mark.parametrize("transport", IN_MEMORY)

@@ -12,11 +12,11 @@ from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
-from megarl.roles.weights.forecast import engine_boxes
+from megarl.roles.weights.forecast import engine_slices
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
-from megarl.weights.ipc import SlotAddress
-from megarl.weights.plan import Boxes, RankPlace
+from megarl.weights.ipc import IPCAddress
+from megarl.weights.plan import RankPlace, TensorSlices
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
@@ -25,7 +25,7 @@ TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data
 NUM_REPLICAS, ENGINE_SIZE = 8, 8
 ANSWERS: dict[str, Any] = {
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
-    "serve_weights": SlotAddress("device-0", True, "", 1, 4, "", ""),
+    "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
     "send_weights": SendReport(packing_s=0.0, waiting_s=0.0, nbytes=1, planned_extra_bytes=0, measured_extra_bytes=0, lost={}),
     "weights_are_on_cuda": True,
 }
@@ -34,9 +34,9 @@ ANSWERS: dict[str, Any] = {
 class CountingGroup:
     """Its ranks have always ended what they were asked."""
 
-    def __init__(self, parallel: ParallelConfig, needed: list[Boxes] | None = None) -> None:
+    def __init__(self, parallel: ParallelConfig, needed: list[TensorSlices] | None = None) -> None:
         self.mesh = megatron_mesh(parallel)
-        self._answers = {**ANSWERS, "needed_boxes": needed}
+        self._answers = {**ANSWERS, "needed_slices": needed}
         self.has_ended = False
         self.calls: Counter[tuple[int, str]] = Counter()
 
@@ -48,7 +48,7 @@ class CountingGroup:
 @pytest.mark.parametrize("transport", [Transport.device, Transport.group])
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
     model = read_architecture(str(CONFIGS_DIR / "models" / "Meta-Llama-3-70B-Instruct"))
-    needed = engine_boxes(model, ENGINE_SIZE)
+    needed = engine_slices(model, ENGINE_SIZE)
     trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(
         group=trainers,  # type: ignore[arg-type]

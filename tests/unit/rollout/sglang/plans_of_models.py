@@ -71,7 +71,7 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
 def described(plan: Plan) -> dict[str, Any]:
     """Returns what a plan says about each tensor, without addresses of objects that differ between two plans of one model."""
     return {
-        name: [[str(box), view.data_ptr(), list(view.shape), list(view.stride())] for box, view in tensor.parts]
+        name: [[str(tensor_slice), view.data_ptr(), list(view.shape), list(view.stride())] for tensor_slice, view in tensor.parts]
         for name, tensor in plan.tensors.items()
     }
 
