@@ -16,8 +16,15 @@ _FOR_TOOLS = ("type:", "noqa")
 
 
 def explanation(owner: type, name: str) -> str:
-    """Return what the comments say about `owner.name`, a field of a dataclass or a member of an enumeration; empty without comments."""
-    return _explanations(inspect.getsourcefile(owner) or "").get((owner.__name__, name), "")
+    """Return what the comments say about a field of a dataclass or a member of an enumeration; empty without comments.
+
+    Args:
+        owner: The class. A field that it inherits is explained where it is defined.
+        name: The field or the member.
+    """
+    classes = [each for each in owner.__mro__ if each.__module__.startswith("megarl.")]
+    texts = (_explanations(inspect.getsourcefile(each) or "").get((each.__name__, name)) for each in classes)
+    return next((text for text in texts if text), "")
 
 
 def section_explanation(section: type) -> str:

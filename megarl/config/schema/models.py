@@ -144,7 +144,9 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class TrainedModelConfig:
+    """How a model that the run trains is laid out, optimized, cut into micro-batches and recomputed."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
@@ -159,24 +161,19 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActorConfig(TrainedModelConfig):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     path: str | None = field(default=None, metadata=names(InputKind.data))  # None: initialised from the policy's folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+class CriticConfig(TrainedModelConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    recompute: Recompute = Recompute.none  # activations that are not kept
-    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
-    recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all
-
-    @property
-    def recomputation(self) -> Recomputation:
-        return Recomputation(self.recompute, tuple(self.recompute_modules), self.recompute_num_layers)
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
