@@ -16,7 +16,7 @@ from megarl.cli.sampling_commands import add_eval, add_generate
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.load import schema_of
-from megarl.config.schema import Device, PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import Device, RunConfig, RunKind
 from megarl.tracking.run_files import STATUS_FILE
 
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
@@ -317,7 +317,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
     return int(module.run(wishes))
 
 
-def _schema(parsed: argparse.Namespace) -> type[PPOConfig] | type[SFTConfig]:
+def _schema(parsed: argparse.Namespace) -> type[RunConfig]:
     return schema_of(parsed.config, parsed.overrides)
 
 

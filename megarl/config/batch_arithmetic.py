@@ -7,47 +7,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.config.roles import ModelRole
-from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, SFTConfig
+from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, RewardModelConfig, RunConfig
 from megarl.models.architecture import Architecture
 
 
-def samples_per_step(config: PPOConfig | SFTConfig) -> int:
-    if isinstance(config, SFTConfig):
-        return config.trainer.samples_per_step
-    return config.trainer.prompts_per_step * config.rollout.n
-
-
-def updates_per_pass(config: PPOConfig | SFTConfig) -> int:
-    """Mini-batches, and so optimizer steps, of one pass over a step's samples."""
-    return 1 if isinstance(config, SFTConfig) else config.trainer.updates_per_step
-
-
-def max_row_tokens(config: PPOConfig | SFTConfig) -> int:
-    if isinstance(config, SFTConfig):
-        return config.data.max_length
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def role_tokens(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> int:
-    """Of the longest row that a model reads, in tokens of its own."""
+def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) -> int:
+    """Return the length of the longest row that a model reads, in tokens of its own."""
     if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
         return max_conversation_tokens(config.reward.model, architecture)
-    return max_row_tokens(config)
+    return config.max_row_tokens
 
 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
-    """That the reward model reads: `max_length`, and no more than it has positions, and a micro-batch room."""
+    """Return how many tokens of a conversation the reward model reads: the least of `max_length`, its positions and a micro-batch."""
     limits = (model.max_length, architecture.max_position_embeddings, micro_batch_room(model.micro_batch, model.parallel))
     return min(limit for limit in limits if limit is not None)
 
 
 def padded_length(length: int, context_parallel_size: int) -> int:
-    """Tokens of a sequence that so many ranks share: each has two chunks of it, all of them equal."""
+    """Return the padded length of a sequence that several ranks share: each has two chunks of it, all equal."""
     return length if context_parallel_size == 1 else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
 
 
 def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
-    """Tokens of all ranks that share a micro-batch, with what pads them; None where its rows are counted."""
+    """Return the tokens, padding included, of all ranks that share a micro-batch; None if it is limited by rows."""
     if limit.max_tokens is None:
         return None
     size, unit = parallel.context_parallel_size, padded_length(1, parallel.context_parallel_size)
@@ -67,7 +50,7 @@ class Row(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
-    """Of packed rows, of all ranks that share them, with what pads them; a prompt that rows share counts once."""
+    """Count the tokens of packed rows over the ranks that share them, padding included, and each shared prompt once."""
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.prompt_number].append(row)
@@ -78,26 +61,26 @@ def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> i
     return total
 
 
-def rows_of_prompt(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """That share its tokens where they are in one micro-batch."""
+def rows_of_prompt(config: RunConfig, role: ModelRole) -> int:
+    """Return how many rows of a prompt share its tokens if they are in one micro-batch."""
     shares = config.engine.share_prompts and config.engine.packing and role.reads_policy_tokens
-    return config.rollout.n if shares and isinstance(config, PPOConfig) else 1
+    return config.samples_per_prompt if shares else 1
 
 
-def rows_of_replica(config: PPOConfig | SFTConfig, role: ModelRole, *, trains: bool) -> int:
-    """Of the fullest replica: of a mini-batch where the role trains, else of the step."""
+def rows_of_replica(config: RunConfig, role: ModelRole, *, trains: bool) -> int:
+    """Return the rows of the fullest replica, in a mini-batch if the role trains, else in the step."""
     return -(-rows_of_pass(config, trains=trains) // role.parallel.data_parallel_size)
 
 
-def rows_of_pass(config: PPOConfig | SFTConfig, *, trains: bool) -> int:
-    """Of all replicas together."""
-    return samples_per_step(config) // (updates_per_pass(config) if trains else 1)
+def rows_of_pass(config: RunConfig, *, trains: bool) -> int:
+    """Return the rows of all replicas together."""
+    return config.samples_per_step // (config.updates_per_pass if trains else 1)
 
 
-def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
-    """The longest rows, and one shorter row in what `max_tokens` leaves: as many as a micro-batch may hold, and no more than there are.
+def fullest_micro_batch(config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
+    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in what `max_tokens` leaves.
 
-    Of a limit of rows no two share a prompt, which is the most; in a limit of tokens as many do as can.
+    Under a row limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as possible share one.
     """
     longest = longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
@@ -119,46 +102,46 @@ def fullest_micro_batch(config: PPOConfig | SFTConfig, role: ModelRole, architec
     return rows
 
 
-def room_of_longest_row(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """Tokens that the longest row of a model which reads those of the policy takes of a micro-batch, with what pads it."""
+def room_of_longest_row(config: RunConfig, role: ModelRole) -> int:
+    """Return how many tokens of a micro-batch the policy's longest row takes, padding included."""
     longest = _row_of_policy(config)
     return _room_of_row(longest, rows_of_prompt(config, role) > 1, role.parallel.context_parallel_size)
 
 
 def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
-    """Prompt and response of a row that may share its prompt are padded each, though it may have nobody to share it with."""
+    """Return the padded tokens of a row. If it may share its prompt, prompt and response are padded separately."""
     parts = (row.prompt, row.response) if shares_prompt else (row.tokens,)
     return sum(padded_length(part, context_parallel_size) for part in parts)
 
 
-def longest_row(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> Row:
+def longest_row(config: RunConfig, role: ModelRole, architecture: Architecture) -> Row:
     if not role.reads_policy_tokens:
         return Row(role_tokens(config, role, architecture) - 1, 1)  # a reward model's score is read at the last token
     return _row_of_policy(config)
 
 
-def _row_of_policy(config: PPOConfig | SFTConfig) -> Row:
-    if isinstance(config, SFTConfig):
-        return Row(1, max_row_tokens(config) - 1)
-    return Row(config.data.max_prompt_length, config.data.max_response_length)
+def _row_of_policy(config: RunConfig) -> Row:
+    return Row(config.longest_prompt, config.longest_response)
 
 
-def optimizer_steps_per_step(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
+def optimizer_steps_per_step(config: RunConfig, role: ModelRole) -> int:
     if role.optim is None:
         return 0
-    return updates_per_pass(config) * (config.trainer.epochs_per_batch if isinstance(config, PPOConfig) else 1)
+    return config.updates_per_pass * config.passes_per_step
 
 
-def optimizer_steps(config: PPOConfig | SFTConfig, role: ModelRole) -> int:
-    """Of the whole run: where the learning rate's decay ends. In the critic's warm-up the actor makes none."""
-    steps = config.trainer.total_steps
-    if isinstance(config, PPOConfig) and role.name == "actor":
-        steps -= config.trainer.critic_warmup_steps
+def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
+    """Return the number of optimizer steps of the whole run, where the learning rate's decay ends."""
+    steps = config.actor_steps if role.name == "actor" else config.trainer.total_steps
     return steps * optimizer_steps_per_step(config, role)
 
 
 def micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
-    """An interleaved pipeline runs a multiple of its stages (`multiple_of`); the rest are fillers. The most: where no prompt is shared."""
+    """Return the least and the most micro-batches of that many rows.
+
+    An interleaved pipeline runs a multiple of its stages (`multiple_of`), filled up with empty ones. The most are needed if
+    no two rows share a prompt.
+    """
     room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
     if room is None:
         assert role.micro_batch.sequences is not None

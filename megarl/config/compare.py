@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.config.load import plain_values
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 
 ABSENT = "(no such key)"
 
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
         return self.key in FIXED
 
 
-def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+def differences(saved: Path, config: RunConfig) -> list[Difference]:
     """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`.
 
     Raises OSError, yaml.YAMLError, and ValueError where it is no mapping of keys.
@@ -47,7 +47,7 @@ def differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
     return [each for each in _all_differences(saved, config) if each.key != _RESUME]
 
 
-def other_run(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+def other_run(saved: Path, config: RunConfig) -> list[Difference]:
     """What makes `config` another run than that of `saved`; nothing where it is the same, from its beginning. As `differences`."""
     return [
         each
@@ -58,7 +58,7 @@ def other_run(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
     ]
 
 
-def _all_differences(saved: Path, config: PPOConfig | SFTConfig) -> list[Difference]:
+def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
     values = yaml.safe_load(saved.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys")

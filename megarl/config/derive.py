@@ -7,19 +7,16 @@ from dataclasses import dataclass
 
 from megarl.config.batch_arithmetic import (
     longest_row,
-    max_row_tokens,
     micro_batches,
     optimizer_steps,
     optimizer_steps_per_step,
     rows_of_pass,
     rows_of_prompt,
     rows_of_replica,
-    samples_per_step,
-    updates_per_pass,
 )
 from megarl.config.memory_sizes import state_bytes
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 
@@ -60,22 +57,21 @@ class RunArithmetic:
     roles: tuple[RoleArithmetic, ...]
 
 
-def derive(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
+def derive(config: RunConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
     """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by its name."""
-    samples = samples_per_step(config)
     return RunArithmetic(
         total_steps=config.trainer.total_steps,
-        prompts_per_step=config.trainer.prompts_per_step if isinstance(config, PPOConfig) else samples,
-        samples_per_prompt=config.rollout.n if isinstance(config, PPOConfig) else 1,
-        samples_per_step=samples,
-        samples_total=samples * config.trainer.total_steps,
-        mini_batches_per_step=updates_per_pass(config),
-        max_row_tokens=max_row_tokens(config),
+        prompts_per_step=config.prompts_per_step,
+        samples_per_prompt=config.samples_per_prompt,
+        samples_per_step=config.samples_per_step,
+        samples_total=config.samples_per_step * config.trainer.total_steps,
+        mini_batches_per_step=config.updates_per_pass,
+        max_row_tokens=config.max_row_tokens,
         roles=tuple(_role(config, role, architectures[role.name]) for role in model_roles(config)),
     )
 
 
-def _role(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
+def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:
     trains = role.optim is not None
     rows = rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
@@ -16,14 +15,13 @@ from typing import Any
 
 from megarl.config.explanations import explanation, section_explanation
 from megarl.config.load import key_types
-from megarl.config.schema import AlgorithmConfig, PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import LARGEST, MISSING, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, GROUPS, WITH
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 ANY_RUN, PRESET = "run", "algorithm"
-RUNS: Mapping[RunKind, type] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 KINDS = (ANY_RUN, *(kind.value for kind in RunKind), PRESET)
 
 Schema = dict[str, Any]
@@ -44,7 +42,7 @@ def json_schema(kind: str) -> Schema:
 
 
 def _run(kind: RunKind) -> Schema:
-    root = RUNS[kind]
+    root = SCHEMAS[kind]
     section = _section(root, root())
     properties = section["properties"]
     properties["kind"] = {"const": kind.value, "description": properties["kind"]["description"]}

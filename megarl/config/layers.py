@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import NamedTuple
 
-from megarl.config.schema import Device, DType, Layers, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, Layers, RunConfig
 
 
 class LayerChoice(NamedTuple):
@@ -30,7 +30,7 @@ def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer
     return LayerChoice(Layers.transformer_engine, "on CUDA, where Transformer Engine is installed")
 
 
-def describe_layers(config: PPOConfig | SFTConfig) -> str:
+def describe_layers(config: RunConfig) -> str:
     """One line, for the environment of this process. `device: auto` may come to be either."""
     devices = {Device.cpu: (False,), Device.cuda: (True,), Device.auto: (False, True)}[config.device]
     installed = has_transformer_engine()

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.schema import MISSING, Device, DType, PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import InputKind, OutputFolder, leaves
 from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
 from megarl.config.trl_names import trl_problem
@@ -28,10 +28,9 @@ from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
 Config = typing.TypeVar("Config")
-RunConfig = typing.TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
+Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
-_SCHEMAS: dict[str | None, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _REQUIRED_LISTS = ("data.train_files",)  # the keys without a default whose value is a list; others are strings
 _LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
 
@@ -95,15 +94,15 @@ def read_config(
 
 def resolved(config: Config) -> Config:
     """Return the configuration with the `model.dtype` that `auto` means on its device, as far as that is known before the start."""
-    run = typing.cast(PPOConfig | SFTConfig, config)
+    run = typing.cast(RunConfig, config)
     return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
 
-def with_dtype(config: RunConfig, is_on_cuda: bool) -> RunConfig:
+def with_dtype(config: Run, is_on_cuda: bool) -> Run:
     """The configuration with the `model.dtype` that `auto` is on the device."""
     if config.model.dtype is not DType.auto:
         return config
-    return replace(config, model=replace(config.model, dtype=DType.bfloat16 if is_on_cuda else DType.float32))
+    return config.with_sections(model=replace(config.model, dtype=DType.bfloat16 if is_on_cuda else DType.float32))
 
 
 def is_on_cuda(device: Device) -> bool:
@@ -111,9 +110,9 @@ def is_on_cuda(device: Device) -> bool:
     return device is Device.cuda or (device is Device.auto and (has_gpu() or cluster_address() is not None))
 
 
-def schema_of(path: str, overrides: Sequence[str] = ()) -> type[PPOConfig] | type[SFTConfig]:
+def schema_of(path: str, overrides: Sequence[str] = ()) -> type[RunConfig]:
     """Of the run that a file describes, by its `kind`. Raises ConfigError for what cannot be read."""
-    return _SCHEMAS.get(_kind_of(read_layers(path, overrides)), PPOConfig)
+    return _schema_of_kind(_kind_of(read_layers(path, overrides))) or PPOConfig
 
 
 def _kind_of(layers: Sequence[Layer]) -> str | None:
@@ -122,9 +121,13 @@ def _kind_of(layers: Sequence[Layer]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
+    return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
+
+
 def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
-    if (meant := _SCHEMAS.get(kind, schema)) is not schema:
+    if (meant := _schema_of_kind(kind) or schema) is not schema:
         other = "use `megarl train`" if meant is PPOConfig else "give the configuration of a reinforcement learning run"
         raise ConfigError(path, [f"{_KIND}: is {kind!r}, which this command does not run; {other}"])
     review = _Review(schema)

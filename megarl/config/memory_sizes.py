@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import DType, EngineConfig, PPOConfig, SFTConfig
+from megarl.config.schema import DType, EngineConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_expert_parameters, num_parameters
 
 
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
-    """Weights in `dtype`; where the model trains, float32 gradients, and over the ranks that hold the same (ZeRO 1) two float32 Adam
-    moments and, for bfloat16, a float32 master copy."""
+    """Return the bytes of weights, gradients and optimizer state on a rank.
+
+    Weights are in `dtype`. A model that trains has float32 gradients and, divided by the ranks that hold the same parameters
+    (ZeRO 1), two float32 Adam moments and a float32 master copy of bfloat16 weights.
+    """
     parallel = role.parallel
     of_experts = num_expert_parameters(architecture)
     dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
@@ -31,14 +34,20 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
 
 
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
-    """For how many tokens logits are made at a time: where nothing is set 1,024, or as many as have 2**24 logits, which in float32 are
-    64 MiB. Those of a small vocabulary take less to keep than to make again."""
+    """Return for how many tokens logits exist at a time.
+
+    The default is 1,024, or as many as have 2**24 logits, which are 64 MiB in float32: those of a small vocabulary take less
+    memory to keep than time to compute again.
+    """
     return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
 
 
-def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> int:
-    """Of one checkpoint: of each model that trains its weights, float32 masters and two float32 moments; with `save_hf` the policy's
-    weights once more. The rest is small."""
+def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
+    """Return the bytes of one checkpoint, without what is small.
+
+    Each model that trains has its weights, float32 masters and two float32 moments in it; with `save_hf` the policy's weights
+    are there twice.
+    """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
     for role in model_roles(config):
@@ -49,8 +58,8 @@ def checkpoint_bytes(config: PPOConfig | SFTConfig, architectures: Mapping[str, 
     return total
 
 
-def most_checkpoints(config: PPOConfig | SFTConfig) -> int:
-    """On the disk at one time: those that are kept, and one that is written before an old one goes."""
+def most_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints are on the disk at one time: a new one is written before an old one is removed."""
     checkpoint, steps = config.checkpoint, config.trainer.total_steps
     keeps_best = checkpoint.keep_best.metric is not None
     made = steps // checkpoint.every_steps if checkpoint.every_steps else 0

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
 
-RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
+Run = TypeVar("Run", bound=RunConfig)
 _MODELS = "models"
 
 
-def with_published_models(config: RunConfig, config_path: str) -> tuple[RunConfig, list[str]]:
+def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]]:
     """Replace the path of each model that is not on this machine by a folder with its `config.json`, if there is one.
 
     Returns:

@@ -12,9 +12,7 @@ from enum import Enum, IntEnum
 from operator import attrgetter
 
 from megarl.config.schema import (
-    ActorConfig,
     AlgorithmConfig,
-    CriticConfig,
     ExpertsConfig,
     MicroBatchConfig,
     OptimConfig,
@@ -22,7 +20,8 @@ from megarl.config.schema import (
     PPOConfig,
     Recomputation,
     RejectionEstimator,
-    SFTConfig,
+    RunConfig,
+    TrainedModelConfig,
 )
 
 REWARD_MODEL = "reward_model"
@@ -248,19 +247,19 @@ def role_named(name: str) -> Role:
     return next(role for role in ROLES if role.name == name)
 
 
-def model_roles(config: PPOConfig | SFTConfig) -> tuple[ModelRole, ...]:
+def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
     """Returns the model roles of a run in the order of the table."""
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, PPOConfig):
         return (_of_run(role_named("actor"), config, ()),)
     rows = [role for role in ROLES if role.is_needed(config)]
     names = (*(role.name for role in rows), "reward")
     return tuple(_of_run(role, config, names) for role in rows)
 
 
-def _of_run(role: Role, config: PPOConfig | SFTConfig, names: tuple[str, ...]) -> ModelRole:
+def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     """names: All roles of the run."""
     path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
-    section: ActorConfig | CriticConfig | None = None if role.trained_key is None else attrgetter(role.trained_key)(config)
+    section: TrainedModelConfig | None = None if role.trained_key is None else attrgetter(role.trained_key)(config)
     return ModelRole(
         row=role,
         path=attrgetter(path_key)(config),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.rules import agent, algorithm, data, experts, models, reward, rollout, run
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 
-RunConfig = PPOConfig | SFTConfig
 Architectures = dict[str, Architecture]
 # Keys, or sections of keys, whose numbers a rule relies on. `{role}` is the section of a role's parallel sizes.
 Keys = tuple[str, ...]
@@ -28,13 +27,18 @@ _CORRECTION = "algorithm.rollout_correction"
 RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
     models.optimizers: (),
     data.train_files: (),
-    data.columns: (),
     run.layers: (),
     run.validation: (),
-    run.validation_metrics: (),
+    run.compared_validations: (),
     run.output_folders: (),
 }
+SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
+    data.chat_columns: (),
+    run.sft_metrics: (),
+    experts.no_routing_replay: (),
+}
 PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
+    run.validation_metrics: (),
     run.mini_batches: ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
     rollout.sampling: (*_SAMPLER, "rollout.validation.min_new_tokens", "data.max_response_length"),
     rollout.whole_model: ("rollout.tensor_parallel_size",),
@@ -59,23 +63,45 @@ ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
     models.recomputation: (),
     models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
 }
-# Of each model whose architecture could be read, of the policy, and of the reward model.
+# Of each model whose architecture could be read.
 MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     models.fit_layout: ("{role}",),
     experts.fit_layout: ("{role}",),
 }
-ENGINE_RULES: Mapping[Callable[[PPOConfig, Architecture], Violations], Keys] = {
-    rollout.engine_fits_model: _ENGINE_SIZES,
-    experts.engine_fits: _ENGINE_SIZES,
+# Of one model's architecture, by its role.
+PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {
+    "actor": {
+        rollout.engine_fits_model: _ENGINE_SIZES,
+        experts.engine_fits: _ENGINE_SIZES,
+        experts.routing_replay: (),
+    },
+    REWARD_MODEL: {reward.reads_conversations: ("reward.model",)},
 }
-POLICY_RULES: Mapping[Callable[[RunConfig, Architecture], Violations], Keys] = {experts.routing_replay: ()}
-REWARD_MODEL_RULES: Mapping[Callable[[PPOConfig, Architecture], Violations], Keys] = {
-    reward.reads_conversations: ("reward.model",),
-}
-# Of all models together.
-MODELS_RULES: Mapping[Callable[[RunConfig, Architectures], Violations], Keys] = {
-    models.lengths_fit: (),
+# Of all architectures together.
+PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys] = {
+    models.rows_fit: (),
     models.same_vocabulary: (),
+}
+SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {models.chats_fit: ()}
+
+
+class KindRules(NamedTuple):
+    """The rules of one kind of run, beside those that hold for all.
+
+    Attributes:
+        run: Called with the configuration.
+        model: By role, called with the configuration and the architecture of the role's model.
+        models: Called with the configuration and all architectures, by role.
+    """
+
+    run: Mapping[Any, Keys]
+    model: Mapping[str, Mapping[Any, Keys]]
+    models: Mapping[Any, Keys]
+
+
+KINDS: Mapping[type[RunConfig], KindRules] = {
+    PPOConfig: KindRules(PPO_RULES, PPO_MODEL_RULES, PPO_MODELS_RULES),
+    SFTConfig: KindRules(SFT_RULES, {}, SFT_MODELS_RULES),
 }
 
 
@@ -89,9 +115,9 @@ def validate(config: RunConfig) -> list[Violation]:
     broken = {key for violation in violations for key in violation.keys}
 
     # What the configuration alone says.
+    kind = KINDS[type(config)]
     violations += _violations(RULES, broken, config)
-    if isinstance(config, PPOConfig):
-        violations += _violations(PPO_RULES, broken, config)
+    violations += _violations(kind.run, broken, config)
     roles = model_roles(config)
     for role in roles:
         violations += _violations(ROLE_RULES, broken, config, role, section=role.parallel_key)
@@ -102,14 +128,10 @@ def validate(config: RunConfig) -> list[Violation]:
     for role in roles:
         if (model := architectures.get(role.name)) is not None:
             violations += _violations(MODEL_RULES, broken, role, model, section=role.parallel_key)
-    policy = architectures.get("actor")
-    if isinstance(config, PPOConfig) and policy is not None:
-        violations += _violations(ENGINE_RULES, broken, config, policy)
-    if policy is not None:
-        violations += _violations(POLICY_RULES, broken, config, policy)
-    if isinstance(config, PPOConfig) and REWARD_MODEL in architectures:
-        violations += _violations(REWARD_MODEL_RULES, broken, config, architectures[REWARD_MODEL])
-    violations += _violations(MODELS_RULES, broken, config, architectures)
+    for name, rules in kind.model.items():
+        if name in architectures:
+            violations += _violations(rules, broken, config, architectures[name])
+    violations += _violations(kind.models, broken, config, architectures)
 
     # The reference shares the actor's model and layout, and so its violations.
     return list(dict.fromkeys(violations))

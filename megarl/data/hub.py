@@ -12,11 +12,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from megarl.config.roles import model_roles
 from megarl.config.rules.data import FORMATS
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError, one_line
 
-RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
+Run = TypeVar("Run", bound=RunConfig)
 _ANSWER_LIMIT_S = 5.0  # for the hub to say what there is
 _WEIGHTS = "*.safetensors"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -24,7 +24,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _FAILED = (HfHubHTTPError, HFValidationError, OSError)
 
 
-class HubInputs(NamedTuple, Generic[RunConfig]):
+class HubInputs(NamedTuple, Generic[Run]):
     """A configuration whose names on the hub were looked up.
 
     Attributes:
@@ -33,12 +33,12 @@ class HubInputs(NamedTuple, Generic[RunConfig]):
         problems: Names that the hub does not have, or that it does not answer for, one line each.
     """
 
-    config: RunConfig
+    config: Run
     lines: list[str]
     problems: list[str]
 
 
-def with_hub_inputs(config: RunConfig, fetch: bool) -> HubInputs[RunConfig]:
+def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
     """Replace each model's and data set's name on the hub by its local folder or file.
 
     Args:
@@ -67,7 +67,7 @@ def with_hub_inputs(config: RunConfig, fetch: bool) -> HubInputs[RunConfig]:
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
-def with_cached_models(config: RunConfig) -> RunConfig:
+def with_cached_models(config: Run) -> Run:
     """Replace the names of models that are whole in the hub's cache by their folders. Asks no hub."""
     for role in model_roles(config):
         if is_hub_name(role.path) and (folder := _whole_model(role.path)) is not None:

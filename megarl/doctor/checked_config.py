@@ -14,7 +14,7 @@ from megarl.config.load import PartialConfig, read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.rules.machine import missing, writable_folders
-from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Absence, Violation
@@ -23,7 +23,7 @@ from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
-RunConfig = TypeVar("RunConfig", bound=PPOConfig | SFTConfig)
+Run = TypeVar("Run", bound=RunConfig)
 # Without these a placement cannot even be counted.
 _PLACEMENT_KEYS = (
     *("placement", "actor.parallel", "critic.parallel", "reward.model.parallel"),
@@ -31,7 +31,7 @@ _PLACEMENT_KEYS = (
 )
 
 
-class Checked(NamedTuple, Generic[RunConfig]):
+class Checked(NamedTuple, Generic[Run]):
     """A configuration without problems.
 
     Attributes:
@@ -40,13 +40,13 @@ class Checked(NamedTuple, Generic[RunConfig]):
         warnings: What will run and is rarely meant, one line each.
     """
 
-    config: RunConfig
+    config: Run
     absent: list[str]
     warnings: list[str]
 
 
 @dataclass(frozen=True)
-class Inputs(Generic[RunConfig]):
+class Inputs(Generic[Run]):
     """What `find_inputs` or `find_on_hub` finds.
 
     Attributes:
@@ -55,7 +55,7 @@ class Inputs(Generic[RunConfig]):
             would fetch from a hub.
     """
 
-    partial: PartialConfig[RunConfig]
+    partial: PartialConfig[Run]
     substituted: list[str]
 
     def violations(self) -> list[Violation]:
@@ -92,9 +92,7 @@ class Inputs(Generic[RunConfig]):
         return [each for each in violations if not self.partial.refuses(each.keys)]
 
 
-def load_checked_anywhere(
-    schema: type[RunConfig], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
-) -> Checked[RunConfig]:
+def load_checked_anywhere(schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False) -> Checked[Run]:
     """Load a configuration and check it. Of the run's files only each model's `config.json` is read.
 
     Args:
@@ -109,7 +107,7 @@ def load_checked_anywhere(
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [])
 
 
-def load_checked_here(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
     """Load a configuration for a run on this machine and check it as `load_checked_anywhere` does. What is on a hub is fetched.
 
     Raises:
@@ -120,7 +118,7 @@ def load_checked_here(schema: type[RunConfig], path: str, overrides: Sequence[st
     return inputs.partial.config
 
 
-def find_inputs(partial: PartialConfig[RunConfig]) -> Inputs[RunConfig]:
+def find_inputs(partial: PartialConfig[Run]) -> Inputs[Run]:
     """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
 
     In order: the given folder, the hub's cache, the `models` folders next to the configuration and in `configs/`, the hub.
@@ -130,7 +128,7 @@ def find_inputs(partial: PartialConfig[RunConfig]) -> Inputs[RunConfig]:
     return Inputs(inputs.partial, [*lines, *inputs.substituted])
 
 
-def find_on_hub(partial: PartialConfig[RunConfig], fetch: bool) -> Inputs[RunConfig]:
+def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
     """Replace names on the hub by local folders and files. fetch: download weights and data too."""
     config = resolved(partial.config)
     if not names_a_hub(config):
@@ -144,12 +142,12 @@ def find_on_hub(partial: PartialConfig[RunConfig], fetch: bool) -> Inputs[RunCon
     return Inputs(found, hub.lines)
 
 
-def names_a_hub(config: PPOConfig | SFTConfig) -> bool:
+def names_a_hub(config: RunConfig) -> bool:
     """Whether a model or data are given by a name on the Hugging Face hub."""
     return any(map(is_hub_name, (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files)))
 
 
-def _from_cache(config: RunConfig) -> RunConfig:
+def _from_cache(config: Run) -> Run:
     if not names_a_hub(config):
         return config
     from megarl.data.hub import with_cached_models
@@ -163,7 +161,7 @@ def refuse(path: str, problems: Sequence[str]) -> None:
         raise ConfigError(path, problems)
 
 
-def problems_of(partial: PartialConfig[RunConfig], violations: Sequence[Violation]) -> list[str]:
+def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
     """Return what does not fit the schema, the violations, and problems of the placement and of an engine's own arguments."""
     config, problems = partial.config, [*partial.problems, *map(str, violations)]
     if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(_PLACEMENT_KEYS):

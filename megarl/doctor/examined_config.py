@@ -11,13 +11,13 @@ from megarl.config.roles import model_roles
 from megarl.config.validate import read_architectures
 from megarl.config.violation import Absence, Violation
 from megarl.doctor.check_result import DATA, CheckResult, Status
-from megarl.doctor.checked_config import Checked, Inputs, RunConfig, find_inputs, find_on_hub, problems_of, refuse
+from megarl.doctor.checked_config import Checked, Inputs, Run, find_inputs, find_on_hub, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
 
 _CODE_KEYS = ("reward.functions", "agent", "algorithm")
 
 
-def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def load_for_run(schema: type[Run], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
     """Load the configuration of a run that starts on this machine, and check all that it reads. What is on a hub is fetched.
 
     Of the data, which the run reads in full, only the first row is read here.
@@ -32,7 +32,7 @@ def load_for_run(schema: type[RunConfig], source: str | Path | Mapping[str, Any]
     return inputs.partial.config
 
 
-def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequence[str] = ()) -> Checked[RunConfig]:
+def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Checked[Run]:
     """Do what `load_checked_anywhere` does, and examine those of the run's files that are on this machine.
 
     Model folders, tokenizers, the first rows of the data, reward functions, tools and environments.
@@ -48,7 +48,7 @@ def load_examined_anywhere(schema: type[RunConfig], path: str, overrides: Sequen
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
 
 
-def _examine(inputs: Inputs[RunConfig], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
+def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
     """Examine the files that a run reads, except those that have a problem already. num_rows: see `findings`."""
     config, partial = inputs.partial.config, inputs.partial
     # Files of models and data that are absent are skipped one by one; code that is absent is skipped with its section.

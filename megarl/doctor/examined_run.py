@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.load import read_config, schema_of
 from megarl.config.roles import model_roles
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.checked_config import find_on_hub, problems_of
@@ -26,7 +26,7 @@ class ExaminedRun:
     this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own. `unfetched`: keys of
     what is on a hub and not here yet."""
 
-    config: PPOConfig | SFTConfig | None = None
+    config: RunConfig | None = None
     plan: PlacementPlan | None = None
     architectures: Mapping[str, Architecture] = field(default_factory=dict)
     num_gpus: int = 0

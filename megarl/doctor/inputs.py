@@ -15,11 +15,10 @@ from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.batch_arithmetic import max_row_tokens
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights
-from megarl.config.schema import AlgorithmConfig, Overlong, PPOConfig, SFTConfig
+from megarl.config.schema import AlgorithmConfig, DataConfig, Overlong, PPOConfig, RunConfig
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
 from megarl.data.prompts import read_prompt, read_prompt_rows
@@ -41,7 +40,7 @@ from megarl.rollout.tool_calls import check_parser
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
-Config = PPOConfig | SFTConfig
+Config = RunConfig
 MODELS, TOKENIZERS, FUNCTIONS = "models", "tokenizers", "functions of the algorithm"
 AGENT = "agent"
 ROWS = 256  # of each file that are rendered
@@ -82,12 +81,14 @@ def findings(
                 if judged.status is Status.error:
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
-    if isinstance(config, PPOConfig) and config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
+    if not isinstance(config, PPOConfig):
+        return
+    if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
         truths = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
         results, keys = judge_rewards(config.reward, truths.rows)
         yield from results
         yield from judge_compared_metrics(config, truths.val_sources, keys)
-    if isinstance(config, PPOConfig) and not any(key.endswith(".function") or key == "algorithm" for key in skipped):
+    if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
 
 
@@ -180,10 +181,9 @@ def data(
 
 def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:
     """Rows of the training files, as far as they are known."""
-    key = "trainer.prompts_per_step" if isinstance(config, PPOConfig) else "trainer.samples_per_step"
+    key = config.batch_key
     known = [count for count in counts if count is not None]
-    wanted = config.trainer.prompts_per_step if isinstance(config, PPOConfig) else config.trainer.samples_per_step
-    if len(known) == len(counts) and (problem := too_few_rows(wanted, sum(known), key)):
+    if len(known) == len(counts) and (problem := too_few_rows(config.prompts_per_step, sum(known), key)):
         yield refused(DATA, key, ValueError(problem), f"lower {key}, or give more rows")
 
 
@@ -195,22 +195,24 @@ class _RenderedRows(NamedTuple):
 
 
 def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools) -> _RenderedRows:
-    """Reads and renders the first rows as a run does."""
-    if isinstance(config, PPOConfig):
-        rows = islice(read_prompt_rows([file], config.data.columns), num_rows)
-        prompts = [read_prompt(row, tokenizer, config.data, tools) for row in rows]
+    """Read and render the first rows as a run does."""
+    section = config.data
+    if isinstance(section, DataConfig):
+        rows = islice(read_prompt_rows([file], section.columns), num_rows)
+        prompts = [read_prompt(row, tokenizer, section, tools) for row in rows]
         spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
         return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
-    chats = islice(read_chat_rows([file], config.data.columns), num_rows)
-    examples = [read_example(row, tokenizer, config.data) for row in chats]
+
+    chats = islice(read_chat_rows([file], section.columns), num_rows)
+    examples = [read_example(row, tokenizer, section) for row in chats]
     lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
     return _RenderedRows(lengths, [example.escaped for example in examples if example.escaped])
 
 
 def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
     """`rows`: of the file, None where unknown. `lengths`: tokens of the first."""
-    limit_key = "data.max_prompt_length" if isinstance(config, PPOConfig) else "data.max_length"
-    limit = config.data.max_prompt_length if isinstance(config, PPOConfig) else max_row_tokens(config)
+    limit_key = config.length_keys[0]
+    limit = config.data.longest_row
     longest, longer = max(lengths), sum(length > limit for length in lengths)
     facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": longest, "longer": longer}
     if longer:

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
 from megarl.config.layers import choose_layers, has_transformer_engine
-from megarl.config.schema import Layers, PPOConfig, RolloutEngineKind
+from megarl.config.schema import Layers, RolloutEngineKind
 from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
@@ -118,8 +118,8 @@ def _within(version: str, versions: str) -> bool:
 
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
-    config = subject.config
-    return judge(probe(), config.rollout.engine.needs.packages if isinstance(config, PPOConfig) else {})
+    engine = None if subject.config is None else subject.config.rollout_engine
+    return judge(probe(), {} if engine is None else engine.needs.packages)
 
 
 def layers(subject: ExaminedRun) -> Iterator[CheckResult]:

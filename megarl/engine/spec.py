@@ -13,9 +13,8 @@ from megarl.config.schema import (
     ExpertsConfig,
     OptimConfig,
     ParallelConfig,
-    PPOConfig,
     Recomputation,
-    SFTConfig,
+    RunConfig,
 )
 from megarl.engine.offload import StatePart
 from megarl.models.architecture import Architecture
@@ -55,7 +54,7 @@ class ModelSpec:
 
 
 def spec_of(
-    config: PPOConfig | SFTConfig,
+    config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     device: Device,
@@ -71,7 +70,7 @@ def spec_of(
         engine=config.engine,
         device=device,
         seed=config.trainer.seed,
-        temperature=1.0 if isinstance(config, SFTConfig) or role.with_value_head else config.rollout.temperature,
+        temperature=1.0 if role.with_value_head else config.temperature,
         optim=role.optim,
         total_optimizer_steps=optimizer_steps(config, role),
         recomputation=role.recomputation,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 import megarl
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
@@ -44,7 +44,7 @@ class Package(NamedTuple):
     nbytes: int
 
 
-def pack(config: PPOConfig | SFTConfig, folder: Path, here: Path) -> Package:
+def pack(config: RunConfig, folder: Path, here: Path) -> Package:
     """Fills the empty `folder`, the job's current directory: the files of `here` that git does not ignore, megarl as it is imported
     in this process, and `run.yaml`. Outside a git work tree nothing of `here` is taken but the code that the configuration names.
 

@@ -22,7 +22,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.load import schema_of
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checked_config import load_checked_here
 from megarl.launch.ray_node import RayNode, logical_cpus
@@ -152,7 +152,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     schema = schema_of(config_path, overrides)
-    config: PPOConfig | SFTConfig = load_checked_here(schema, config_path, overrides)
+    config: RunConfig = load_checked_here(schema, config_path, overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
     # As the others know it: its own name may well be loopback to itself.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megarl.config.batch_arithmetic import Row, fullest_micro_batch, micro_batch_tokens, rows_of_prompt, rows_of_replica
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
-from megarl.config.schema import Device, DType, ParallelConfig, PPOConfig, Recompute, RecomputeModule, SFTConfig
+from megarl.config.schema import Device, DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.placement.expert_activations import sparse_layer
@@ -62,7 +62,7 @@ class _Widths(NamedTuple):
 
 
 def working_memory(
-    config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, moments: int, *, uneven: bool = True
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, moments: int, *, uneven: bool = True
 ) -> WorkingMemory:
     """Of a rank of a pipeline stage. moments: bytes of the second moments that an optimizer of the rank has. uneven: one of its
     experts has twice its share of the tokens."""
@@ -84,7 +84,7 @@ def working_memory(
 class _Work:
     """Of one rank. Sizes are in bytes but where they are said to be elements of a token."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool) -> None:
+    def __init__(self, config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool) -> None:
         self._config = config
         self._role = role
         self._architecture = architecture
@@ -320,7 +320,7 @@ class _Work:
         return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element
 
 
-def _kernels(config: PPOConfig | SFTConfig) -> _Kernels:
+def _kernels(config: RunConfig) -> _Kernels:
     """`device: auto` is taken for a GPU."""
     if config.device is Device.cpu:
         return _Kernels.cpu

@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Collection, Iterator
 
 from megarl.config.roles import role_named
-from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, SFTConfig
+from megarl.config.schema import PlacementConfig, PlacementStrategy, RunConfig, SFTConfig
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
 
 _ROLES, _POOLS = "placement.roles", "placement.pools"
 
 
-def custom_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def custom_problems(config: RunConfig) -> list[str]:
     """All that is wrong, one line each; nothing where the strategy is another and none of the two is given."""
     placement = config.placement
     if placement.strategy is not PlacementStrategy.custom:

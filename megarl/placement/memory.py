@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import ceil
 
-from megarl.config.batch_arithmetic import max_row_tokens, samples_per_step
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, SFTConfig, Transport
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, RunConfig, Transport
 from megarl.models.architecture import Architecture
 from megarl.models.counts import ParameterCount, num_parameters, rank_parameters
 from megarl.placement.activations import working_memory
@@ -70,7 +69,7 @@ class DeviceMemory:
         return self.total(self.peak_phase)
 
 
-def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]) -> list[DeviceMemory]:
+def plan_memory(config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]) -> list[DeviceMemory]:
     """Of each device, in the order of nodes and numbers. `architectures`: of each model role, by its name."""
     turns = OffloadPlan(plan)
     sizes = _Sizes(config, architectures, plan, turns)
@@ -97,7 +96,7 @@ def plan_memory(config: PPOConfig | SFTConfig, plan: PlacementPlan, architecture
     return devices
 
 
-def budget_problems(config: PPOConfig | SFTConfig, devices: list[DeviceMemory]) -> list[str]:
+def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]:
     """One line for each pool whose fullest device has more in memory than `placement.device_memory_gb`, and one for engines whose share of
     that cannot hold a row."""
     limit_gb = config.placement.device_memory_gb
@@ -126,12 +125,12 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
     assert limit_gb is not None
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the weights take "
-        f"{engine.parameters / 2**30:,.2f} and one row of {max_row_tokens(config):,} tokens {engine.kv_cache / 2**30:,.2f}; use at least "
+        f"{engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens {engine.kv_cache / 2**30:,.2f}; use at least "
         f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
     ]
 
 
-def refuses(config: PPOConfig | SFTConfig) -> bool:
+def refuses(config: RunConfig) -> bool:
     """Whether a placement over its budget is an error."""
     return config.placement.over_budget is OverBudget.refuse
 
@@ -139,9 +138,7 @@ def refuses(config: PPOConfig | SFTConfig) -> bool:
 class _Sizes:
     """Of each role of a run."""
 
-    def __init__(
-        self, config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], plan: PlacementPlan, turns: OffloadPlan
-    ) -> None:
+    def __init__(self, config: RunConfig, architectures: Mapping[str, Architecture], plan: PlacementPlan, turns: OffloadPlan) -> None:
         self._config = config
         self._turns = turns
         self._buckets: dict[str, int] = {}
@@ -190,7 +187,7 @@ class _Sizes:
         config, policy = self._config, self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
-        sequences = min(config.rollout.max_concurrency, -(-samples_per_step(config) // config.rollout.num_replicas))
+        sequences = min(config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas))
         share = engine_share(config)
         receives = works and phase.name == "update_weights"
         cache = sequences * row_cache(config, policy) if share is None else max(share - weights, row_cache(config, policy))
@@ -245,7 +242,7 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part of the keys and values of a row as long as allowed."""
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return max_row_tokens(config) * 2 * policy.num_hidden_layers * heads * policy.head_dim * weight_bytes(config.model.dtype)
+    return config.max_row_tokens * 2 * policy.num_hidden_layers * heads * policy.head_dim * weight_bytes(config.model.dtype)
 
 
 def engine_share(config: PPOConfig) -> int | None:

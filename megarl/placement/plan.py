@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.config.schema import PlacementStrategy, PPOConfig, SFTConfig
+from megarl.config.schema import PlacementStrategy, RunConfig
 from megarl.machine.errors import ConfigError
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
@@ -12,7 +12,7 @@ from megarl.placement.placement_plan import PlacementPlan, reserve
 from megarl.placement.requests import PoolRequest, pool_requests
 
 
-def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:
+def plan_placement(config: RunConfig) -> PlacementPlan:
     """The plan of a valid configuration; the same configuration gives the same plan.
 
     Without `placement.devices_per_node`, nodes are as large as the roles need.
@@ -36,7 +36,7 @@ def plan_placement(config: PPOConfig | SFTConfig) -> PlacementPlan:
     raise ConfigError("placement", [_does_not_fit(config, pools)])
 
 
-def _node_sizes(config: PPOConfig | SFTConfig, pools: Sequence[PoolRequest]) -> Sequence[int]:
+def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int]:
     """To try, in this order."""
     placement = config.placement
     if placement.devices_per_node is not None:
@@ -48,7 +48,7 @@ def _node_sizes(config: PPOConfig | SFTConfig, pools: Sequence[PoolRequest]) -> 
     return range(-(-needed // placement.num_nodes), needed + 1)
 
 
-def _does_not_fit(config: PPOConfig | SFTConfig, pools: Sequence[PoolRequest]) -> str:
+def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
     placement, size = config.placement, _node_sizes(config, pools)[0]
     needed = sum(pool.num_devices for pool in pools)
     roles = ", ".join(_described(pool) for pool in pools if pool.num_devices)

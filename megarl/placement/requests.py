@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl.config.roles import ENVIRONMENT, model_roles, needs_critic
-from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, SFTConfig
+from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
 
 WITHOUT_DEVICES = ("reward", ENVIRONMENT)  # functions and tools run on a CPU, so that a user may leave them out
 
@@ -62,7 +62,7 @@ class _Pool(NamedTuple):
     devices_on_nodes: tuple[int, ...] | None = None
 
 
-def pool_requests(config: PPOConfig | SFTConfig) -> list[PoolRequest]:
+def pool_requests(config: RunConfig) -> list[PoolRequest]:
     """In the order of the roles. Roles of one pool with one layout are fused in one group."""
     needs = group_requests(config)
     strategy = config.placement.strategy
@@ -83,7 +83,7 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
     return (*groups, new)
 
 
-def group_requests(config: PPOConfig | SFTConfig) -> list[GroupRequest]:
+def group_requests(config: RunConfig) -> list[GroupRequest]:
     """One for each role of the run: those with a model, the reward's functions and an agent's environments on a CPU, the engines with a
     process per replica."""
     requests = [

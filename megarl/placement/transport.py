@@ -3,7 +3,7 @@ and on CUDA."""
 
 from __future__ import annotations
 
-from megarl.config.schema import PPOConfig, SFTConfig, Transport
+from megarl.config.schema import PPOConfig, RunConfig, Transport
 from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 
@@ -26,7 +26,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     return asked
 
 
-def joins_weight_groups(config: PPOConfig | SFTConfig, plan: PlacementPlan) -> bool:
+def joins_weight_groups(config: RunConfig, plan: PlacementPlan) -> bool:
     """Return whether the actor's ranks meet engines in groups of the communication library (`resharding.transport=group`)."""
     if not isinstance(config, PPOConfig) or not {"actor", "rollout"} <= set(plan.roles):
         return False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megarl.config.roles import ModelRole
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
 from megarl.placement.activations import working_memory
 from megarl.placement.memory import model_state, second_moments, stage_of
@@ -25,7 +25,7 @@ class PredictedMemory(NamedTuple):
     batches: Mapping[str, int]
 
 
-def predicted_memory(config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, rank: int) -> PredictedMemory:
+def predicted_memory(config: RunConfig, role: ModelRole, architecture: Architecture, rank: int) -> PredictedMemory:
     stage = stage_of(role.parallel, rank)
     state = model_state(role, architecture, config.model.dtype, stage)
     held = state.total

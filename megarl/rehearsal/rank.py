@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.batch_arithmetic import fullest_micro_batch
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
-from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
@@ -88,9 +88,7 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
 
 
 class _Rehearsal:
-    def __init__(
-        self, config: PPOConfig | SFTConfig, role: ModelRole, architecture: Architecture, request: RankRequest, ledger: Ledger
-    ) -> None:
+    def __init__(self, config: RunConfig, role: ModelRole, architecture: Architecture, request: RankRequest, ledger: Ledger) -> None:
         self.num_parameters = 0
         self._config = config
         self._role = role
@@ -131,7 +129,7 @@ class _Rehearsal:
 
         end = self._ledger.end_phase
         own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)  # those of a batch are values, which there are none of
-        spec = spec_of(replace(self._config, engine=own_routes), self._role, self._architecture, Device.cuda)
+        spec = spec_of(self._config.with_sections(engine=own_routes), self._role, self._architecture, Device.cuda)
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
@@ -142,7 +140,7 @@ class _Rehearsal:
 
 def run_phases(
     engine: MegatronEngine,
-    config: PPOConfig | SFTConfig,
+    config: RunConfig,
     role: ModelRole,
     batch_of: Callable[[bool], RehearsedBatch],
     end: Callable[[str], PhaseRecord],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.weights.plan import TransferSchedule
 
 POINT_TO_POINT = ("send", "recv")
@@ -27,7 +27,7 @@ class RankPush(NamedTuple):
 class RankRequest(NamedTuple):
     """num_micro_batches: of each pass. push: of a rank of the actor, where weights do not go through files."""
 
-    config: PPOConfig | SFTConfig
+    config: RunConfig
     role: str
     rank: int
     num_micro_batches: int

@@ -13,7 +13,7 @@ from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig
 
 Loss = ActorLoss | CriticLoss | SFTLoss
 
@@ -38,12 +38,12 @@ def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: in
     return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows, context_parallel_size))
 
 
-def with_loss(config: PPOConfig | SFTConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:
+def with_loss(config: RunConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:
     """The rows with what the role's loss reads beside them, all 0, and the loss."""
     mask = tensors["response_mask"]
     zeros = torch.zeros(mask.shape)
     counts = MiniBatchCounts.of(mask)
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, PPOConfig):
         return dict(tensors), SFTLoss(counts=counts)
     if role.with_value_head:
         return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(value_loss=config.algorithm.value_loss, counts=counts)

@@ -12,7 +12,7 @@ import torch
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
 from megarl.config.roles import model_roles
-from megarl.config.schema import DType, ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import DType, ParallelConfig, PPOConfig, RunConfig, SFTConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
@@ -122,7 +122,7 @@ def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
     return _trained_models(config, {"actor": actor.group}, actor)
 
 
-def _trained_models(config: PPOConfig | SFTConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
+def _trained_models(config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
     models = [
         SavedModel(
             name=role.name,

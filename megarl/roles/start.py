@@ -9,7 +9,7 @@ from functools import partial
 from megarl.agents.episode import EpisodeLimits
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, RoleKind, model_roles
-from megarl.config.schema import Device, PPOConfig, RoutingReplay, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig, SFTConfig
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -107,7 +107,7 @@ _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
-    def __init__(self, config: PPOConfig | SFTConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan) -> None:
+    def __init__(self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan) -> None:
         self._config = config
         self._device = device
         self._pools = pools

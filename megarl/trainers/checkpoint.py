@@ -25,7 +25,7 @@ from megarl import __version__
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.load import dump_config
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.machine.errors import UNWRITTEN, CheckpointError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import threads_setting
@@ -80,7 +80,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: PPOConfig | SFTConfig,
+        config: RunConfig,
         folder: CheckpointFolder,
         models: Models,
         monitor: RunFiles,
@@ -258,7 +258,7 @@ class Checkpointer:
             raise
 
 
-def best_checkpoint(config: PPOConfig | SFTConfig, state: Mapping[str, Any]) -> BestCheckpoint | None:
+def best_checkpoint(config: RunConfig, state: Mapping[str, Any]) -> BestCheckpoint | None:
     """The one that a run keeps whose checkpoint has this state; None where it keeps none."""
     best = BestSoFar.of(config.checkpoint.keep_best)
     if best is not None:

@@ -15,15 +15,13 @@ from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, Checkpo
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.processors import threads_setting
 from megarl.models.families import read_architecture
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
-
-RunConfig = PPOConfig | SFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
 
 
 def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
-    problems, kind = [], trainer_kind(config)
+    problems, kind = [], config.kind.value
     if state["trainer"] != kind:
         problems.append(f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its Hugging Face folder")
     if state["step"] > config.trainer.total_steps:
@@ -172,10 +170,6 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
             f"give more, or an earlier checkpoint as checkpoint.resume=PATH"
         )
     return problems
-
-
-def trainer_kind(config: RunConfig) -> str:
-    return "ppo" if isinstance(config, PPOConfig) else "sft"
 
 
 def older_ones(damaged: Path) -> str:

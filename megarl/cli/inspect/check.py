@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 
 
-def run(config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, fast: bool = False) -> int:
+def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, fast: bool = False) -> int:
     """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other. fast: of the files that a run
     reads only `config.json`s are looked into, and no push of weights is planned."""
     if fast:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.cli.tables.console import output_console
 from megarl.cli.tables.placement import print_absent, print_placement
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import plan_memory
@@ -22,9 +22,7 @@ def check_drawing(output: str | None) -> None:
         raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
 
 
-def run(
-    config_path: str, overrides: Sequence[str], schema: type[PPOConfig] | type[SFTConfig] = PPOConfig, output: str | None = None
-) -> int:
+def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, output: str | None = None) -> int:
     """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any other configuration, and
     ValueError for a file that is no drawing."""
     check_drawing(output)

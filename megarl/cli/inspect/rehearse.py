@@ -19,7 +19,7 @@ from megarl.cli.tables.rehearsal import collectives_table, memory_table, waits_t
 from megarl.cli.tables.rehearsal_progress import RehearsalProgress
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, SFTConfig
+from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import find_inputs, refuse
 from megarl.machine.wording import counted
@@ -38,7 +38,7 @@ GOOD, MISTAKES = 0, 2
 def run(
     config_path: str,
     overrides: Sequence[str],
-    schema: type[PPOConfig] | type[SFTConfig] = PPOConfig,
+    schema: type[RunConfig] = PPOConfig,
     role_name: str = "actor",
     ranks: str = "distinct",
     json_path: str | None = None,
@@ -67,7 +67,7 @@ def run(
     records: list[RankRecord] = []
     with RehearsalProgress(len(numbers)) as progress:
         # Routes are given, whoever chose them first.
-        local = replace(config, engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off))
+        local = config.with_sections(engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off))
         pushes = _pushes(config, role, architectures)
         requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers]
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report):
@@ -98,16 +98,16 @@ def run(
     return MISTAKES if mistakes else GOOD
 
 
-def _role(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
+def _role(config: RunConfig, name: str) -> ModelRole:
     roles = {role.name: role for role in model_roles(config)}
     if name not in roles:
         raise ValueError(f"--role {name}: this run has {', '.join(roles)}")
     return roles[name]
 
 
-def _pushes(config: PPOConfig | SFTConfig, role: ModelRole, architectures: Mapping[str, Architecture]) -> dict[int, RankPush]:
+def _pushes(config: RunConfig, role: ModelRole, architectures: Mapping[str, Architecture]) -> dict[int, RankPush]:
     """Of each rank of the actor; none where weights go through files."""
-    if isinstance(config, SFTConfig) or role.name != "actor":
+    if not isinstance(config, PPOConfig) or role.name != "actor":
         return {}
     forecast = forecast_weights(config, plan_placement(config), architectures["actor"])
     if forecast is None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megarl.cli.inspect.plan import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
@@ -29,7 +29,7 @@ class Given(NamedTuple):
 def run(
     config_path: str,
     overrides: Sequence[str],
-    schema: type[PPOConfig] | type[SFTConfig],
+    schema: type[RunConfig],
     options: tuple[str | None, str | None, float | None, float | None],
     output: str | None = None,
 ) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.cli.run.end import how_to_resume
 from megarl.cli.run.termination import Interruption
 from megarl.config.paths import checkpoint_path
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from megarl.trainers.monitor import Position
@@ -22,7 +22,7 @@ class RunContext:
     """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder: Ray's, the same on each
     of `nodes`; empty before Ray runs. position: None before there are steps."""
 
-    config: PPOConfig | SFTConfig
+    config: RunConfig
     output_dir: Path | None = None
     log_folder: str = ""
     nodes: Sequence[str] = ()
@@ -44,7 +44,7 @@ class RunFailedError(Exception):
 
 
 @contextmanager
-def run_context_of(config: PPOConfig | SFTConfig, verbose: bool = False) -> Iterator[RunContext]:
+def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunContext]:
     """Raises RunFailedError from whatever fails inside, and KeyboardInterrupt with what to type next; see Interruption."""
     context = RunContext(config, verbose=verbose)
     try:

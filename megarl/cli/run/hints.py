@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megarl.config.batch_arithmetic import samples_per_step
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.controller import hints
 from megarl.machine.wording import counted
 from megarl.rollout.interface import LESS_ENGINE_MEMORY
-
-RunConfig = PPOConfig | SFTConfig
 
 
 class Cause(NamedTuple):
@@ -121,7 +118,7 @@ def _section(role: str) -> str:
 
 
 def _samples_per_step(config: RunConfig | None) -> str:
-    return "" if config is None else counted(samples_per_step(config), "sample")
+    return "" if config is None else counted(config.samples_per_step, "sample")
 
 
 def _free_memory(config: RunConfig | None) -> str:
@@ -130,7 +127,8 @@ def _free_memory(config: RunConfig | None) -> str:
 
 
 def _engine_share(config: RunConfig | None) -> str:
-    key = config.rollout.engine.needs.memory_key if isinstance(config, PPOConfig) else None
+    engine = None if config is None else config.rollout_engine
+    key = None if engine is None else engine.needs.memory_key
     if key is None:
         return ""
     share = _setting(config, key)

@@ -16,7 +16,7 @@ from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
 from megarl.config.load import load_config, schema_of
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
 from megarl.machine.errors import CheckpointError
@@ -33,7 +33,7 @@ class NamedModel:
     """run: the configuration of the run that made it, in the file `run_file`, and `run_dir` its folder; None for a model of no run."""
 
     source: ModelSource
-    run: PPOConfig | SFTConfig | None = None
+    run: RunConfig | None = None
     run_file: Path | None = None
     run_dir: Path | None = None
 
@@ -106,7 +106,7 @@ def _refuse_step(path: Path, step: str, why: str) -> None:
         raise CheckpointError(f"{path}: {why}, so --step {step} means nothing here; leave it out")
 
 
-def _run_config(file: Path) -> PPOConfig | SFTConfig:
+def _run_config(file: Path) -> RunConfig:
     return load_config(schema_of(str(file)), str(file))
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from megarl.cli.run.session import Session, of_another_run, read_summary
 from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
@@ -22,7 +22,7 @@ from megarl.trainers.monitor import Monitor
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
 
 
-def is_complete(config: PPOConfig | SFTConfig, resume: Resume | None) -> bool:
+def is_complete(config: RunConfig, resume: Resume | None) -> bool:
     """Nothing is left to do, and it says so, with what to change to train on.
 
     Raises ValueError where a run came to its end without a checkpoint, and is asked for more steps.
@@ -47,7 +47,7 @@ def is_complete(config: PPOConfig | SFTConfig, resume: Resume | None) -> bool:
     return True
 
 
-def _to_train_on(config: PPOConfig | SFTConfig, why_it_ended_early: str | None) -> str:
+def _to_train_on(config: RunConfig, why_it_ended_early: str | None) -> str:
     if why_it_ended_early is None:
         return f"To train further, raise trainer.total_steps (now {config.trainer.total_steps})"
     return (
@@ -56,7 +56,7 @@ def _to_train_on(config: PPOConfig | SFTConfig, why_it_ended_early: str | None) 
     )
 
 
-def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: SavedModels, resume: Resume | None) -> None:
+def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, resume: Resume | None) -> None:
     """The models continue from the checkpoint, and the run's files end where it was written. Raises CheckpointError."""
     if resume is None:
         return
@@ -76,9 +76,7 @@ def load_checkpoint(session: Session, config: PPOConfig | SFTConfig, models: Sav
     session.console.print(f"resumed from {resume.checkpoint} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True)
 
 
-def open_checkpoints(
-    session: Session, config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None
-) -> Checkpointer:
+def open_checkpoints(session: Session, config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None) -> Checkpointer:
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),

@@ -21,7 +21,7 @@ from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
@@ -78,7 +78,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
         )
 
 
-def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | None, console: Console) -> None:
+def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
     """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
     for folder in output_dir.glob(PUSHED_FOLDERS):  # of a process that was killed while it sent weights through the disk
@@ -101,7 +101,7 @@ def _claim(output_dir: Path, config: PPOConfig | SFTConfig, resume: Resume | Non
     clear(output_dir)
 
 
-def of_another_run(output_dir: Path, config: PPOConfig | SFTConfig) -> str | None:
+def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
     """Why what is in the folder is not of the run that the configuration describes."""
     saved = output_dir / CONFIG_FILE
     try:
@@ -141,7 +141,7 @@ def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None
             )
 
 
-def open_monitor(session: Session, config: PPOConfig | SFTConfig, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
+def open_monitor(session: Session, config: RunConfig, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
     progress = ProgressBar(title_of(config), config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]

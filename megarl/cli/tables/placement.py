@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
-from megarl.config.schema import Device, PPOConfig, SFTConfig, Transport
+from megarl.config.schema import Device, PPOConfig, RunConfig, Transport
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
@@ -25,7 +25,7 @@ from megarl.roles.weights.forecast import forecast_weights
 
 
 def print_placement(
-    config: PPOConfig | SFTConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console, with_push: bool = True
+    config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console, with_push: bool = True
 ) -> None:
     """Warns where devices have too little memory and the configuration allows it. with_push: also what a push of weights takes, whose plan
     takes seconds for a model with many experts."""

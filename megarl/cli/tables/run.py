@@ -20,7 +20,7 @@ from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import AgentConfig, DType, OverlongConversation, PPOConfig, RolloutEngineKind, SFTConfig
+from megarl.config.schema import AgentConfig, DType, OverlongConversation, PPOConfig, RolloutEngineKind, RunConfig
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
@@ -32,7 +32,7 @@ from megarl.placement.plan import plan_placement
 BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
 
 
-def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
+def print_run(config: RunConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
     """Print everything that a run will do, as tables.
 
     Args:
@@ -58,7 +58,7 @@ def print_run(config: PPOConfig | SFTConfig, console: Console, with_push: bool =
         print_line(console, f"warning: {warning}", style="yellow")
 
 
-def warnings_of(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], is_here: bool = True) -> Iterator[str]:
+def warnings_of(config: RunConfig, architectures: Mapping[str, Architecture], is_here: bool = True) -> Iterator[str]:
     """Find what will run and is rarely meant. is_here: as in print_run."""
     if is_here:
         yield from _of_a_full_disk(config, architectures)
@@ -67,7 +67,7 @@ def warnings_of(config: PPOConfig | SFTConfig, architectures: Mapping[str, Archi
     yield from _of_another_engine(config)
 
 
-def print_models(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+def print_models(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
     """A line for each folder, with the roles that begin with it."""
     roles: dict[str, list[str]] = {}
     for role in model_roles(config):
@@ -171,7 +171,7 @@ def _whose_devices(plan: PlacementPlan) -> str:
     return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
 
 
-def _print_checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+def _print_checkpoints(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
     checkpoint = config.checkpoint
     drawn = table("Checkpoints", "quantity", "value", "from")
     drawn.add_row("saved", *when_saved(config))
@@ -186,7 +186,7 @@ def _print_checkpoints(config: PPOConfig | SFTConfig, architectures: Mapping[str
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 
 
-def when_saved(config: PPOConfig | SFTConfig) -> tuple[str, str]:
+def when_saved(config: RunConfig) -> tuple[str, str]:
     """In words, and by which keys."""
     checkpoint = config.checkpoint
     moments = [
@@ -202,7 +202,7 @@ def when_saved(config: PPOConfig | SFTConfig) -> tuple[str, str]:
     return f"{', '.join(first)} and {last}" if first else last, keys[0]
 
 
-def _of_a_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     needed, path = most_checkpoints(config) * checkpoint_bytes(config, architectures), checkpoint_path(config)
     if needed > (free := _free_bytes(path)):
         yield (
@@ -211,7 +211,7 @@ def _of_a_full_disk(config: PPOConfig | SFTConfig, architectures: Mapping[str, A
         )
 
 
-def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
+def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
     for role in model_roles(config):
         if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
             yield (
@@ -220,7 +220,7 @@ def _of_a_long_warmup(config: PPOConfig | SFTConfig) -> Iterator[str]:
             )
 
 
-def _of_another_engine(config: PPOConfig | SFTConfig) -> Iterator[str]:
+def _of_another_engine(config: RunConfig) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
     for engine in RolloutEngineKind:
@@ -229,7 +229,7 @@ def _of_another_engine(config: PPOConfig | SFTConfig) -> Iterator[str]:
             yield f"rollout.{engine.needs.section}.server_args do nothing with rollout.engine={config.rollout.engine.value}"
 
 
-def _of_bfloat16(config: PPOConfig | SFTConfig) -> Iterator[str]:
+def _of_bfloat16(config: RunConfig) -> Iterator[str]:
     if config.model.dtype is DType.bfloat16 and not is_on_cuda(config.device):
         yield BFLOAT16_ON_A_CPU
 

@@ -11,7 +11,7 @@ from megarl.cli.tables.console import print_line
 from megarl.cli.tables.run import print_models, print_reward, print_run, warnings_of, when_saved
 from megarl.config.derive import derive
 from megarl.config.paths import checkpoint_path
-from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, SFTConfig
+from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -31,9 +31,9 @@ _NAMES = {
 }
 
 
-def title_of(config: PPOConfig | SFTConfig) -> str:
+def title_of(config: RunConfig) -> str:
     """What people call the algorithm: by its loss where that has a name of its own, else by its estimator."""
-    return "SFT" if isinstance(config, SFTConfig) else _name(config.algorithm)
+    return _name(config.algorithm) if isinstance(config, PPOConfig) else config.kind.value.upper()
 
 
 def _name(algorithm: AlgorithmConfig) -> str:
@@ -47,7 +47,7 @@ def _name(algorithm: AlgorithmConfig) -> str:
     return _NAMES.get(estimator, estimator.value.upper())
 
 
-def print_summary(config: PPOConfig | SFTConfig, console: Console) -> None:
+def print_summary(config: RunConfig, console: Console) -> None:
     architectures, _ = read_architectures(config)
     arithmetic, plan = derive(config, architectures), plan_placement(config)
     fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
@@ -82,7 +82,7 @@ def _kl(config: PPOConfig) -> str:
     return f"in the {kl.where.value}, {kl.estimator.value} x {kl.coefficient:g}"
 
 
-def write_plan(config: PPOConfig | SFTConfig, folder: Path) -> None:
+def write_plan(config: RunConfig, folder: Path) -> None:
     """All tables of `megarl check`, as `plan.txt`."""
     text = io.StringIO()
     print_run(config, Console(file=text, width=_WIDTH))

@@ -112,17 +112,10 @@ def aggregations(config: PPOConfig) -> Violations:
 
 
 def functions(config: PPOConfig) -> Violations:
-    for key, reference in function_references(config):
+    for key, reference in config.algorithm.own_functions:
         path, colon, name = reference.rpartition(":")
         if not (colon and path.endswith(".py") and name.isidentifier()):
             yield Violation((key,), f"{reference!r} names no function of a file; write it as FILE.py:NAME, such as my_functions.py:my_loss")
-
-
-def function_references(config: PPOConfig) -> list[tuple[str, str]]:
-    """Key and FILE.py:NAME of the functions that take the place of megarl's."""
-    algorithm = config.algorithm
-    named = {"algorithm.advantage.function": algorithm.advantage.function, "algorithm.policy_loss.function": algorithm.policy_loss.function}
-    return [(key, reference) for key, reference in named.items() if reference is not None]
 
 
 def kl(config: PPOConfig) -> Violations:

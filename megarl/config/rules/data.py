@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
 
@@ -11,7 +11,7 @@ FORMATS = (".parquet", *JSON_LINES, ".csv")
 SAVED_TO_DISK, SPLITS = "state.json", "dataset_dict.json"  # in folders of `datasets`: of one split, and of several
 
 
-def train_files(config: PPOConfig | SFTConfig) -> Violations:
+def train_files(config: RunConfig) -> Violations:
     files, weights = config.data.train_files, config.data.train_weights
     if not files:
         yield Violation(("data.train_files",), "is empty; name at least one file")
@@ -26,8 +26,8 @@ def train_files(config: PPOConfig | SFTConfig) -> Violations:
         yield Violation(keys, f"{twice[0]!r} is named twice; name it once, with the sum of its weights")
 
 
-def columns(config: PPOConfig | SFTConfig) -> Violations:
-    if isinstance(config, SFTConfig) and (config.data.columns.prompt is None) != (config.data.columns.answer is None):
+def chat_columns(config: SFTConfig) -> Violations:
+    if (config.data.columns.prompt is None) != (config.data.columns.answer is None):
         given = "prompt" if config.data.columns.answer is None else "answer"
         yield Violation(
             ("data.columns.prompt", "data.columns.answer"),

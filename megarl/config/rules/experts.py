@@ -113,14 +113,21 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             )
 
 
-def routing_replay(config: PPOConfig | SFTConfig, policy: Architecture) -> Violations:
-    """Routes that there are, for an actor that can take them."""
+def no_routing_replay(config: SFTConfig) -> Violations:
+    """Check that a supervised run, for which nobody has routed tokens yet, replays no routes."""
+    replay = config.engine.routing_replay
+    if replay is not RoutingReplay.off:
+        yield Violation((_REPLAY,), f"is {replay.value}, but chats have no routes; use off")
+
+
+def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
+    """Check that there are routes to replay, and an actor that can take them."""
     replay = config.engine.routing_replay
     if replay is RoutingReplay.off:
         return
-    if isinstance(config, SFTConfig) or policy.experts is None:
-        why = "chats have no routes" if isinstance(config, SFTConfig) else f"{config.model.path} ({policy.model_type}) has no experts"
-        yield Violation((_REPLAY,), f"is {replay.value}, but {why}; use off")
+    if policy.experts is None:
+        message = f"is {replay.value}, but {config.model.path} ({policy.model_type}) has no experts; use off"
+        yield Violation((_REPLAY,), message)
         return
     if not config.engine.packing:
         yield Violation(

@@ -10,20 +10,17 @@ import importlib.metadata
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.roles import REWARD_MODEL, model_roles
-from megarl.config.rules.algorithm import function_references
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, PPOConfig, SFTConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.files import existing_folder
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
-RunConfig = PPOConfig | SFTConfig
 _WEIGHTS = "*.safetensors"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "*.spm")
@@ -77,25 +74,11 @@ def _no_file(key: str, path: str) -> Violation:
 
 def code_files(config: RunConfig) -> Violations:
     """Check the Python files of reward functions, tools, environments, estimators and losses."""
-    for key, path in _code_files(config):
+    for key, path in config.code_files():
         if os.path.isdir(path):
             yield Violation((key,), f"{path!r} is a folder; name the file in it")
         elif not os.path.isfile(path):
             yield _no_file(key, path)
-
-
-def _code_files(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(config, SFTConfig):
-        return
-    for index, function in enumerate(config.reward.functions):
-        yield f"reward.functions[{index}].path", function.path
-    for index, tool in enumerate(config.agent.tools):
-        if tool.path is not None:
-            yield f"agent.tools[{index}].path", tool.path
-    if config.agent.environment.path is not None:
-        yield "agent.environment.path", config.agent.environment.path
-    for key, reference in function_references(config):
-        yield key, reference.rpartition(":")[0]
 
 
 def _model_files(config: RunConfig) -> Violations:
@@ -136,11 +119,12 @@ def _gpus(config: RunConfig) -> Violations:
 
 def _engine_packages(config: RunConfig) -> Violations:
     """Check that a run which joins no cluster has the packages of its rollout engine."""
-    if isinstance(config, SFTConfig) or cluster_address() is not None:
+    engine = config.rollout_engine
+    if engine is None or cluster_address() is not None:
         return
-    absent = [f"{name}{versions}" for name, versions in config.rollout.engine.needs.packages.items() if not _is_installed(name)]
+    absent = [f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)]
     if absent:
-        message = f"{config.rollout.engine.value!r} needs packages that are not installed: pip install {' '.join(map(repr, absent))}"
+        message = f"{engine.value!r} needs packages that are not installed: pip install {' '.join(map(repr, absent))}"
         yield Violation(("rollout.engine",), f"{message} (on a CPU see docs/install.md), or use rollout.engine=hf", Absence.package)
 
 

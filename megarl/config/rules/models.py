@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import gcd
 
-from megarl.config.batch_arithmetic import max_row_tokens, room_of_longest_row, samples_per_step, updates_per_pass
+from megarl.config.batch_arithmetic import room_of_longest_row
 from megarl.config.roles import ModelRole, RoleKind, model_roles
-from megarl.config.schema import OptimConfig, PPOConfig, Recomputation, Recompute, SFTConfig
+from megarl.config.schema import PPOConfig, Recomputation, Recompute, RunConfig, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
 
-RunConfig = PPOConfig | SFTConfig
-
 
 def optimizers(config: RunConfig) -> Violations:
-    sections: dict[str, OptimConfig] = {"actor.optim": config.actor.optim}
-    if isinstance(config, PPOConfig):
-        sections["critic.optim"] = config.critic.optim
-    for key, optim in sections.items():
+    for section, model in config.trained_models.items():
+        key, optim = f"{section}.optim", model.optim
         if optim.min_lr > optim.lr:
             yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
 
@@ -59,14 +56,14 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
     needed, size = room_of_longest_row(config, role), role.parallel.context_parallel_size
     if needed <= max_tokens * size:
         return
-    lengths = ("data.max_length",) if isinstance(config, SFTConfig) else ("data.max_prompt_length", "data.max_response_length")
+    lengths = config.length_keys
     room, padded = f"max_tokens {max_tokens}", ""
     if size > 1:
         lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
         room, padded = f"{room} x context_parallel_size {size} = {max_tokens * size}", f" ({needed} with what pads the ranks' parts)"
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
-        f"a row may have {max_row_tokens(config)} tokens{padded}, more than {room}; "
+        f"a row may have {config.max_row_tokens} tokens{padded}, more than {room}; "
         f"use max_tokens {-(-needed // size)} or more, or shorter rows",
     )
 
@@ -98,12 +95,11 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
     if role.optim is None:
         return
 
-    rows = samples_per_step(config) // updates_per_pass(config)
+    rows = config.samples_per_step // config.updates_per_pass
     replicas = role.parallel.data_parallel_size
     if rows < replicas:
-        size_key = "trainer.samples_per_step" if isinstance(config, SFTConfig) else "trainer.prompts_per_step"
         yield Violation(
-            (f"{role.parallel_key}.data_parallel_size", size_key),
+            (f"{role.parallel_key}.data_parallel_size", config.batch_key),
             f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas would have nothing to learn from; "
             f"use data_parallel_size {max(rows, 1)} or fewer, or mini-batches of {replicas} rows or more",
         )
@@ -139,27 +135,37 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         )
 
 
-def lengths_fit(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
-    tokens = max_row_tokens(config)
-    for role in model_roles(config):
-        if role.name not in architectures or not role.reads_policy_tokens:
-            continue
-        if tokens <= (limit := architectures[role.name].max_position_embeddings):
-            continue
-        if isinstance(config, SFTConfig):
-            yield Violation(("data.max_length",), f"is {tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}")
-            continue
-        prompt, response = config.data.max_prompt_length, config.data.max_response_length
-        remedy = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
+def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that prompt and response have positions in each model that reads the policy's tokens."""
+    prompt, response = config.longest_prompt, config.longest_response
+    for role, limit in _too_short(config, architectures):
+        hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
         yield Violation(
-            ("data.max_prompt_length", "data.max_response_length"),
-            f"{prompt} + {response} = {tokens} tokens are more than max_position_embeddings {limit} of {role.path}; use {remedy}",
+            config.length_keys,
+            f"{prompt} + {response} = {config.max_row_tokens} tokens are more than max_position_embeddings {limit} of {role.path}; "
+            f"use {hint}",
         )
 
 
-def same_vocabulary(config: RunConfig, architectures: dict[str, Architecture]) -> Violations:
+def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that a chat has positions in the model."""
+    for role, limit in _too_short(config, architectures):
+        message = f"is {config.max_row_tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}"
+        yield Violation(config.length_keys, message)
+
+
+def _too_short(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[tuple[ModelRole, int]]:
+    """Yield the models that have fewer positions than the longest row has tokens, and how many."""
+    for role in model_roles(config):
+        if role.name in architectures and role.reads_policy_tokens:
+            limit = architectures[role.name].max_position_embeddings
+            if config.max_row_tokens > limit:
+                yield role, limit
+
+
+def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Checks that all models can read the policy's token ids, and that frozen policies have the same vocabulary."""
-    if not isinstance(config, PPOConfig) or "actor" not in architectures:
+    if "actor" not in architectures:
         return
     policy = architectures["actor"].vocab_size
     for role in model_roles(config):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megarl.config.batch_arithmetic import max_conversation_tokens, max_row_tokens, micro_batch_room
+from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_room
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
 from megarl.config.violation import Violation, Violations
@@ -65,7 +65,7 @@ def _scores_with_one_number(folder: Path) -> Violations:
 
 
 def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
-    model, positions, tokens = config.reward.model, architecture.max_position_embeddings, max_row_tokens(config)
+    model, positions, tokens = config.reward.model, architecture.max_position_embeddings, config.max_row_tokens
     room = {"max_position_embeddings": positions, "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel)}
     for name, limit in room.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from math import lcm
 from pathlib import Path
 
-from megarl.config.batch_arithmetic import samples_per_step
-from megarl.config.schema import Device, DType, Layers, MetricMode, PPOConfig, SFTConfig
+from megarl.config.schema import Device, DType, EarlyStopConfig, KeepBestConfig, Layers, MetricMode, PPOConfig, RunConfig, SFTConfig
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
-RunConfig = PPOConfig | SFTConfig
 SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
 
 
@@ -25,25 +23,42 @@ def output_folders(config: RunConfig) -> Violations:
             yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
 
 
-def validation_metrics(config: RunConfig) -> Violations:
-    """What `checkpoint.keep_best` and `trainer.early_stop` compare is measured during the run."""
-    for key, section in (("checkpoint.keep_best", config.checkpoint.keep_best), ("trainer.early_stop", config.trainer.early_stop)):
-        metric = section.metric
-        if metric is None:
-            continue
-        if isinstance(config, SFTConfig):
-            if metric != SFT_METRIC:
-                yield Violation((f"{key}.metric",), f"is {metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null")
-            elif section.mode is MetricMode.max:
-                yield Violation((f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min")
-        elif not may_be_measured(config, metric):
+def sft_metrics(config: SFTConfig) -> Violations:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what a supervised run measures."""
+    for key, section in _compared(config):
+        if section.metric != SFT_METRIC:
+            message = f"is {section.metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null"
+            yield Violation((f"{key}.metric",), message)
+        elif section.mode is MetricMode.max:
+            yield Violation((f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min")
+
+
+def validation_metrics(config: PPOConfig) -> Violations:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what the run's validations measure."""
+    for key, section in _compared(config):
+        metric = section.metric or ""
+        if not may_be_measured(config, metric):
             measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
             yield Violation((f"{key}.metric",), f"no validation of this run measures {metric!r}; {nearest(metric, measured)}")
+
+
+def compared_validations(config: RunConfig) -> Violations:
+    """Check that there are validations where they are compared."""
+    for key, _ in _compared(config):
         if config.trainer.validate_every_steps == 0:
             yield Violation(
                 ("trainer.validate_every_steps", f"{key}.metric"),
                 f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set {key}.metric to null",
             )
+
+
+def _compared(config: RunConfig) -> list[tuple[str, KeepBestConfig | EarlyStopConfig]]:
+    """Return the sections that compare validations, by their key."""
+    sections: dict[str, KeepBestConfig | EarlyStopConfig] = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "trainer.early_stop": config.trainer.early_stop,
+    }
+    return [(key, section) for key, section in sections.items() if section.metric is not None]
 
 
 def layers(config: RunConfig) -> Violations:
@@ -69,7 +84,7 @@ def validation(config: RunConfig) -> Violations:
 
 
 def mini_batches(config: PPOConfig) -> Violations:
-    samples, updates = samples_per_step(config), config.trainer.updates_per_step
+    samples, updates = config.samples_per_step, config.trainer.updates_per_step
     if samples % updates:
         prompts, n = config.trainer.prompts_per_step, config.rollout.n
         step = lcm(n, updates) // n  # prompts_per_step that work are its multiples

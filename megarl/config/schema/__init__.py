@@ -8,8 +8,6 @@ what a user reads there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig, CallsInThinking, EnvironmentConfig, ToolConfig
 from megarl.config.schema.algorithm import (
@@ -51,6 +49,7 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
+    TrainedModelConfig,
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
 from megarl.config.schema.reward import (
@@ -87,43 +86,4 @@ from megarl.config.schema.run import (
     TrackingConfig,
     TrainerConfig,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig:
-    """Everything of one RL run."""
-
-    kind: RunKind = RunKind.ppo  # what the run is, so that every command knows which keys its file may have
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto  # what the run's processes compute on
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """Everything of one supervised run. `actor` is the trained model."""
-
-    kind: RunKind = RunKind.sft  # must be given, but for `megarl sft`
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto  # what the run's processes compute on
+from megarl.config.schema.run_config import SCHEMAS, PPOConfig, RunConfig, SFTConfig

@@ -191,3 +191,12 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+    @property
+    def own_functions(self) -> list[tuple[str, str]]:
+        """Key and FILE.py:NAME of the user's functions that take the place of megarl's."""
+        named = {
+            "algorithm.advantage.function": self.advantage.function,
+            "algorithm.policy_loss.function": self.policy_loss.function,
+        }
+        return [(key, reference) for key, reference in named.items() if reference is not None]

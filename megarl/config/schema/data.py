@@ -56,6 +56,11 @@ class DataConfig:
     shuffle: bool = True  # a new order in each epoch
     seed: int = ranged(0, at_least=0)  # of that order
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row of the files may have."""
+        return self.max_prompt_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
@@ -72,3 +77,8 @@ class SFTDataConfig:
     lossy: LossyText = LossyText.refuse  # what happens to chats that lose text on their way to tokens
     shuffle: bool = True  # a new order in each epoch
     seed: int = ranged(0, at_least=0)  # of that order
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row of the files may have."""
+        return self.max_length

@@ -15,7 +15,7 @@ import yaml
 
 from megarl.config.compare import flat
 from megarl.config.load import plain_values, schema_keys
-from megarl.config.schema import PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import PPOConfig, RunConfig, RunKind, SFTConfig
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
@@ -27,7 +27,7 @@ from megarl.tracking.timeline import TIMELINE_FILE
 _MAX_TOKENS = 1_000_000  # of all samples that are in a page
 _MAX_GENERATIONS = 2_000  # the newest
 _ABOUT, _METRICS, _TIMELINE, _GENERATIONS, _SAMPLES = "about", "metrics", "timeline", "generations", "samples/"
-_SCHEMAS: dict[RunKind, type[PPOConfig] | type[SFTConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
+_SCHEMAS: dict[RunKind, type[RunConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 

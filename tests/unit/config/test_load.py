@@ -252,8 +252,8 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"actor.recompute: is 'sometimes', but must be one of none, selective, full [{path}]",
         f"actor.parallel.sequence_parallel: is 5, but must be true or false [{path}]",
         f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
-        f"critic: is 3, but is a section with the keys model, parallel, optim, micro_batch, experts, recompute, "
-        f"recompute_modules, recompute_num_layers [{path}]",
+        f"critic: is 3, but is a section with the keys parallel, optim, micro_batch, experts, recompute, "
+        f"recompute_modules, recompute_num_layers, model [{path}]",
         f"data.train_files: is 'a.parquet', but must be a list, each item a text [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
         f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",

@@ -13,7 +13,7 @@ import pytest
 from megarl.config.load import load_config
 from megarl.config.rules.machine import missing, writable_folders
 from megarl.config.rules.rollout import generation_ahead
-from megarl.config.rules.run import validation_metrics
+from megarl.config.rules.run import sft_metrics, validation_metrics
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -301,7 +301,7 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
         (loss, "checkpoint.keep_best.mode: is max, but the smaller val/loss is the better one; use min"),
     ):
         sft = SFTConfig(trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best))
-        assert [str(each) for each in validation_metrics(sft)] == [said]
+        assert [str(each) for each in sft_metrics(sft)] == [said]
 
 
 @pytest.mark.parametrize(

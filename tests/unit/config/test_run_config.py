@@ -1,0 +1,67 @@
+"""The kinds of run: each has the sections that all have, and answers the same questions about itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megarl.config.kinds import RolloutEngineKind
+from megarl.config.load import load_config
+from megarl.config.schema import SCHEMAS, PPOConfig, RunConfig, RunKind, SFTConfig
+from megarl.config.validate import KINDS
+from tests.unit.config.folders import ppo_values, sft_values
+
+
+def test_every_kind_has_a_schema_and_rules() -> None:
+    assert set(SCHEMAS) == set(RunKind)
+    assert set(KINDS) == set(SCHEMAS.values())
+    assert {kind: schema().kind for kind, schema in SCHEMAS.items()} == {kind: kind for kind in RunKind}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values())
+def test_what_all_kinds_share_is_a_key_of_each(schema: type[RunConfig]) -> None:
+    shared = set(RunConfig.__annotations__)
+    assert {"model", "data", "actor", "trainer", "checkpoint"} < shared
+    assert shared <= {entry.name for entry in fields(schema)}  # type: ignore[arg-type]
+
+
+def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> None:
+    run = load_config(PPOConfig, ppo_values(tmp_path), ["agent.tools=[{path: tool.py, name: t}, {name: calculator}]"])
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (12, 4, 48)
+    assert (run.updates_per_pass, run.passes_per_step) == (3, 2)
+    assert (run.longest_prompt, run.longest_response, run.max_row_tokens, run.data.longest_row) == (16, 8, 24, 16)
+    assert run.actor_steps == 10 - 4
+    assert run.rollout_engine is RolloutEngineKind.hf
+    assert list(run.trained_models) == ["actor", "critic"]
+    assert list(run.code_files()) == [
+        ("reward.functions[0].path", str(tmp_path / "reward.py")),
+        ("agent.tools[0].path", "tool.py"),
+    ]
+
+
+def test_what_a_supervised_run_says_of_itself(tmp_path: Path) -> None:
+    run = load_config(SFTConfig, sft_values(tmp_path))
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (8, 1, 8)
+    assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
+    assert (run.max_row_tokens, run.data.longest_row) == (32, 32)
+    assert (run.temperature, run.rollout_engine, list(run.code_files())) == (1.0, None, [])
+    assert list(run.trained_models) == ["actor"]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values())
+def test_the_keys_that_a_run_names_are_keys(schema: type[RunConfig], tmp_path: Path) -> None:
+    run = schema()
+    for key in (run.batch_key, *run.length_keys, *run.trained_models):
+        section: object = run
+        for name in key.split("."):
+            assert hasattr(section, name), key
+            section = getattr(section, name)
+
+
+def test_other_sections_make_another_run_of_the_same_kind() -> None:
+    run = SFTConfig()
+    changed = run.with_sections(engine=PPOConfig().engine, trainer=run.trainer)
+    assert isinstance(changed, SFTConfig)
+    assert changed == run
