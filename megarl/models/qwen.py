@@ -106,12 +106,11 @@ def _qwen3_example() -> dict[str, Any]:
 
 
 def _qwen2_moe_example() -> dict[str, Any]:
-    """Return a tiny Qwen2-MoE whose second layer is dense."""
     return EXAMPLE | {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": 48,
-        "mlp_only_layers": [1],
+        "mlp_only_layers": [],
         **_EXPERTS_OF_EXAMPLE,
     }
 

@@ -60,7 +60,7 @@ SGLANG = [
     EngineCase("qwen2-tied", 1, SGLangMode.server),
     EngineCase("qwen2-tied", 2, SGLangMode.engine),
     EngineCase("llama2", 2, SGLangMode.engine),
-    EngineCase("llama3-tied", 1, SGLangMode.engine),
+    EngineCase("llama-tied", 1, SGLangMode.engine),
     EngineCase("qwen3-tied", 2, SGLangMode.server),
     EngineCase("qwen3-tied", 1, SGLangMode.engine, num_replicas=2),
 ]

@@ -4,58 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config
 from tests.unit.weights.models import as_stored
 
-VOCAB_SIZE = 199  # odd, so that every tensor-parallel size pads it
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-_LLAMA_31_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+VOCAB_SIZE = 199  # of every example; odd, so that every tensor-parallel size pads it
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # no layout cuts them over more than two ranks
+# Each dense family with a tied embedding, and what that leaves out: an output layer of its own, frequencies that are not scaled.
 FAMILIES: dict[str, PretrainedConfig] = {
-    "qwen2": Qwen2Config(tie_word_embeddings=False, rope_theta=1e6, **_SHAPE),
-    "qwen2-tied": Qwen2Config(tie_word_embeddings=True, rope_theta=1e6, **_SHAPE),
-    "qwen3-tied": Qwen3Config(tie_word_embeddings=True, rope_theta=1e6, head_dim=32, **_SHAPE),
-    "llama2": LlamaConfig(tie_word_embeddings=False, **_SHAPE),
-    "llama3-tied": LlamaConfig(tie_word_embeddings=True, rope_parameters=_LLAMA_31_ROPE, **_SHAPE),
+    **{f"{family}-tied": example_config(family, **_HEADS, tie_word_embeddings=True) for family in DENSE_FAMILIES},
+    "qwen2": example_config("qwen2", **_HEADS),
+    "llama2": example_config("llama", **_HEADS, rope_scaling=None, rope_theta=1e4),
 }
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
-    "qwen3-moe": Qwen3MoeConfig(**_SHAPE, **_EXPERTS, norm_topk_prob=True, head_dim=32),
-    "qwen2-moe": Qwen2MoeConfig(**_SHAPE, **_EXPERTS, shared_expert_intermediate_size=48, mlp_only_layers=[1]),
-    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=8),
-}
+# Each family with experts, where it can be with a dense layer between sparse ones.
+EXPERT_FAMILIES: dict[str, PretrainedConfig] = {family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES}
 IDLE_EXPERT = 3
 
 
@@ -164,7 +133,7 @@ def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """By the names in a folder."""
     trunk = model if isinstance(model, PreTrainedModel) else model.model
-    return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk.config.model_type)  # type: ignore[union-attr]
+    return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk)  # type: ignore[union-attr]
 
 
 def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1) -> dict[str, Tensor]:

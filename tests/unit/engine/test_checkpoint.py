@@ -39,10 +39,10 @@ STEPS, AFTER = 2, 3
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3-moe", "qwen2-moe"):
+    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe"):
         save_model(family, folder / family)
     save_critic(folder / "qwen2-tied", folder / "critic")
-    return {name: str(folder / name) for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3-moe", "qwen2-moe", "critic")}
+    return {name: str(folder / name) for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "critic")}
 
 
 def saved(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS) -> list[Saved]:
@@ -66,7 +66,7 @@ def loaded(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = S
 SAME_LAYOUT = [
     ("TP2", "qwen2", "lm", torch.float32, 2),
     ("PP2xVPP2", "qwen2-tied", "lm", torch.bfloat16, 2),
-    ("DP2xEP2", "qwen3-moe", "lm", torch.bfloat16, 2),
+    ("DP2xEP2", "qwen3_moe", "lm", torch.bfloat16, 2),
     ("TP2xPP2", "critic", "value", torch.float32, 2),
     ("TP1", "qwen2-tied", "lm", torch.float32, 0),
 ]
@@ -104,8 +104,8 @@ RESHAPED_MODELS = [
     ("qwen2-tied", "lm", torch.bfloat16, "TP2", RESHAPED),
     ("qwen2", "lm", torch.float32, "TP2", RESHAPED),
     ("critic", "value", torch.float32, "TP2", RESHAPED),
-    ("qwen3-moe", "lm", torch.float32, "TP2+SPxEP2", RESHAPED_EXPERTS),
-    ("qwen2-moe", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["TP2+SPxETP2"]]),
+    ("qwen3_moe", "lm", torch.float32, "TP2+SPxEP2", RESHAPED_EXPERTS),
+    ("qwen2_moe", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["TP2+SPxETP2"]]),
 ]
 
 
@@ -122,7 +122,7 @@ def test_in_another_layout_the_next_steps_agree(
 ) -> None:
     """From the first layout to each other. What is saved there again is the same to the bit, and so is what goes on from that in the
     first. The routers of one model are frozen: they have no moments."""
-    experts = ExpertsConfig(freeze_router=model == "qwen2-moe")
+    experts = ExpertsConfig(freeze_router=model == "qwen2_moe")
     source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, experts)
     want = saved(rank_pool, source, tmp_path / "source")
     stored = stored_tensors(tmp_path / "source")

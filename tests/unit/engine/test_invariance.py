@@ -148,7 +148,7 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
 
 @pytest.fixture(scope="module")
 def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    save_model("qwen3-moe", folder := tmp_path_factory.mktemp("experts"))
+    save_model("qwen3_moe", folder := tmp_path_factory.mktemp("experts"))
     return make_setting(rank_pool, {"lm": folder}, ROUTERS)
 
 

@@ -206,8 +206,8 @@ def test_replicas_of_a_cut_model_and_ranks_that_share_rows(reference: Reference,
 
 @pytest.mark.parametrize(
     ("reference", "layout"),
-    [("qwen3-moe", layout) for layout in EXPERT_LAYOUTS]
-    + [(family, layout) for family in ("qwen2-moe", "mixtral") for layout in list(EXPERT_LAYOUTS)[:2]],
+    [("qwen3_moe", layout) for layout in EXPERT_LAYOUTS]
+    + [(family, layout) for family in EXPERT_FAMILIES if family != "qwen3_moe" for layout in list(EXPERT_LAYOUTS)[:2]],
     indirect=["reference"],
 )
 def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None:

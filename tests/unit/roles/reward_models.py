@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from tests.unit.engine.models import FAMILIES
 
-FAMILY = "llama3-tied"
+FAMILY = "llama-tied"
 TEMPLATE = (
     "<s>{% for message in messages %}[{{ message.role }}] {{ message.content }}"
     "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
+from tests.families import example_config
 from tests.unit.weights.models import as_stored
 
 VOCAB = 97
@@ -28,27 +29,25 @@ def random_model(
     hidden_size: int = 32,
 ) -> PreTrainedModel:
     """Logits spread over a few units, so that temperature and truncation make a difference."""
-    shared = dict(
+    config = example_config(
+        family,
         num_hidden_layers=2,
         hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         vocab_size=vocab_size,
         max_position_embeddings=64,
+        rope_scaling=None,
+        rope_theta=1e4,
+        num_experts=6,
+        num_local_experts=6,
+        moe_intermediate_size=16,
         tie_word_embeddings=tied,
-        bos_token_id=None,
         eos_token_id=eos_token_id,
-        pad_token_id=None,
     )
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    kinds = {
-        "qwen2": Qwen2Config(**shared),
-        "qwen3": Qwen3Config(**shared, head_dim=16),
-        "qwen3_moe": Qwen3MoeConfig(**shared, **experts, head_dim=16),
-        "llama": LlamaConfig(**shared),
-    }
-    model = AutoModelForCausalLM.from_config(kinds[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,7 +61,7 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """By the names in a folder."""
-    return as_stored({name: parameter.detach() for name, parameter in model.named_parameters()}, model.config.model_type)
+    return as_stored({name: parameter.detach() for name, parameter in model.named_parameters()}, model)
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:

@@ -6,86 +6,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from megarl.models.architecture import Architecture, Experts
+from megarl.models.architecture import Architecture
 from megarl.weights.shard_layout import ShardLayout
+from tests.families import example_architecture, example_config
 
 NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB, FFN = 4, 32, 8, 4, 199, 20
 EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 8, 12
-DENSE_LAYER = 1  # of qwen2_moe
 PADDED_VOCAB = 208  # a multiple of 8: divisible by TP 1, 2, 4; with TP 4 the last rank has 9 padded rows
+# Sizes of the examples that are changed: smaller ones, and heads that are not hidden_size / num_attention_heads.
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_attention_heads": HEADS,
+    "head_dim": 6,
+    "vocab_size": VOCAB,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "moe_intermediate_size": EXPERT_FFN,
+    "shared_expert_intermediate_size": SHARED_FFN,
+    "mlp_only_layers": [1],
+}
 
 
 def config_of(family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS) -> PretrainedConfig:
-    shared = dict(
-        num_hidden_layers=num_layers,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=VOCAB,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    if family == "qwen2":
-        return Qwen2Config(**shared)
-    if family == "qwen3":
-        return Qwen3Config(**shared, head_dim=6)
-    if family == "mixtral":
-        return MixtralConfig(**shared | {"intermediate_size": EXPERT_FFN}, num_local_experts=EXPERTS)
-    experts = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=EXPERT_FFN)
-    if family == "qwen2_moe":
-        return Qwen2MoeConfig(**shared, **experts, shared_expert_intermediate_size=SHARED_FFN, mlp_only_layers=[DENSE_LAYER])
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(**shared, **experts, head_dim=6, norm_topk_prob=True)
-    return LlamaConfig(**shared)
+    return example_config(family, **_SIZES, num_hidden_layers=num_layers, num_key_value_heads=KV_HEADS, tie_word_embeddings=tied)
 
 
 def architecture_of(family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS, num_key_value_heads: int = KV_HEADS) -> Architecture:
-    return Architecture(
-        model_type=family,
-        num_hidden_layers=num_layers,
-        hidden_size=HIDDEN,
-        intermediate_size=EXPERT_FFN if family == "mixtral" else FFN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=6 if family.startswith("qwen3") else HIDDEN // HEADS,
-        vocab_size=VOCAB,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5 if family == "mixtral" else 1e-6,
-        rope_theta=1e6 if family == "mixtral" else 10000.0,
-        rope_scaling=None,
-        tie_word_embeddings=tied,
-        qkv_bias=family.startswith("qwen2"),
-        qk_norm=family.startswith("qwen3"),
-        experts=_experts(family, num_layers),
-    )
-
-
-def _experts(family: str, num_layers: int) -> Experts | None:
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        return None
-    return Experts(
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        intermediate_size=EXPERT_FFN,
-        shared_intermediate_size=SHARED_FFN if family == "qwen2_moe" else 0,
-        norm_topk_prob=family != "qwen2_moe",
-        layers=tuple(layer for layer in range(num_layers) if family != "qwen2_moe" or layer != DENSE_LAYER),
+    return example_architecture(
+        family, **_SIZES, num_hidden_layers=num_layers, num_key_value_heads=num_key_value_heads, tie_word_embeddings=tied
     )
 
 
@@ -103,23 +55,12 @@ def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of the model's folder."""
     tied = model.config.tie_word_embeddings
     state = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    return as_stored(state, model.config.model_type)
+    return as_stored(state, model)
 
 
-def as_stored(state: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
-    """By the names in a folder: transformers holds a layer's experts as one tensor in memory, and Mixtral's by newer names too."""
-    is_mixtral = model_type == "mixtral"
-    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    stored = {}
-    for name, value in state.items():
-        name = name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
-        prefix, found, what = name.partition(".experts.")
-        for expert, matrix in enumerate(value) if found else ():
-            parts = zip(names[:2], matrix.chunk(2), strict=True) if what == "gate_up_proj" else [(names[2], matrix)]
-            stored |= {f"{prefix}.experts.{expert}.{part}.weight": rows.contiguous() for part, rows in parts}
-        if not found:
-            stored[name] = value
-    return stored
+def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return tensors of a model by the names in a folder, as transformers writes them: it holds a layer's experts as one tensor."""
+    return {name: value.contiguous() for name, value in revert_weight_conversion(model, dict(state)).items()}
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megarl.models.families import FAMILIES
 from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_class, save_hf_folder
@@ -166,11 +168,11 @@ def test_the_class_has_the_head(tmp_path: Path, architectures: list[str] | None,
         assert (config["id2label"], config["label2id"]) == ({"0": "LABEL_0"}, {"LABEL_0": 0})
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_its_own_class(tmp_path: Path, family: str) -> None:
     source = source_of(tmp_path / "a", model_type=family, architectures=None)
-    names = {"llama": "LlamaForCausalLM", "qwen2": LM, "qwen3": "Qwen3ForCausalLM"}
-    assert copied(source, tmp_path / "b", head="lm")["architectures"] == [names[family]]
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    assert copied(source, tmp_path / "b", head="lm")["architectures"] == [expected]
 
 
 def test_nothing_is_changed_that_was_not_asked_for(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ CASES = [
     ("qwen2", "TP1", "lm", torch.float32, False),
     ("qwen3-tied", "TP2", "lm", torch.bfloat16, True),
     ("qwen2-tied", "TP2xPP2", "lm", torch.float32, False),
-    ("llama3-tied", "PP2xVPP2", "lm", torch.bfloat16, False),
+    ("llama-tied", "PP2xVPP2", "lm", torch.bfloat16, False),
     ("qwen2", "PP2xVPP2", "lm", torch.float32, True),
     ("llama2", "TP2xPP2", "value", torch.float32, True),
 ]
@@ -225,4 +225,4 @@ def test_files_without_args_and_checksums_are_read_as_they_are(folder: Path, mod
 
 def test_another_model_s_configuration(written: Path, models: Path) -> None:
     with pytest.raises(CheckpointError, match=r"args are of another model than config\.json: rotary_base is 1000000\.0"):
-        open_model(written, companions=models / "llama3-tied")
+        open_model(written, companions=models / "llama-tied")

@@ -35,7 +35,7 @@ ANY_LAYOUT = {**LAYOUTS, **EXPERT_LAYOUTS}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "llama3-tied", "qwen2-moe", "qwen3-moe"):
+    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "llama-tied", "qwen2_moe", "qwen3_moe"):
         save_model(family, root / family)
     save_critic(root / "qwen2", root / "critic")
     return root
@@ -55,9 +55,9 @@ CASES = [
     ("qwen2", "lm", "TP2xPP2", "TP2xPP2"),
     ("qwen2-tied", "lm", "TP2", "PP2xVPP2"),
     ("qwen3-tied", "lm", "PP2xVPP2", "TP2"),
-    ("llama3-tied", "lm", "TP1", "TP2xPP2"),
+    ("llama-tied", "lm", "TP1", "TP2xPP2"),
     ("critic", "value", "TP2xPP2", "PP2"),
-    ("qwen2-moe", "lm", "PP2", "TP2+SPxEP2"),
+    ("qwen2_moe", "lm", "PP2", "TP2+SPxEP2"),
 ]
 
 
@@ -100,7 +100,7 @@ def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
         ("critic", "value", "PP2xVPP2", torch.float32),
         ("qwen2", "lm", "TP2", torch.float32),
         ("qwen3-tied", "lm", "TP1", torch.float32),
-        ("qwen3-moe", "lm", "TP2+SPxETP2", torch.float32),
+        ("qwen3_moe", "lm", "TP2+SPxETP2", torch.float32),
     ],
 )
 def test_what_an_engine_saved_is_converted_there_and_back(

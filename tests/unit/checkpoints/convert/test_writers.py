@@ -31,11 +31,12 @@ from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.machine.errors import CheckpointError
 from megarl.models.families import read_architecture
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.checkpoints.convert.test_source import everything, stacked
 from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save, stored_state
 
-FAMILIES = [(family, tied) for family in ("qwen2", "qwen3", "llama") for tied in (False, True)]
-FAMILIES += [("qwen2_moe", False), ("qwen3_moe", True), ("mixtral", False)]
+FAMILIES = [(family, tied) for family in DENSE_FAMILIES for tied in (False, True)]
+FAMILIES += [(family, number % 2 == 1) for number, family in enumerate(SPARSE_FAMILIES)]
 # (TP, PP, VPP): most bytes of an item
 LAYOUTS = {(1, 1, None): 2500, (2, 1, None): 10**6, (4, 1, None): 10**6, (1, 2, None): 10**6, (2, 2, None): 1000, (4, 2, 2): 10**6}
 

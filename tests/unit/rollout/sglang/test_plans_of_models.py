@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from megarl.models.families import FAMILIES, LM_CLASS
 from tests import warm
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.rollout.models import manifest_of, random_model
 
 MODELS = {
+    **{f"{family}-tied": (family, True, FAMILIES[family].class_prefix + LM_CLASS) for family in DENSE_FAMILIES},
     "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
-    "qwen2-tied": ("qwen2", True, "Qwen2ForCausalLM"),
-    "qwen3-tied": ("qwen3", True, "Qwen3ForCausalLM"),
-    "llama": ("llama", False, "LlamaForCausalLM"),
-    "qwen3_moe": ("qwen3_moe", False, "Qwen3MoeForCausalLM"),
+    # SGLang's classes of these tie no embedding.
+    **{family: (family, False, FAMILIES[family].class_prefix + LM_CLASS) for family in SPARSE_FAMILIES},
 }
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 
@@ -48,7 +49,7 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_call_records_the_plan_of_every_family(warm_processes: None, tmp_path: Path, num_ranks: int) -> None:
-    """Experts are distributed over the ranks of `qwen3_moe`."""
+    """Experts are distributed over the ranks."""
     folders, counts = [tmp_path / name for name in MODELS], []
     for folder, (family, tied, architecture) in zip(folders, MODELS.values(), strict=True):
         counts.append(save(folder, family, tied, architecture))

@@ -1,0 +1,41 @@
+"""The registered model families as the tests see them: tiny models made from each family's example.
+
+Tests that hold for every family take their cases from here, so that a family is tested by being registered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from megarl.models.architecture import Architecture
+from megarl.models.config_reader import ConfigReader
+from megarl.models.families import FAMILIES
+
+
+def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Return the fields of a family's example with changes. A change of a field that the example lacks is left out."""
+    example = FAMILIES[model_type].example()
+    return example | {name: value for name, value in changes.items() if name in example}
+
+
+def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
+    """Return the configuration that transformers makes of `example_fields`."""
+    return AutoConfig.for_model(**example_fields(model_type, **changes))
+
+
+def example_architecture(model_type: str, **changes: Any) -> Architecture:
+    """Return the architecture that the family reads from `example_fields`."""
+    reader = ConfigReader(example_fields(model_type, **changes))
+    architecture = FAMILIES[model_type].read(reader)
+    assert reader.problems == []
+    return architecture
+
+
+def has_experts(model_type: str) -> bool:
+    return example_architecture(model_type).experts is not None
+
+
+DENSE_FAMILIES = tuple(name for name in FAMILIES if not has_experts(name))
+SPARSE_FAMILIES = tuple(name for name in FAMILIES if has_experts(name))

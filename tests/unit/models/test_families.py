@@ -1,0 +1,104 @@
+"""What holds for every registered family: it reads what transformers writes, and refuses what it does not know.
+
+The tests of parity, conversion and weight transfer take their cases from the registry too: the last test checks it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from megarl.machine.errors import ConfigError
+from megarl.models.families import FAMILIES, LM_CLASS, read_architecture
+from tests.families import example_architecture, example_config, example_fields
+from tests.unit.checkpoints.convert import test_writers
+from tests.unit.engine import models as parity_models
+from tests.unit.rollout.sglang import test_plans_of_models
+
+# Fields of an example that no architecture depends on.
+BOOKKEEPING = {"architectures", "bos_token_id", "eos_token_id", "hidden_act", "model_type", "pad_token_id"}
+
+
+def written(folder: Path, fields: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_is_registered_by_its_own_name(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    assert family.model_type == model_type
+    assert family.class_prefix + LM_CLASS == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    assert family.example()["model_type"] == model_type
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_example_means_the_same_as_transformers_writes_it(tmp_path: Path, model_type: str) -> None:
+    expected = example_architecture(model_type)
+    assert read_architecture(written(tmp_path, FAMILIES[model_type].example())) == expected
+    example_config(model_type).save_pretrained(tmp_path)
+    assert read_architecture(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str) -> None:
+    architecture = example_architecture(model_type)
+    reference = AutoConfig.from_pretrained(written(tmp_path, FAMILIES[model_type].example()))
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        assert getattr(architecture, name) == getattr(reference, name), name
+    assert architecture.rms_norm_eps == reference.rms_norm_eps
+    assert architecture.rope_theta == reference.rope_parameters["rope_theta"]
+    assert architecture.tie_word_embeddings == reference.tie_word_embeddings
+    assert architecture.num_experts == getattr(reference, "num_local_experts", getattr(reference, "num_experts", 0))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_field_that_nobody_knows_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
+    path = written(tmp_path, FAMILIES[model_type].example() | {"logit_scale": 0.25})
+    with pytest.raises(ConfigError) as refusal:
+        read_architecture(path)
+    assert refusal.value.problems == ("field 'logit_scale' is 0.25; megarl does not know whether it changes the model",)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(model_type, name) for model_type, family in FAMILIES.items() for name in sorted(family.example().keys() - BOOKKEEPING)],
+)
+def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_type: str, name: str) -> None:
+    """A family that reads a field also looks at its value."""
+    path = written(tmp_path, FAMILIES[model_type].example() | {name: "many"})
+    with pytest.raises(ConfigError) as refusal:
+        read_architecture(path)
+    assert any(f"'{name}'" in problem and "many" in problem for problem in refusal.value.problems)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_class_of_another_family_is_refused(tmp_path: Path, model_type: str) -> None:
+    path = written(tmp_path, FAMILIES[model_type].example() | {"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ConfigError, match=rf"names 'GPT2LMHeadModel'; supported: .*{FAMILIES[model_type].class_prefix}{LM_CLASS}"):
+        read_architecture(path)
+
+
+def test_an_example_fits_the_class_of_sglang() -> None:
+    """The push into it is tested with the example."""
+    assert {name: list(family.sglang_differs(example_architecture(name))) for name, family in FAMILIES.items()} == {
+        name: [] for name in FAMILIES
+    }
+
+
+def test_parity_conversion_and_push_are_tested_for_every_family() -> None:
+    every = set(FAMILIES)
+    parity = {**parity_models.FAMILIES, **parity_models.EXPERT_FAMILIES}
+    assert {config.model_type for config in parity.values()} == every
+    assert {family for family, _ in test_writers.FAMILIES} == every
+    assert {family for family, _, _ in test_plans_of_models.MODELS.values()} == every
+
+
+def test_changes_of_an_example_are_those_of_fields_that_it_has() -> None:
+    assert "num_experts" not in example_fields("llama", num_experts=4)
+    assert example_fields("qwen3_moe", num_experts=4)["num_experts"] == 4
