@@ -113,7 +113,7 @@ EXAMPLE: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "bos_token_id": None,
-    "eos_token_id": 0,
+    "eos_token_id": None,
     "pad_token_id": None,
 }
 
