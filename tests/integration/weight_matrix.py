@@ -143,7 +143,7 @@ class Trainers(NamedTuple):
     group: RoleGroup
 
     def load(self, folder: Path) -> None:
-        self.group.load(model_spec(folder, LAYOUTS[self.layout], optim=None))
+        self.group.call(ReloadingWorker.load, model_spec(folder, LAYOUTS[self.layout], optim=None))
 
     def sync(self, engine: EngineCase, folder: Path, transport: Transport, scratch: Path) -> WeightSync:
         """Every push compares every checksum."""
