@@ -69,7 +69,8 @@ def with_holes(batch: dict[str, Tensor], first: int = 128, size: int = 64) -> di
 
 
 def loop_suffix_sums(x: Tensor, mask: Tensor, discount: float) -> Tensor:
-    sums, following = torch.zeros_like(x), torch.zeros(x.shape[0])
+    sums = torch.zeros_like(x)
+    following = torch.zeros(x.shape[0])
     for t in reversed(range(x.shape[1])):
         following = torch.where(mask[:, t], x[:, t] + discount * following, following)
         sums[:, t] = following
@@ -82,8 +83,12 @@ def loop_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def loop_gae(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
-    rewards, values, mask = batch["token_level_rewards"], batch["values"], batch["response_mask"]
-    advantages, next_value, next_advantage = torch.zeros_like(rewards), torch.zeros(len(rewards)), torch.zeros(len(rewards))
+    rewards = batch["token_level_rewards"]
+    values = batch["values"]
+    mask = batch["response_mask"]
+    advantages = torch.zeros_like(rewards)
+    next_value = torch.zeros(len(rewards))
+    next_advantage = torch.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + CONFIG.gamma * next_value - values[:, t]
         next_advantage = torch.where(mask[:, t], delta + CONFIG.gamma * CONFIG.lam * next_advantage, next_advantage)
@@ -97,7 +102,8 @@ def loop_over_prompts(of_prompt: Callable[[Tensor, Tensor], Tensor]) -> Loop:
 
     def run(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
         mask = batch["response_mask"]
-        scores, lengths = (batch["token_level_rewards"] * mask).sum(1), mask.sum(1).float()
+        scores = (batch["token_level_rewards"] * mask).sum(1)
+        lengths = mask.sum(1).float()
         per_row = torch.empty_like(scores)
         for rows in groups:
             per_row[rows] = of_prompt(scores[rows], lengths[rows])
@@ -115,7 +121,8 @@ def best_over_second(scores: Tensor, lengths: Tensor) -> Tensor:
 
 
 def loop_gdpo(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
-    parts, mask = batch["score_parts"], batch["response_mask"]
+    parts = batch["score_parts"]
+    mask = batch["response_mask"]
     totals = torch.zeros(len(parts))
     for rows in groups:
         for k in range(parts.shape[1]):
@@ -202,7 +209,8 @@ def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
 
 def check_same(ours: Advantages, loop: Advantages, name: str) -> None:
     for field in Advantages._fields:
-        ours_values, loop_values = getattr(ours, field), getattr(loop, field)
+        ours_values = getattr(ours, field)
+        loop_values = getattr(loop, field)
         difference = (ours_values - loop_values).norm() / loop_values.norm()
         if not difference < 1e-4:
             raise RuntimeError(f"{name}: {field} of the loop are others, by {float(difference):.1e} of their norm")
@@ -242,7 +250,8 @@ def main() -> int:
     torch.set_num_threads(1)
     print(f"B = {num_samples}, R = {num_tokens}; torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}")
     print(f"{'estimator':<30} {'ours, ms':>9} {'loop, ms':>9} {'faster':>7} {'limit, ms':>10} {'of limit':>9} {'of reading':>11}")
-    batch, missed = make_batch(num_samples, num_tokens), []
+    batch = make_batch(num_samples, num_tokens)
+    missed = []
     for contest in CONTESTS:
         ours, loop, reading, limit = run_contest(contest, batch, repeats)
         target = f"  (target {TARGET:g})" if contest.has_target else ""

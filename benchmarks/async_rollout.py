@@ -16,11 +16,17 @@ from statistics import fmean
 from megarl.config.schema import OnUpdate
 from megarl.simulation.run import Script, SimulatedRun, Simulation
 
-STEPS, PROMPTS, SAMPLES = 60, 32, 8
+STEPS = 60
+PROMPTS = 32
+SAMPLES = 8
 PUSH_TICKS = 20
 TICK_S = 0.01
-ENGINES, SLOTS = 2, 64  # of all engines
-MEDIAN, LONGEST = 200, 4096  # tokens of a sample
+# of all engines
+ENGINES = 2
+SLOTS = 64
+# tokens of a sample
+MEDIAN = 200
+LONGEST = 4096
 SIGMA = 1.0  # of the logarithm of lengths
 WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
 

@@ -29,7 +29,9 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 
-RANKS, MEAN_TOKENS, LIMIT = 2, 2048, 1.5
+RANKS = 2
+MEAN_TOKENS = 2048
+LIMIT = 1.5
 COLUMNS = ("responses", "old_log_probs", "advantages")
 
 

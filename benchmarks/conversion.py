@@ -40,7 +40,8 @@ from megarl.weights.manifest import SINGLE_FILE, manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta
 
-TARGET_SPEED, TARGET_EXTRA_BYTES = 0.5, 500 * 10**6
+TARGET_SPEED = 0.5
+TARGET_EXTRA_BYTES = 500 * 10**6
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -98,7 +99,8 @@ def status(field: str) -> int:
 def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace) -> None:
     """In a process of its own: prints seconds and memory as JSON."""
     torch.set_num_threads(1)
-    done, files_peak = threading.Event(), [0]
+    done = threading.Event()
+    files_peak = [0]
 
     def sample() -> None:
         while not done.wait(0.01):
@@ -107,14 +109,16 @@ def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace)
     sampler = threading.Thread(target=sample)
     before = status("VmRSS")
     sampler.start()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    start_cpu_s = time.process_time()
     if job == "copy":
         copy(source, target)
     elif job == "to Megatron":
         to_megatron(source, target, arguments.tensor_parallel, arguments.pipeline_parallel)
     else:
         to_hugging_face(source, target)
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    seconds = time.perf_counter() - start_s
+    cpu_s = time.process_time() - start_cpu_s
     done.set()
     sampler.join()
     print(json.dumps({"seconds": seconds, "cpu": cpu_s, "peak": status("VmHWM"), "before": before, "files": files_peak[0]}))
@@ -146,7 +150,9 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> bool:
-    source, megatron, back = scratch / "source", scratch / "megatron", scratch / "back"
+    source = scratch / "source"
+    megatron = scratch / "megatron"
+    back = scratch / "back"
     largest = make_model(source, arguments.layers)
     turns = [
         ("copy", source, scratch / "copy"),

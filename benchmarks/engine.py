@@ -292,7 +292,8 @@ def multiplying_with(product: str, step: Step) -> Step:
 def beside_hugging_face(contest: Contest, timing: Timing) -> Iterator[Result]:
     num_rows = contest.shape.full_rows
     batch = make_batch([LONGEST] * num_rows, contest.shape.vocab_size)
-    ours, theirs = contest.engine_step(batch, [range(num_rows)]), contest.hugging_face_step(batch["input_ids"])
+    ours = contest.engine_step(batch, [range(num_rows)])
+    theirs = contest.hugging_face_step(batch["input_ids"])
     for product in PRODUCTS:
         contestants = {"megarl": multiplying_with(product, ours), "Hugging Face": multiplying_with(product, theirs)}
         yield compare(f"hugging_face {contest.size}, {product}", contestants, num_rows * LONGEST, timing, target=1.0)

@@ -24,9 +24,14 @@ from megarl.agents.responder import Responder
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.workers.environment import EnvironmentServer, TurnOrder
 
-EPISODES, TURNS, SLOTS = 200, 12, 32
-LONGEST_S, LIMIT_S = 2.0, 4.0
-FAILING, HANGING = 0.1, 0.05  # shares of calls
+EPISODES = 200
+TURNS = 12
+SLOTS = 32
+LONGEST_S = 2.0
+LIMIT_S = 4.0
+# shares of calls
+FAILING = 0.1
+HANGING = 0.05
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
@@ -77,10 +82,13 @@ class _Words:
 
 def play(seed: int = 0, turns: int = TURNS) -> Played:
     """Each episode calls in every turn but its last."""
-    chance, calls_s, counts = random.Random(seed), list[float](), {"opened": 0, "closed": 0}
+    chance = random.Random(seed)
+    calls_s = list[float]()
+    counts = {"opened": 0, "closed": 0}
 
     async def work() -> str:
-        kind, seconds = chance.random(), chance.uniform(0, LONGEST_S)
+        kind = chance.random()
+        seconds = chance.uniform(0, LONGEST_S)
         hangs = kind < HANGING
         calls_s.append(LIMIT_S if hangs else seconds)
         await asyncio.sleep(10**6 if hangs else seconds)

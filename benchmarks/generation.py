@@ -23,8 +23,12 @@ from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode
 from megarl.rollout.interface import SamplingParameters
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, (50, 70), 62
-REPEATS, LEAST_RATIO = 3, 2.5
+PROMPTS = 32
+SAMPLES = 8
+PROMPT_TOKENS = (50, 70)
+RESPONSE_TOKENS = 62
+REPEATS = 3
+LEAST_RATIO = 2.5
 
 
 def model_config(**tokens: Any) -> Qwen2Config:
@@ -82,7 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
-    model, prompts = make_model(), make_prompts()
+    model = make_model()
+    prompts = make_prompts()
     rates: dict[str, list[float]] = {"megarl, hf engine": [], "transformers, generate": []}
     for write in (ours, transformers_own):  # the first of each is slower
         write(model, prompts[: 2 * SAMPLES])

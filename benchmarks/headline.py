@@ -46,7 +46,9 @@ from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmC
 from megarl.data.packing import RowPrompt, plan_micro_batches
 from megarl.engine.vocab_parallel import Extra
 
-LONGEST_RESPONSE, MEAN_RESPONSE = 192, 64  # tokens
+# tokens
+LONGEST_RESPONSE = 192
+MEAN_RESPONSE = 64
 SAFE_ROWS = 8  # of the longest length, that the memory of the naive step holds
 BUDGETS = (1, 2, 4)  # in rows of the longest length
 TARGETS = {"packing": 1.3, "all": 1.8}

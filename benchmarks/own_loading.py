@@ -53,7 +53,8 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     start_s = time.perf_counter()
     for (_, tensor), copy in zip(_tensors, _copies, strict=True):
         copy.copy_(tensor)
-    copied_s, copied_processor_s = time.perf_counter(), time.process_time()
+    copied_s = time.perf_counter()
+    copied_processor_s = time.process_time()
     model.load_weights(_tensors)
     _answer(message, [copied_s - start_s, time.perf_counter() - copied_s, time.process_time() - copied_processor_s])
 

@@ -41,7 +41,8 @@ def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) 
 def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
     """Of a file that is written and read in buckets, as far as the system's cache of files; it is not forced onto the disk."""
     folder.mkdir(exist_ok=True)
-    buffer, path = memoryview(bytearray(bucket_bytes)), folder / "bytes"
+    buffer = memoryview(bytearray(bucket_bytes))
+    path = folder / "bytes"
     start_s = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for position in range(0, nbytes, bucket_bytes):
@@ -63,7 +64,8 @@ class MeasuredTrainer(MegatronWorker):
     @register()
     def messages_seconds(self, address: P2PAddress, nbytes: int, message_bytes: int) -> float:
         """Rank 0 of a group of two, at the port that `reserve_weight_group` has taken."""
-        listener, self._listener = self._listener, None
+        listener = self._listener
+        self._listener = None
         p2p = P2PGroup.join(address, 0, torch.device("cpu"), listener)
         try:
             return messages_seconds(p2p, 0, nbytes, message_bytes)

@@ -122,8 +122,10 @@ def configuration(folder: Path, strategy: PlacementStrategy, rows: int, length: 
 
 @contextmanager
 def started(config: PPOConfig):  # type: ignore[no-untyped-def]
-    plan, path = plan_placement(config), config.model.path
-    architecture, tokenizer = read_architecture(path), load_tokenizer(path)
+    plan = plan_placement(config)
+    path = config.model.path
+    architecture = read_architecture(path)
+    tokenizer = load_tokenizer(path)
     start_ray(num_cpus=plan.num_cpus, object_store_mb=256)
     try:
         pools = ResourcePoolManager(
@@ -182,7 +184,8 @@ def measure(config: PPOConfig, repeats: int) -> Times:
     with started(config) as (roles, prompts):
         batch = make_batch(config, roles, prompts)
         assert roles.critic
-        critic, actor = roles.critic, roles.actor
+        critic = roles.critic
+        actor = roles.actor
         both = lambda: gather(critic.update(batch, 1), actor.update(batch, 1))  # noqa: E731
         both()
         rounds = [

@@ -29,7 +29,8 @@ SAMPLES_PER_PROMPT = 8
 NUM_FILES = 50
 VOCABULARY = 50_000
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-LARGEST_MB, LONGEST_S = 20, 3
+LARGEST_MB = 20
+LONGEST_S = 3
 
 
 def make_run(folder: Path, num_steps: int, num_samples: int, num_tokens: int, num_files: int = NUM_FILES, seed: int = 0) -> None:
@@ -77,10 +78,12 @@ def _timeline(folder: Path, num_steps: int) -> None:
 
 
 def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str], generator: np.random.Generator) -> SampleTable:
-    lengths, total = [num_tokens] * num_samples, num_samples * num_tokens
+    lengths = [num_tokens] * num_samples
+    total = num_samples * num_tokens
     ids = np.minimum(generator.zipf(1.3, total), VOCABULARY - 1).astype(np.int32)  # frequencies as of words
     own = -generator.exponential(0.7, total) * (generator.random(total) < 0.6)
-    gaps, advantages = generator.normal(0, 0.005, total), np.repeat(generator.normal(size=num_samples), num_tokens)
+    gaps = generator.normal(0, 0.005, total)
+    advantages = np.repeat(generator.normal(size=num_samples), num_tokens)
     prompts = [
         f"<|user|>question {step}.{number // SAMPLES_PER_PROMPT}: {'what is it? ' * 30}<|assistant|>" for number in range(num_samples)
     ]

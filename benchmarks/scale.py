@@ -53,10 +53,18 @@ from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
 from megarl.workers.megatron import ScoredUpdate
 
-NUM_PROMPTS, NUM_SAMPLES = 1024, 16
-PROMPT_TOKENS, MEAN_TOKENS, MOST_TOKENS, SIGMA = 2048, 8192, 32768, 0.8
-STEPS, REPLICAS, MICRO_BATCH_TOKENS = 2, 8, PROMPT_TOKENS + MOST_TOKENS
-LARGEST_GB, LONGEST_S, MOST_SENT = {"grpo": 4.0, "ppo": 7.0}, 10.0, 1.1
+NUM_PROMPTS = 1024
+NUM_SAMPLES = 16
+PROMPT_TOKENS = 2048
+MEAN_TOKENS = 8192
+MOST_TOKENS = 32768
+SIGMA = 0.8
+STEPS = 2
+REPLICAS = 8
+MICRO_BATCH_TOKENS = PROMPT_TOKENS + MOST_TOKENS
+LARGEST_GB = {"grpo": 4.0, "ppo": 7.0}
+LONGEST_S = 10.0
+MOST_SENT = 1.1
 _CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
@@ -71,7 +79,8 @@ class ObjectStore:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        begin_s, before_s = time.process_time(), self.away_s
+        begin_s = time.process_time()
+        before_s = self.away_s
         yield
         self.away_s = before_s + time.process_time() - begin_s  # what was away within it is a part of it
 
@@ -134,7 +143,8 @@ class Group:
     """The workers of a role, which need no time."""
 
     def __init__(self, store: ObjectStore, role: str) -> None:
-        self._store, self._role = store, role
+        self._store = store
+        self._role = role
 
     def call(self, method: Any, parts: Sequence[DataProto] | DataProto, *arguments: Any) -> Ready:
         if isinstance(parts, DataProto):
@@ -166,8 +176,10 @@ class Generating:
     def __init__(self, store: ObjectStore, lengths: np.ndarray) -> None:
         self.samples = []
         for length in lengths.tolist():
-            ids, log_probs = store.array(length, np.int32), store.array(length, np.float32)
-            ids[:], log_probs[:] = 7, -0.6
+            ids = store.array(length, np.int32)
+            log_probs = store.array(length, np.float32)
+            ids[:] = 7
+            log_probs[:] = -0.6
             self.samples.append(Sample(ids, log_probs, "stop", (VersionSpan(1, length),)))
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, scoring: Reward) -> DataProto:
@@ -220,7 +232,8 @@ def make_prompts(num_prompts: int) -> DataProto:
 def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPOTrainer:
     overrides = [f"algorithm={algorithm}", f"rollout.n={NUM_SAMPLES}", f"data.max_response_length={MOST_TOKENS}"]
     config = load_config(PPOConfig, str(_CONFIG), [*overrides, "tracking.samples_every_steps=0"])
-    parallel, micro_batch = ParallelConfig(data_parallel_size=REPLICAS), MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
+    parallel = ParallelConfig(data_parallel_size=REPLICAS)
+    micro_batch = MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     roles = PPORoles(
         actor=Actor(Group(store, "actor"), parallel, micro_batch, None, updates, algorithm=config.algorithm, share_prompts=True),  # type: ignore[arg-type]
@@ -262,13 +275,16 @@ class Peak:
 def measure(algorithm: str, part: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     num_prompts = NUM_PROMPTS // part
-    lengths, store = response_lengths(num_prompts * NUM_SAMPLES), ObjectStore()
-    trainer, prompts = make_trainer(algorithm, store, lengths), make_prompts(num_prompts)
+    lengths = response_lengths(num_prompts * NUM_SAMPLES)
+    store = ObjectStore()
+    trainer = make_trainer(algorithm, store, lengths)
+    prompts = make_prompts(num_prompts)
     spent_s = []
     with Peak() as peak:
         for step in range(1, STEPS + 1):
             models._plan.cache_clear()  # samples of another step have other lengths
-            begin_s, before_s = time.process_time(), store.away_s
+            begin_s = time.process_time()
+            before_s = store.away_s
             trainer.train_step(prompts, step)
             spent_s.append(time.process_time() - begin_s - (store.away_s - before_s))
     return {
@@ -282,7 +298,8 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
 
 def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
     """Prints the table; the limits that are missed."""
-    missed, results = [], []
+    missed = []
+    results = []
     print(f"{algorithm}: {'samples':>9} {'tokens, M':>10} {'driver, s':>10} {'first step':>11} {'memory, GB':>11}  sent / needed")
     for part in parts:
         command = [sys.executable, "-m", "benchmarks.scale", "--measure", algorithm, str(part)]
@@ -293,7 +310,8 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
         print(f"{size} {result['seconds']:>10.2f} {result['first']:>11.2f} {result['gb']:>11.2f}  {sent}", flush=True)
         missed += [f"{algorithm}: bytes to the {role}" for role, ratio in result["sent"].items() if ratio > MOST_SENT]
     if parts[-1] == 1:
-        seconds, size_gb = results[-1]["seconds"], results[-1]["gb"]
+        seconds = results[-1]["seconds"]
+        size_gb = results[-1]["gb"]
     else:
         (before, last), tokens = results[-2:], int(response_lengths(NUM_PROMPTS * NUM_SAMPLES).sum())
         seconds, size_gb = (

@@ -43,10 +43,18 @@ from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
 from megarl.workers.rollout_worker import RolloutWorker
 
-PROMPTS, SAMPLES = 8, 8
-ENGINES, SLOTS = 2, 8  # of each
-TOKEN_S, PUSH_S = 0.002, 0.1
-MEDIAN, LONGEST, SIGMA, WITHIN_PROMPT = 200, 2000, 1.0, 0.7  # as in benchmarks/async_rollout.py, with a lower limit
+PROMPTS = 8
+SAMPLES = 8
+# of each
+ENGINES = 2
+SLOTS = 8
+TOKEN_S = 0.002
+PUSH_S = 0.1
+# as in benchmarks/async_rollout.py, with a lower limit
+MEDIAN = 200
+LONGEST = 2000
+SIGMA = 1.0
+WITHIN_PROMPT = 0.7
 SAMPLING = SamplingConfig(n=SAMPLES)
 SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, OnUpdate.go_on))
 
@@ -198,7 +206,9 @@ def run(rollout: Rollout, weights: RolloutWeights, steps: int, training_s: float
     loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
     async_rollout = _async(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
     weights.push()
-    waiting_s, lengths, start_s = 0.0, [], time.monotonic()
+    waiting_s = 0.0
+    lengths = []
+    start_s = time.monotonic()
     for step in range(1, steps + 1):
         asked_s = time.monotonic()
         prompts = next(async_rollout or loader)

@@ -42,8 +42,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from benchmarks.generation import PROMPTS, RESPONSE_TOKENS, SAMPLES, model_config
 
 TRL = "trl==1.16.0"
-PROMPT_LETTERS, VOCABULARY = (48, 68), model_config().vocab_size
-THREADS, STEPS, REPEATS, TARGET = 2, 2, 3, 1.5
+PROMPT_LETTERS = (48, 68)
+VOCABULARY = model_config().vocab_size
+THREADS = 2
+STEPS = 2
+REPEATS = 3
+TARGET = 1.5
 ROWS = (8, 16, 32, 64)  # of TRL's micro-batches
 TOKENS = (1024, 2048, 4096, 8192)  # of megarl's
 _TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
@@ -154,7 +158,8 @@ def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
 def trl_python() -> Path:
     """The interpreter that has TRL beside what this one has; made where it is not there."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megarl", "benchmarks", TRL.replace("==", "-"))
-    python, ready = folder / "bin" / "python", folder / "ready"
+    python = folder / "bin" / "python"
+    ready = folder / "ready"
     if not ready.exists():
         venv.create(folder, with_pip=True, clear=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -205,7 +210,8 @@ def main() -> int:
         parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
         table.add_row(name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts)
     console.print(table)
-    wall, cpu = fastest["TRL"].wall / fastest["megarl"].wall, fastest["TRL"].cpu / fastest["megarl"].cpu
+    wall = fastest["TRL"].wall / fastest["megarl"].wall
+    cpu = fastest["TRL"].cpu / fastest["megarl"].cpu
     load = os.getloadavg()[0]
     console.print(
         f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, target {TARGET}; load {load:.1f}"

@@ -17,7 +17,9 @@ from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, SAMPLES, RESPONSE_TOKENS = 32, 8, 62
+PROMPTS = 32
+SAMPLES = 8
+RESPONSE_TOKENS = 62
 
 
 class Clock(TrainerCallback):
@@ -31,7 +33,8 @@ class Clock(TrainerCallback):
         self._began = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+        wall = time.perf_counter() - self._began[0]
+        cpu = time.process_time() - self._began[1]
         self.parts["update"] = wall - sum(self.parts.values())
         self.steps.append((wall, cpu, dict(self.parts)))
         self.parts.clear()

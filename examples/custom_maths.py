@@ -20,7 +20,8 @@ from megarl.config.schema import AdvantageConfig, AdvantageEstimator, PolicyLoss
 
 def best_of_group(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """1 for the best samples of a prompt and 0 for the others, less the group's mean of that."""
-    groups, scores = inputs.groups, inputs.outcomes
+    groups = inputs.groups
+    scores = inputs.outcomes
     return inputs.on_every_token(groups.deviation((scores == groups.maximum(scores)).to(scores.dtype)))
 
 

@@ -70,7 +70,8 @@ class Run:
     """What `start` gives. Roles that the configuration has no need of, a critic or a reference, add nothing to a batch."""
 
     def __init__(self, session: Session, trainer: PPOTrainer) -> None:
-        self._session, self._trainer = session, trainer
+        self._session = session
+        self._trainer = trainer
         self.config: PPOConfig = trainer.config
         self._tokenizer = load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
 

@@ -152,7 +152,8 @@ class FakeEngine(RolloutEngine):
         lie = self._record("collect")
         time.sleep(self._spec.delay_s)
         count = self._spec.samples_per_collect
-        batch, self._waiting = self._waiting[:count], self._waiting[count:]
+        batch = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         finished = [FinishedRequest(request.request_id, self._sample(request, version)) for request in batch]
         return finished if lie is None or not finished else _falsified(finished, lie)
 
@@ -272,7 +273,8 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedRequest]:
-    first, sample = finished[0], finished[0].sample
+    first = finished[0]
+    sample = finished[0].sample
     count = 100 * len(sample.token_ids)
     if lie is What.lie_doubled:
         return [first, *finished]

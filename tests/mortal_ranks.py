@@ -97,7 +97,8 @@ def mortal_ranks(
 ) -> Iterator[list[MortalRank]]:
     """folder: empty, for the store. environments: of each rank, beside the test's own."""
     context = multiprocessing.get_context("spawn")
-    ranks, processes = [], []
+    ranks = []
+    processes = []
     try:
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()

@@ -36,7 +36,8 @@ class QueuedWork(dist.Work):
 
     def __init__(self, communicator: Communicator, begins: Sequence[Begin]) -> None:
         super().__init__()
-        self._communicator, self._begins = communicator, begins
+        self._communicator = communicator
+        self._begins = begins
         self.submitted_s = time.monotonic()
         self._ended = threading.Event()
         self._error: Exception | None = None
@@ -49,7 +50,8 @@ class QueuedWork(dist.Work):
 
     def end(self, error: Exception | None = None, is_mistake: bool = False) -> None:
         """is_mistake: the arguments were wrong, which NCCL would have said in the call."""
-        self._error, self._is_mistake = error, is_mistake
+        self._error = error
+        self._is_mistake = is_mistake
         self._begins = ()
         self._ended.set()
 
@@ -94,7 +96,8 @@ class Communicator:
     def __init__(self, store: dist.Store, rank: int, size: int, device: int | None, limit: timedelta, *, has_watchdog: bool) -> None:
         _meet(store, rank, size, device, limit)
         self._gloo = _connect(store, rank, size, limit)
-        self._has_watchdog, self._limit = has_watchdog, limit
+        self._has_watchdog = has_watchdog
+        self._limit = limit
         self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
         self._unfinished: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
@@ -174,7 +177,8 @@ def _meet(store: dist.Store, rank: int, size: int, device: int | None, limit: ti
 
 def _connect(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._threads = limit, 1
+    options._timeout = limit
+    options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend._set_default_timeout(_NEVER)

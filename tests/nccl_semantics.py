@@ -123,7 +123,8 @@ class NcclSemantics(_ProcessGroup):
 
     def _end_coalescing(self, device: torch.device | None = None) -> QueuedWork | None:
         """What was begun since `_start_coalescing` is one operation; None where that is nothing."""
-        begins, self._coalesced = self._coalesced or [], None
+        begins = self._coalesced or []
+        self._coalesced = None
         return self._full().submit(begins) if begins else None
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any:

@@ -36,7 +36,8 @@ class PlainShards:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         first = next(iter(weights.values()))
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype = first.dtype
+        self.device = first.device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         yield self._weights[part.name][part.tensor_slice.index]
@@ -46,14 +47,16 @@ class PlainTrainer:
     """Joined with `engine`: by IPC buffers beside each of its ranks, or in a group with them."""
 
     def __init__(self, engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20) -> None:
-        self._engine, self.manifest = engine, manifest_of(weights)
+        self._engine = engine
+        self.manifest = manifest_of(weights)
         needed = engine.needed_slices(self.manifest)
         shapes = {name: meta.shape for name, meta in self.manifest.items()}
         source = RankSlices(RankPlace("node", "device"), whole_slices(shapes))
         targets = [RankSlices(RankPlace("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)]
         self.plan = plan_transfer(shapes, [source], targets, message_numel)
         shards = PlainShards(weights)
-        self._dtype, self._device = shards.dtype, shards.device
+        self._dtype = shards.dtype
+        self._device = shards.device
         self.ends: list[Sender] = []
         self.links = self._by_ipc() if transport == "device" else self._by_group()
         if transport == "device":
@@ -63,14 +66,17 @@ class PlainTrainer:
     def _by_ipc(self) -> list[EngineLink]:
         links = []
         for rank in range(len({target for _, target in self.plan.schedules})):
-            end, schedules = DeviceSender(None, 0), self.plan.of_target(rank)  # type: ignore[arg-type]  # it sends nothing
+            # type: ignore[arg-type]  # it sends nothing
+            end = DeviceSender(None, 0)
+            schedules = self.plan.of_target(rank)
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
             links.append(EngineLink(DevicePlace(address, f"device-{rank}"), schedules, self._dtype))
             self.ends.append(end)
         return links
 
     def _by_group(self) -> list[EngineLink]:
-        route, listener = group_route(self.plan, sorted({target for _, target in self.plan.schedules})), reserve_port("127.0.0.1")
+        route = group_route(self.plan, sorted({target for _, target in self.plan.schedules}))
+        listener = reserve_port("127.0.0.1")
         address = P2PAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, BACKEND_OF[self._device.type], LIMIT_S)
         links = [EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype) for rank, schedules in enumerate(route.receives)]
         with ThreadPoolExecutor(1) as pool:

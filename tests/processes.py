@@ -19,7 +19,8 @@ def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str
 
 def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
     """Where one of them listens and is not for this machine alone: its address says so, or one of the network's reaches it."""
-    ports, found = set(), []
+    ports = set()
+    found = []
     for process in processes:
         for one in process.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN:

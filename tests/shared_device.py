@@ -113,7 +113,9 @@ def answer(rank: MortalRank) -> Any:
 
 class _Obeying:
     def __init__(self, spec: SharedSpec, place: Place, device: torch.device) -> None:
-        self.spec, self.place, self.device = spec, place, device
+        self.spec = spec
+        self.place = place
+        self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._listener: socket.socket | None = None
@@ -132,7 +134,9 @@ class _Obeying:
 
     def meet(self, address: P2PAddress, rank: int) -> float:
         """Seconds that it took; raises where they do not meet."""
-        start_s, listener, self._listener = time.monotonic(), self._listener, None
+        start_s = time.monotonic()
+        listener = self._listener
+        self._listener = None
         self.p2p = P2PGroup.join(address, rank, self.device, listener)
         return time.monotonic() - start_s
 
@@ -140,7 +144,9 @@ class _Obeying:
 class TrainerProcess(_Obeying):
     def __init__(self, spec: SharedSpec, place: Place) -> None:
         super().__init__(spec, place, spec.devices[0])
-        self._group, self._device = GroupSender(), DeviceSender(None, 0)  # type: ignore[arg-type]  # it sends nothing
+        # type: ignore[arg-type]  # it sends nothing
+        self._group = GroupSender()
+        self._device = DeviceSender(None, 0)
         self._end: Sender = self._device
         self._weights = weights(spec.folder, 0, self.device)
 
@@ -172,7 +178,8 @@ class TrainerProcess(_Obeying):
     def send(self, replicas: Collection[int]) -> SendReport:
         """Ends with the pass, or fails after LIMIT_S."""
         shards: Any = PlainShards(self._weights)
-        sending, deadline_s = SendPass(self._end, shards, replicas), time.monotonic() + LIMIT_S
+        sending = SendPass(self._end, shards, replicas)
+        deadline_s = time.monotonic() + LIMIT_S
         while (report := sending.run(())) is None:
             assert time.monotonic() < deadline_s, "the pass does not end"
         return report

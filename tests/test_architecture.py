@@ -45,7 +45,8 @@ HOMES = {
 }
 WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents")
 # Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
-LOSSES, WITHOUT_LOSSES = "megarl.algorithms.losses", ("engine", "workers")
+LOSSES = "megarl.algorithms.losses"
+WITHOUT_LOSSES = ("engine", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -114,7 +115,8 @@ def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[l
         imported = (name for _, name in imported_modules(source, module, module in packages))
         # `from a.b import c`: the module a.b.c where there is one, else what stands in a.b.
         edges[module] = {name if name in sources else name.rpartition(".")[0] for name in imported} & sources.keys() - {module}
-    sorter, found = TopologicalSorter(edges), []
+    sorter = TopologicalSorter(edges)
+    found = []
     while True:
         try:
             sorter.prepare()

@@ -49,12 +49,15 @@ class Ledger:
 
     def __init__(self) -> None:
         self._costs: Costs = defaultdict(float)
-        self._test, self._since_s = _BEFORE, time.monotonic()
+        self._test = _BEFORE
+        self._since_s = time.monotonic()
         self._own_id = os.getpid()
         os.environ[_MARK] = f"{self._own_id}.{time.time_ns()}"
         self._mark = f"{_MARK}={os.environ[_MARK]}".encode()
-        self._known, self._foreign = {self._own_id: _Process()}, set[int]()
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._known = {self._own_id: _Process()}
+        self._foreign = set[int]()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         sys.addaudithook(self._audit)
         threading.Thread(target=self._look_often, daemon=True).start()
 
@@ -72,7 +75,8 @@ class Ledger:
             self._look()
         now_s = time.monotonic()
         self._costs[self._test, "wall s"] += now_s - self._since_s
-        self._test, self._since_s = test, now_s
+        self._test = test
+        self._since_s = now_s
 
     def _look_often(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -186,7 +190,8 @@ class Reporter:
     """Gives what the tests of a worker of pytest-xdist cost to the process that prints it."""
 
     def __init__(self, config: Any, own: Ledger) -> None:
-        self._config, self._own = config, own
+        self._config = config
+        self._own = own
 
     def pytest_sessionfinish(self) -> None:
         self._config.workeroutput["costs"] = [[*key, cost] for key, cost in self._own.end().items()]
@@ -208,7 +213,8 @@ def table(costs: Costs, group_of: Callable[[str], str], most: int = 1000) -> Ite
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.collectonly or not Path("/proc/self/stat").exists():
         return
-    is_worker, divides = hasattr(config, "workerinput"), getattr(config.option, "dist", "no") != "no"
+    is_worker = hasattr(config, "workerinput")
+    divides = getattr(config.option, "dist", "no") != "no"
     own = None if divides and not is_worker else Ledger()
     for plugin in (own, Reporter(config, own) if is_worker and own is not None else Summary(own)):
         if plugin is not None:

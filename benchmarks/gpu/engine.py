@@ -251,10 +251,12 @@ def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGro
     for layers, recompute in product(kinds_of_layers(settings), [*Recompute, None]):
         engine = build_engine(folder, peer, settings, groups, layers, recompute)
         if recompute:
-            what, tflop = f"{layers.value}, recompute {recompute.value}", work.tflop_per_token
+            what = f"{layers.value}, recompute {recompute.value}"
+            tflop = work.tflop_per_token
             sides = work.trains(engine), peer.trains(work.packed, recompute is Recompute.full)
         else:
-            what, tflop = f"{layers.value}, log-probs", work.tflop_per_token / 3
+            what = f"{layers.value}, log-probs"
+            tflop = work.tflop_per_token / 3
             sides = work.scores(engine), peer.scores(work.packed)
         ours, peers = (settings.tokens / each if each else None for each in compare(what, *sides, settings))
         yield Result(what, ours, peers, tflop_per_token=tflop, peak=peak)

@@ -66,7 +66,8 @@ def serve_measured_trainer(spec: SharedSpec, place: Place) -> None:
 
 def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
     """The fastest push, and the seconds of the fastest copy of its bytes."""
-    pushes, copies = [], []
+    pushes = []
+    copies = []
     with mortal_ranks(spec.folder, [partial(serve_measured_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
         ask(engine, "join", ask(trainer, "serve", 0, ask(engine, "start")))
         for version in range(repeats + 1):

@@ -13,7 +13,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-BROWSER, DRIVER = "chromium", "chromedriver"
+BROWSER = "chromium"
+DRIVER = "chromedriver"
 
 
 def is_installed() -> bool:

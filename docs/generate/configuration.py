@@ -75,7 +75,8 @@ def reference() -> str:
 def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()) -> Iterator[str]:
     plain = []
     for entry in fields(root):
-        kind, default = _types(root)[entry.name], _default(entry)
+        kind = _types(root)[entry.name]
+        default = _default(entry)
         if entry.name in leave_out:
             continue
         if is_dataclass(kind):
@@ -91,9 +92,11 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
     yield f"### {prefix}{key}\n"
     if about := section_explanation(section):
         yield about + "\n"
-    inner, rows = [], []
+    inner = []
+    rows = []
     for entry in fields(section):
-        kind, default = _types(section)[entry.name], getattr(value, entry.name)
+        kind = _types(section)[entry.name]
+        default = getattr(value, entry.name)
         if is_dataclass(kind):
             inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}"))
         else:

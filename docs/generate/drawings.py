@@ -40,7 +40,10 @@ def step() -> str:
     columns = _columns(plan, phases)
     lanes = ["rollout", "actor", "critic", "reward", _DRIVER]
     lane_of = {phase.name: lanes.index(_lane(plan, phase, lanes)) for phase in phases}
-    width, height, left, top = 172, 74, 92, 34
+    width = 172
+    height = 74
+    left = 92
+    top = 34
     drawing = Drawing(left + width * (max(columns.values()) + 1), top + height * len(lanes) + 12, "The phases of one step of PPO")
     for number, lane in enumerate(lanes):
         drawing.words(4, top + height * number + 36, {"actor": "actor and ref"}.get(lane, lane), bold=True)
@@ -98,7 +101,8 @@ def placements() -> str:
     """Who has which device in each strategy."""
     strategies = [each for each in PlacementStrategy if each is not PlacementStrategy.custom]
     plans = [plan_placement(replace(_CONFIG, placement=PlacementConfig(strategy=strategy))) for strategy in strategies]
-    size, row = 78, 150
+    size = 78
+    row = 150
     width = max(size * plan.num_devices + _GAP * len(plan.pools) for plan in plans)
     drawing = Drawing(width, row * len(plans), "Four placements of the same roles")
     for number, plan in enumerate(plans):
@@ -164,10 +168,12 @@ def resharding() -> str:
 
 def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> None:
     """Shards on the left, as Megatron has them; the tensors on the right, as an engine gets them. A tensor has one colour."""
-    scale, width = 11.0, 108.0
+    scale = 11.0
+    width = 108.0
     drawing.words(left, 18, name, bold=True)
     fills = {tensor.name: fill for tensor, fill in zip(weight.tensors, _TENSOR_FILLS, strict=False)}
-    tops, y = {}, 62.0
+    tops = {}
+    y = 62.0
     for tensor in weight.tensors:
         tops[tensor.name] = y
         drawing.words(left + 200, y - 6, tensor.name.split(".")[-2])
@@ -180,7 +186,8 @@ def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> No
             pairs = zip(_row_spans(piece, "shard"), _row_spans(piece, "hf"), strict=True)
             for (start, stop), (hf_start, hf_stop) in pairs:
                 label = f"{piece.hf_name.split('.')[-2].removesuffix('_proj')} {hf_start}-{hf_stop - 1}"
-                at, hf_at = y + start * scale, tops[piece.hf_name] + hf_start * scale
+                at = y + start * scale
+                hf_at = tops[piece.hf_name] + hf_start * scale
                 drawing.box(left, at, width, (stop - start) * scale - 2, fills[piece.hf_name], label)
                 drawing.box(left + 200, hf_at, width, (hf_stop - hf_start) * scale - 2, fills[piece.hf_name], f"from rank {rank}")
                 drawing.arrow(left + width + 2, at + (stop - start) * scale / 2, left + 197, hf_at + (hf_stop - hf_start) * scale / 2)
@@ -222,8 +229,11 @@ def push() -> str:
 def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, model: Architecture, left: float, beside: bool) -> None:
     """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a device. Without the little that
     comes from ranks that hold the same norms."""
-    top, row, height = 54.0, 80.0, 46.0
-    buffers, engines = left + 290, left + (390 if beside else 270)
+    top = 54.0
+    row = 80.0
+    height = 46.0
+    buffers = left + 290
+    engines = left + (390 if beside else 270)
     for rank, layout in enumerate(layouts_of(model, config.actor.parallel)):
         y = top + row * rank
         part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 from docs.generate.svg import FILLS, Drawing
 from megarl.simulation.run import Script, Simulation
 
-_PROMPTS, _SLOTS, _STEPS, _TRAINING_S = 4, 4, 5, 7.0
+_PROMPTS = 4
+_SLOTS = 4
+_STEPS = 5
+_TRAINING_S = 7.0
 _LENGTHS = [[length] for length in (9, 4, 3, 5, 3, 10, 4, 2, 5, 3, 2, 9, 4, 6, 8, 3, 2, 3, 9, 4)]  # one sample of each prompt
-_SECOND, _ROW, _LEFT = 8, 18, 116
+_SECOND = 8
+_ROW = 18
+_LEFT = 116
 _COLOURS = [FILLS[role] for role in ("rollout", "actor", "critic", "reference", "reward")]  # of steps
 
 

@@ -21,7 +21,8 @@ from docs.generate.browser import browser, show_as, wait_for
 from megarl.cli.main import main as megarl
 
 FOLDER = Path("docs/static")
-WIDTH, HEIGHTS = 1280, {"curves": 860, "samples": 640, "timeline": 430}
+WIDTH = 1280
+HEIGHTS = {"curves": 860, "samples": 640, "timeline": 430}
 
 
 def main(run_dirs: Sequence[str]) -> int:

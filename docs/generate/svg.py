@@ -39,7 +39,8 @@ class Drawing:
         self.words(x + 2, y - 5, label)
 
     def words(self, x: float, y: float, text: str, *, bold: bool = False, centred: bool = False) -> None:
-        weight, anchor = ' font-weight="bold"' if bold else "", ' text-anchor="middle"' if centred else ""
+        weight = ' font-weight="bold"' if bold else ""
+        anchor = ' text-anchor="middle"' if centred else ""
         self._text(x, y, text, f'fill="{_INK}"{weight}{anchor}')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:

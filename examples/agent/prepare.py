@@ -23,10 +23,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.agent.tools import price, price_of
 from megarl.agents.function_tool import function_schema
 
-NUM_TRAIN, NUM_VALIDATION = 4096, 64
-NUM_CONVERSATIONS, NUM_SFT_VALIDATION = 4096, 256
+NUM_TRAIN = 4096
+NUM_VALIDATION = 64
+NUM_CONVERSATIONS = 4096
+NUM_SFT_VALIDATION = 256
 TEACHERS = ("right", "slips", "guesses")
-LETTERS, DIGITS = "abcdefgh", "0123456789"
+LETTERS = "abcdefgh"
+DIGITS = "0123456789"
 
 PAD, UNKNOWN, END, *ROLES = SPECIAL_TOKENS = ("<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>")
 # Each is one token, so that a call, which is JSON as any model writes it, has seven with its end.
@@ -121,7 +124,8 @@ def conversation(task: dict[str, Any], teacher: str, chance: random.Random) -> d
     guess = "".join(chance.choices(DIGITS, k=2))
     item = task["item"][0] + chance.choice(LETTERS) if teacher == "slips" else task["item"]
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call(item)]}
-    busy, told = {"role": "tool", "content": "busy"}, {"role": "tool", "content": price_of(item, task["list"])}
+    busy = {"role": "tool", "content": "busy"}
+    told = {"role": "tool", "content": price_of(item, task["list"])}
     if teacher == "guesses" and chance.random() < 0.5:
         turns = [_answer(guess)]
     elif teacher == "guesses" and task["busy"]:

@@ -15,7 +15,8 @@ def price_of(item: str, list_number: int) -> str:
 
 def price(item: Annotated[str, "two letters"], task: Task) -> str:
     """The price of an item, or that the list is busy."""
-    was_asked, task.memory["was asked"] = task.memory.get("was asked", False), True
+    was_asked = task.memory.get("was asked", False)
+    task.memory["was asked"] = True
     if task.extra_info.get("busy", True) and not was_asked:  # in a terminal there is no row of data
         return "busy"
     return price_of(item, task.extra_info.get("list", 0))

@@ -27,7 +27,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.machine.files import write_whole
 
-NUM_TASKS, NUM_VALIDATION, NUM_DEMONSTRATIONS = 4096, 128, 3
+NUM_TASKS = 4096
+NUM_VALIDATION = 128
+NUM_DEMONSTRATIONS = 3
 ARGUMENTS = (2, 5, 11)  # of the tests' calls
 SLIP_SHARE = 0.5
 HEAD = "def f(x):\n    return "
@@ -61,10 +63,12 @@ def question(task: Task) -> str:
 
 
 def program(task: Task, with_parentheses: bool = True) -> str:
-    text, is_sum = "x", False
+    text = "x"
+    is_sum = False
     for word, number in task:
         text = f"({text})" if with_parentheses and is_sum and word == "times" else text
-        text, is_sum = f"{text} {KINDS[word].sign} {number}", word != "times"
+        text = f"{text} {KINDS[word].sign} {number}"
+        is_sum = word != "times"
     return HEAD + text
 
 
@@ -92,7 +96,8 @@ def demonstration(task: Task, chance: random.Random) -> str:
 
 def make_tasks(seed: int) -> list[Task]:
     """Different ones, of two and three operations."""
-    chance, found = random.Random(seed), dict[Task, None]()
+    chance = random.Random(seed)
+    found = dict[Task, None]()
     while len(found) < NUM_TASKS:
         found[tuple(Operation(chance.choice(list(KINDS)), chance.randint(2, 9)) for _ in range(chance.randint(2, 3)))] = None
     tasks = list(found)
@@ -145,8 +150,10 @@ def prepare(folder: Path, seed: int) -> None:
     """Writes `model/` and four files of JSON lines. No task that is held out is in another file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model", seed)
-    tasks, chance = make_tasks(seed), random.Random(seed)
-    held_out, train = tasks[:NUM_VALIDATION], tasks[NUM_VALIDATION:]
+    tasks = make_tasks(seed)
+    chance = random.Random(seed)
+    held_out = tasks[:NUM_VALIDATION]
+    train = tasks[NUM_VALIDATION:]
     for name, of in (("train", train), ("validation", held_out)):
         rows = [{"prompt": question(task), "data_source": "functions", "tests": json.dumps(unit_tests(task))} for task in of]
         _write(folder / f"{name}.jsonl", rows)

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-SEED, RUN_DIR = "trainer.seed=", "trainer.output_dir="
+SEED = "trainer.seed="
+RUN_DIR = "trainer.output_dir="
 
 
 def stages(overrides: Sequence[str]) -> list[list[str]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megarl.machine.files import write_whole
 
-LARGEST, NUM_TEST_PAIRS = 12, 24
+LARGEST = 12
+NUM_TEST_PAIRS = 24
 
 
 def main() -> None:

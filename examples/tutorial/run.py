@@ -12,12 +12,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FOLDER, CONFIG = Path("outputs/tutorial"), "examples/tutorial/smollm2.yaml"
+FOLDER = Path("outputs/tutorial")
+CONFIG = "examples/tutorial/smollm2.yaml"
 
 
 def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
     """Commands; those of an evaluation are left out where its results are there."""
-    megarl, before, after = ["-m", "megarl"], FOLDER / "before", run_dir / "evaluations" / "after"
+    megarl = ["-m", "megarl"]
+    before = FOLDER / "before"
+    after = run_dir / "evaluations" / "after"
     evaluate = ["--config", CONFIG, "--temperature", "0.7", "--n", "8"]
     found = [
         ["-m", "examples.tutorial.model", str(FOLDER / "model")],

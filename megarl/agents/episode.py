@@ -72,7 +72,8 @@ class Episode:
     """
 
     def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
-        self._seed, self._limits = seed, limits
+        self._seed = seed
+        self._limits = limits
         self.attempt = 0
         self.trajectory = Trajectory(prompt=prompt)
         self._num_tokens = 0
@@ -86,7 +87,8 @@ class Episode:
         if written.segments and written.segments[-1].author is Author.model:
             turn = place._replace(turn=place.turn - 1)
             return AnswerTurn(turn, written.segments[-1].token_ids.tolist(), is_last=written.num_turns == self._limits.max_turns)
-        room, at_most = self._limits.max_tokens - self._num_tokens, self._limits.max_turn_tokens
+        room = self._limits.max_tokens - self._num_tokens
+        at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
         return WriteTurn(place, token_ids, room if at_most is None else min(room, at_most), self._turn_seed(place.turn))
 

@@ -69,7 +69,8 @@ def function_schema(function: Callable[..., Any], name: str | None = None, descr
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         texts = [each for each in arguments[1:] if isinstance(each, str)]
         return _schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
@@ -101,7 +102,8 @@ async def in_thread(function: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     def run() -> None:
-        result, failure = None, None
+        result = None
+        failure = None
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)

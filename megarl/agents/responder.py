@@ -39,7 +39,10 @@ class Responder:
     def __init__(
         self, environment: Environment, tokens: TurnTokens, parse: Callable[[str], Sequence[ToolCall | CallError]], task: Task
     ) -> None:
-        self._environment, self._tokens, self._parse, self._task = environment, tokens, parse, task
+        self._environment = environment
+        self._tokens = tokens
+        self._parse = parse
+        self._task = task
 
     async def start(self) -> None:
         with self._explained("start"):

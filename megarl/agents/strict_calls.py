@@ -8,7 +8,8 @@ import re
 from megarl.agents.protocol import CallError, CallErrorKind, ToolCall
 from megarl.machine.strict_json import load_strictly
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 _TAGS = re.compile(f"({OPEN}|{CLOSE})")
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from megarl.agents.protocol import CallError, ToolCall
 from megarl.config.schema import CallsInThinking
 
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 
 
@@ -60,7 +61,8 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
     start = 0
     is_thinking = opens_thinking
     if text.lstrip().startswith(THINK):
-        is_thinking, start = True, text.index(THINK) + len(THINK)
+        is_thinking = True
+        start = text.index(THINK) + len(THINK)
     while start < len(text):
         if is_thinking:
             end = _find(text, END_THINK, start)

@@ -73,7 +73,8 @@ class ToolEnvironment:
     """
 
     def __init__(self, toolbox: Toolbox, limits: CallLimits) -> None:
-        self._toolbox, self._limits = toolbox, limits
+        self._toolbox = toolbox
+        self._limits = limits
         self._task = Task()
         self._sessions: dict[str, ToolSession] = {}
 
@@ -99,7 +100,8 @@ class ToolEnvironment:
 
     async def close(self) -> None:
         """Of tools it ends what they had for this episode alone."""
-        sessions, self._sessions = self._sessions, {}
+        sessions = self._sessions
+        self._sessions = {}
         await asyncio.gather(*(session.close() for session in sessions.values()))
 
     async def _outcome(self, index: int, call: ToolCall | CallError) -> _Outcome:

@@ -37,7 +37,8 @@ class Groups:
 
     def blocks(self, num_rows: int) -> Iterator[Tensor]:
         """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many more as end a group."""
-        order, ends = torch.argsort(self.index, stable=True), self.sizes.cumsum(0)
+        order = torch.argsort(self.index, stable=True)
+        ends = self.sizes.cumsum(0)
         targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(max=len(order))
         cuts = ends[torch.searchsorted(ends, targets)].unique_consecutive().tolist()
         return (order[start:end] for start, end in pairwise([0, *cuts]))
@@ -96,7 +97,8 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
     smallest, score (where those differ). Nothing for an empty batch.
     """
     if is_scored is not None:
-        scores, uid = scores[is_scored], uid[is_scored.numpy()]
+        scores = scores[is_scored]
+        uid = uid[is_scored.numpy()]
     if len(scores) == 0:
         return {}
     groups = _groups_of(scores, uid)

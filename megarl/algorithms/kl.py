@@ -92,7 +92,8 @@ def apply_kl_penalty(
     token_level_scores: Column, old_log_probs: Column, ref_log_prob: Column, mask: Column, beta: float, estimator: KLEstimator
 ) -> PenalisedRewards:
     """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
-    rewards, sums = empty_like(mask, token_level_scores.dtype), torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
+    rewards = empty_like(mask, token_level_scores.dtype)
+    sums = torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
     for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
         scores, old, reference = block.columns
         estimates = block.only_valid(KL_ESTIMATORS[estimator](old, reference))

@@ -121,7 +121,8 @@ class ActorLoss:
         return LossShare(loss, metrics)
 
     def _policy_metrics(self, inputs: PolicyInputs, policy: TokenLosses) -> dict[str, Metric]:
-        mask, dtype = inputs.mask, policy.loss.dtype
+        mask = inputs.mask
+        dtype = policy.loss.dtype
         metrics = {
             "actor/pg_clipfrac": self.counts.token_mean(policy.bounded.to(dtype), mask),
             "actor/approx_kl": self.counts.token_mean(-inputs.log_ratio, mask),
@@ -184,7 +185,9 @@ class ValueLoss(NamedTuple):
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
     """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), all (b, R); without `clip`, 1/2 (V - R)^2."""
-    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    values = masked(values, mask)
+    old_values = masked(old_values, mask)
+    returns = masked(returns, mask)
     plain = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))

@@ -57,7 +57,8 @@ class TokenBlock(NamedTuple):
 
     def row_sums(self, x: Tensor) -> Tensor:
         """(b,): the sum of each row's part of x (n,)."""
-        has_tokens, sums = self.lengths > 0, x.new_zeros(len(self.lengths))
+        has_tokens = self.lengths > 0
+        sums = x.new_zeros(len(self.lengths))
         starts = (self.lengths.cumsum(0) - self.lengths)[has_tokens]
         if len(starts):
             sums[has_tokens] = torch.from_numpy(np.add.reduceat(x.numpy(), starts.numpy())).to(x.dtype)
@@ -66,7 +67,8 @@ class TokenBlock(NamedTuple):
 
 def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
     """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache, not of the memory."""
-    rows_of_mask, rows_of_columns = as_rows(mask), [as_rows(column) for column in columns]
+    rows_of_mask = as_rows(mask)
+    rows_of_columns = [as_rows(column) for column in columns]
     all_count = leaves_nothing_out(mask)
     ends = rows_of_mask.lengths.cumsum(0).tolist()
     flat = [column.flat() if column.is_packed else None for column in rows_of_columns]
@@ -151,16 +153,24 @@ class Moments(NamedTuple):
 
 def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Moments:
     """Of value(*columns), of each token by itself, over the True tokens of the mask."""
-    number, shift, total, squares, maximum, minimum = 0, 0.0, 0.0, 0.0, -math.inf, math.inf
+    number = 0
+    shift = 0.0
+    total = 0.0
+    squares = 0.0
+    maximum = -math.inf
+    minimum = math.inf
     for block in token_blocks(mask, *columns):
         x = block.valid(value(*block.columns))
         if len(x) == 0:
             continue
         low, high = x.aminmax()
-        maximum, minimum = max(maximum, float(high)), min(minimum, float(low))
+        maximum = max(maximum, float(high))
+        minimum = min(minimum, float(low))
         shift = shift if number else float(x[0])  # deviations from any one value: where all are the same, nothing is left of them
         exact = x.to(torch.float64, copy=True).sub_(shift)
-        number, total, squares = number + len(x), total + float(exact.sum()), squares + float(torch.dot(exact, exact))
+        number = number + len(x)
+        total = total + float(exact.sum())
+        squares = squares + float(torch.dot(exact, exact))
     if number == 0:
         return Moments(0, 0.0, 0.0, maximum, minimum)
     offset = total / number
@@ -169,10 +179,12 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
 
 def masked_mean(x: Column, mask: Column) -> float:
     """Mean of x (B, R) over the True tokens of mask (B, R); 0 when no token is True."""
-    number, total = 0, 0.0
+    number = 0
+    total = 0.0
     for block in token_blocks(mask, x):
         valid = block.valid(block.columns[0])
-        number, total = number + len(valid), total + float(valid.sum(dtype=torch.float64))
+        number = number + len(valid)
+        total = total + float(valid.sum(dtype=torch.float64))
     return total / max(number, 1)
 
 

@@ -57,7 +57,8 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
             metrics |= {f"critic/{name}/mean": tokens.mean, f"critic/{name}/max": tokens.maximum, f"critic/{name}/min": tokens.minimum}
             metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
     if "values" in batch and "returns" in batch:
-        errors, returns = moments(torch.sub, mask, batch["returns"], batch["values"]), over_tokens[id(batch["returns"])]
+        errors = moments(torch.sub, mask, batch["returns"], batch["values"])
+        returns = over_tokens[id(batch["returns"])]
         metrics["critic/vf_explained_var"] = 1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):

@@ -61,7 +61,9 @@ def correct(old_log_probs: Column, rollout_log_probs: Column, mask: Column, conf
     Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
-    weights, kept, has_tokens = None, mask, row_lengths(mask) > 0
+    weights = None
+    kept = mask
+    has_tokens = row_lengths(mask) > 0
     if config.level is not CorrectionLevel.none:
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= totals.metrics(config.kind)
@@ -81,18 +83,22 @@ def _log_ratios(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
 def _weights(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
 ) -> tuple[Column, _WeightTotals]:
-    weights, totals, num_tokens = empty_like(mask, old_log_probs.dtype), _WeightTotals(), row_lengths(mask)
+    weights = empty_like(mask, old_log_probs.dtype)
+    totals = _WeightTotals()
+    num_tokens = row_lengths(mask)
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
         if config.level is CorrectionLevel.token:
             raw = log_ratio.exp()
             limited = of_tokens = _limited(raw, config)
-            raw, limited = block.valid(raw), block.valid(limited)
+            raw = block.valid(raw)
+            limited = block.valid(limited)
         else:
             counts = num_tokens[block.rows]
             raw = _of_sequence(block.row_sums(log_ratio), counts, config.level)
             limited = _limited(raw, config)
             of_tokens = limited.repeat_interleave(block.lengths)
-            raw, limited = raw[counts > 0], limited[counts > 0]
+            raw = raw[counts > 0]
+            limited = limited[counts > 0]
         weights.values[block.tokens] = block.only_valid(of_tokens)
         totals = totals.with_block(raw, limited)
     return of_form(weights, mask), totals
@@ -123,7 +129,8 @@ class _WeightTotals(NamedTuple):
         )
 
     def metrics(self, kind: CorrectionKind) -> dict[str, float]:
-        name, count = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked", max(self.number, 1)
+        name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
+        count = max(self.number, 1)
         return {
             "rollout_correction/weight_mean": self.weights / count,
             "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares) if self.squares > 0 else 0.0,
@@ -153,7 +160,10 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
     Exponents are cut at +-20. Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
     refuse_unusable_log_probs(mask, old_log_probs, rollout_log_probs)
-    sums, count, high, low = torch.zeros(4, dtype=torch.float64), 0, 0.0, math.inf
+    sums = torch.zeros(4, dtype=torch.float64)
+    count = 0
+    high = 0.0
+    low = math.inf
     sequences = torch.empty(len(mask))
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
         sequences[block.rows] = block.row_sums(log_ratio).float()
@@ -163,7 +173,9 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
             ratio = less_one + 1
             sums += torch.stack([-x.sum(), (less_one - x).sum(), (x * ratio).sub_(less_one).sum(), torch.dot(ratio, ratio)])
             smallest, largest = ratio.aminmax()
-            count, high, low = count + len(x), max(high, float(largest)), min(low, float(smallest))
+            count = count + len(x)
+            high = max(high, float(largest))
+            low = min(low, float(smallest))
     if count == 0:
         return {}
     k1, k3, reverse, square = (sums / count).tolist()

@@ -41,7 +41,8 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     function = _load(config.function, _ESTIMATOR)  # anew: between two runs of a process the file may have changed
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-        padded, mask = inputs.padded(), inputs.response_mask
+        padded = inputs.padded()
+        mask = inputs.response_mask
         assert isinstance(padded.response_mask, Tensor)
         given: Advantages = function(padded, config)
         _refuse_others(given, Advantages, padded.response_mask, f"{config.function} must return Advantages(advantages, returns)")

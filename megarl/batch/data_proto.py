@@ -151,7 +151,9 @@ class DataProto:
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise ValueError(f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows freely")
         ordered = self._rows(order)
-        self.batch, self.non_tensor_batch, self.ragged = ordered.batch, ordered.non_tensor_batch, ordered.ragged
+        self.batch = ordered.batch
+        self.non_tensor_batch = ordered.non_tensor_batch
+        self.ragged = ordered.ragged
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -220,7 +222,9 @@ class DataProto:
         self, batch_keys: Iterable[str] = (), non_tensor_batch_keys: Iterable[str] = (), meta_info_keys: Iterable[str] = ()
     ) -> DataProto:
         """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing, for a missing key."""
-        batch_keys, non_tensor_batch_keys, meta_info_keys = list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys)
+        batch_keys = list(batch_keys)
+        non_tensor_batch_keys = list(non_tensor_batch_keys)
+        meta_info_keys = list(meta_info_keys)
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         columns = {key: value for key, value in self.columns.items() if key not in batch_keys}
         num_rows = len(self)
@@ -249,13 +253,16 @@ class DataProto:
 
     def _keep(self, columns: dict[str, Column], num_rows: int) -> None:
         kept = self._of(columns, self.non_tensor_batch, self.meta_info, num_rows)
-        self.batch, self.ragged = kept.batch, kept.ragged
+        self.batch = kept.batch
+        self.ragged = kept.ragged
 
     def take_in(self, other: DataProto) -> None:
         """Adds the columns of `other`, of the same rows, in place. Raises what `union` raises."""
         joined = self.union(other)
-        self.batch, self.ragged = joined.batch, joined.ragged
-        self.non_tensor_batch, self.meta_info = joined.non_tensor_batch, joined.meta_info
+        self.batch = joined.batch
+        self.ragged = joined.ragged
+        self.non_tensor_batch = joined.non_tensor_batch
+        self.meta_info = joined.meta_info
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """A new batch with the columns of all; futures are waited for together.
@@ -379,7 +386,8 @@ def _pick(mapping: Mapping[str, Any], keys: Iterable[str] | None, kind: str) -> 
 
 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
-    expected, found = first.columns, part.columns
+    expected = first.columns
+    found = part.columns
     if odd := (expected.keys() ^ found.keys()) | (first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()):
         raise ValueError(f"concat: part 0 and part {number} do not both have {sorted(odd)}")
     for key, column in expected.items():

@@ -104,7 +104,8 @@ def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 def _merged(name: str, parts: Sequence[Metric]) -> Metric:
     """Of numbers."""
-    reduction, count = parts[0].reduction, sum(part.count for part in parts)
+    reduction = parts[0].reduction
+    count = sum(part.count for part in parts)
     if any(part.reduction is not reduction for part in parts):
         named = " and ".join(sorted({part.reduction.value for part in parts}))
         raise ValueError(f"metric {name!r} comes together as {named}: its parts must all say the same")

@@ -140,7 +140,8 @@ class RaggedTensor:
         ends = np.maximum.accumulate(begins + self.lengths.numpy()[order])
         is_first = np.ones(len(begins), dtype=bool)  # of the rows that lie within each other or side by side
         is_first[1:] = begins[1:] > ends[:-1]
-        run_begins, run_ends = begins[is_first], ends[np.append(np.flatnonzero(is_first)[1:] - 1, len(ends) - 1)] if len(ends) else ends
+        run_begins = begins[is_first]
+        run_ends = ends[np.append(np.flatnonzero(is_first)[1:] - 1, len(ends) - 1)] if len(ends) else ends
         runs = [self.values[begin:end] for begin, end in zip(run_begins.tolist(), run_ends.tolist(), strict=True)]
         shifts = run_begins - (np.cumsum(run_ends - run_begins) - (run_ends - run_begins))
         moved = np.empty_like(starts)
@@ -152,7 +153,8 @@ class RaggedTensor:
     def gather(parts: Sequence[RaggedTensor], order: Sequence[int]) -> RaggedTensor:
         """Of the rows of all parts, counted through, those of `order`, packed: their values are copied once."""
         rows = [row for part in parts for row in part.each()]
-        values, lengths = _joined([rows[place] for place in order]), torch.cat([part.lengths for part in parts])[torch.tensor(order)]
+        values = _joined([rows[place] for place in order])
+        lengths = torch.cat([part.lengths for part in parts])[torch.tensor(order)]
         return RaggedTensor.packed_rows(values, lengths, parts[0].padding, parts[0].on_left)
 
     @staticmethod
@@ -174,7 +176,8 @@ class RaggedTensor:
 
     def blocks(self) -> Iterator[slice]:
         """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache."""
-        ends, start = self.lengths.cumsum(0).tolist(), 0
+        ends = self.lengths.cumsum(0).tolist()
+        start = 0
         while start < len(self):
             room = (ends[start - 1] if start else 0) + _CACHED_ELEMENTS
             stop = max(start + 1, bisect_right(ends, room, lo=start))
@@ -185,7 +188,8 @@ class RaggedTensor:
         """Numbers (b,) of all rows, in blocks that fit the cache as padded tensors do: rows of about one length, so that little of it is
         padding."""
         order = torch.argsort(self.lengths, stable=True)
-        lengths, start = self.lengths[order].tolist(), 0
+        lengths = self.lengths[order].tolist()
+        start = 0
         while start < len(order):
             stop = start + 1
             while stop < len(order) and lengths[stop] * (stop + 1 - start) <= _CACHED_ELEMENTS:

@@ -60,7 +60,8 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
 def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     """The columns, with `prompts` as rows of tokens: as they are, or made of `prompts` and `prompt_attention_mask` (B, P), as a padded view
     has them. Raises ValueError for a batch without them, or where a prompt has no token or its tokens do not end its row."""
-    prompts, mask = columns.get("prompts"), columns.get("prompt_attention_mask")
+    prompts = columns.get("prompts")
+    mask = columns.get("prompt_attention_mask")
     if isinstance(prompts, RaggedTensor):
         return dict(columns)
     if not isinstance(prompts, Tensor) or not isinstance(mask, Tensor) or prompts.shape != mask.shape or prompts.ndim != 2:
@@ -89,9 +90,11 @@ def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
-    ids, mask = tensors["input_ids"], tensors["attention_mask"].bool()
+    ids = tensors["input_ids"]
+    mask = tensors["attention_mask"].bool()
     prompt_width = mask.shape[1] - tensors["response_mask"].shape[1]
-    prompts, responses = mask[:, :prompt_width].sum(1), mask[:, prompt_width:].sum(1)
+    prompts = mask[:, :prompt_width].sum(1)
+    responses = mask[:, prompt_width:].sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
     if wrong := ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist():

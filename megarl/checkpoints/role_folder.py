@@ -86,7 +86,8 @@ def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]
 
 def _checksums(folder: Path, items: Iterable[StoredItem]) -> dict[str, str]:
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checksums") as threads:
-        names, sums = [], []
+        names = []
+        sums = []
         for item in items:
             names.append(item.file if item.file in WHOLE_FILES else item_name(item))
             sums.append(threads.submit(_checksum, folder, item))
@@ -225,7 +226,8 @@ def _expected_items(manifest: RoleManifest) -> Iterable[_ExpectedItem]:
 def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[_ExpectedItem]:
     """Neighbours, about as many bytes in each part."""
     total = sum(each.item.nbytes for each in items)
-    mine, before = [], 0
+    mine = []
+    before = 0
     for each in items:
         if before * num_parts // max(total, 1) == number:
             mine.append(each)

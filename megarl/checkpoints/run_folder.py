@@ -64,7 +64,8 @@ class CheckpointFolder:
         """A run that goes on may, since the name was read, have written another and removed that checkpoint: then it is read again."""
         name = read()
         while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
-            before, name = name, read()
+            before = name
+            name = read()
             if name == before:
                 others = ", ".join(path.name for path in self.whole()) or "none"
                 raise CheckpointError(
@@ -153,7 +154,8 @@ class CheckpointFolder:
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
         """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of later steps are of a
         future given up. Raises CheckpointError where there is none, though one was committed."""
-        latest, whole = self.latest(), self.whole()
+        latest = self.latest()
+        whole = self.whole()
         if latest not in whole:  # the folder may go away between the two
             raise CheckpointError(f"{latest or self.path / LATEST_FILE}: is no longer there; put back what was removed")
         position = whole.index(latest)

@@ -23,7 +23,9 @@ from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored,
 from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import TensorSlice, tiling_fault
 
-METADATA_FILE, COMMON_FILE, BACKEND_FILE = ".metadata", "common.pt", "metadata.json"
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+BACKEND_FILE = "metadata.json"
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 _CLASSES = (
@@ -118,7 +120,8 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     stored = _read_metadata(folder / METADATA_FILE)
     items = {index: _item(info) for index, info in stored.storage_data.items()}
     _check_files(folder, [(index.fqn, item) for index, item in items.items()])
-    tensors, objects = {}, {}
+    tensors = {}
+    objects = {}
     for key, entry in stored.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
@@ -152,7 +155,8 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         stored = _MetadataUnpickler(path.read_bytes(), str(path)).load()
     except PICKLE_DAMAGE as error:
         raise CheckpointError(f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}") from error
-    storage, entries = getattr(stored, "storage_data", None), getattr(stored, "state_dict_metadata", None)
+    storage = getattr(stored, "storage_data", None)
+    entries = getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
     if (
         not isinstance(stored, metadata.Metadata)

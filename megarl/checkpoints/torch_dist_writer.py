@@ -92,7 +92,8 @@ def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[Writ
 
 def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
     file.write(bytes(-file.tell() % _ALIGNMENT))
-    position, hashed = file.tell(), _HashedFile(file)
+    position = file.tell()
+    hashed = _HashedFile(file)
     torch.save(item.data, hashed)  # type: ignore[arg-type]  # it writes to it, and no more
     place: dict[str, Any] = {"file": name, "position": position, "nbytes": hashed.nbytes}
     checksum = hashed.hash.hexdigest()

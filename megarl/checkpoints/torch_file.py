@@ -63,7 +63,9 @@ class FilePart(io.RawIOBase):
     """Bytes [start, start + nbytes) of a file, as a file to read from. Raises OSError."""
 
     def __init__(self, path: Path, start: int, nbytes: int) -> None:
-        self._start, self._nbytes, self._position = start, nbytes, 0
+        self._start = start
+        self._nbytes = nbytes
+        self._position = 0
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def readable(self) -> bool:
@@ -183,7 +185,8 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
     with _damage_named(source), zipfile.ZipFile(file) as archive:
         assert archive.fp is not None
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        headers, read = [entry.header_offset for entry in entries], set()
+        headers = [entry.header_offset for entry in entries]
+        read = set()
         for name, tensor in tensors.items():
             if tensor.end == tensor.position:
                 continue

@@ -22,7 +22,9 @@ from megarl.machine.reaper import end_processes_of, owned_processes
 
 # Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job continues on its cluster.
 _START_PROCESSES = ("train", "sft", "check", "rehearse", "doctor", "eval", "generate", "score", "quickstart", "init")
-GOOD, FAILED, USER_ERROR = 0, 1, 2
+GOOD = 0
+FAILED = 1
+USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,7 +33,8 @@ def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int |
     """Return the tokens, padding included, of all ranks that share a micro-batch; None if it is limited by rows."""
     if limit.max_tokens is None:
         return None
-    size, unit = parallel.context_parallel_size, padded_length(1, parallel.context_parallel_size)
+    size = parallel.context_parallel_size
+    unit = padded_length(1, parallel.context_parallel_size)
     return limit.max_tokens * size // unit * unit
 
 
@@ -84,13 +85,17 @@ def fullest_micro_batch(config: RunConfig, role: ModelRole, architecture: Archit
     """
     longest = longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
-    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
+    room = micro_batch_room(role.micro_batch, role.parallel)
+    size = role.parallel.context_parallel_size
     if room is None:
         return [longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))]
     rows: list[Row] = []
-    left, together, least = room, rows_of_prompt(config, role), padded_length(1, size)
+    left = room
+    together = rows_of_prompt(config, role)
+    least = padded_length(1, size)
     for number in range(most):
-        prompt_number, is_first = number // together, number % together == 0
+        prompt_number = number // together
+        is_first = number % together == 0
         needed = _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
         if left < needed:
             if left > least * is_first:
@@ -142,7 +147,8 @@ def micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, ro
     An interleaved pipeline runs a multiple of its stages (`multiple_of`), filled up with empty ones. The most are needed if
     no two rows share a prompt.
     """
-    room, size = micro_batch_room(role.micro_batch, role.parallel), role.parallel.context_parallel_size
+    room = micro_batch_room(role.micro_batch, role.parallel)
+    size = role.parallel.context_parallel_size
     if room is None:
         assert role.micro_batch.sequences is not None
         least = most = -(-rows // role.micro_batch.sequences)
@@ -152,5 +158,6 @@ def micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, ro
         if rows_of_prompt > 1:
             fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
         of_row = _room_of_row(longest, rows_of_prompt > 1, size)
-        least, most = -(-fewest // room), -(-rows // (room // of_row))
+        least = -(-fewest // room)
+        most = -(-rows // (room // of_row))
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of

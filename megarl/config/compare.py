@@ -62,7 +62,8 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
     values = yaml.safe_load(saved.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys")
-    before, now = dict(flat(values)), dict(flat(plain_values(config)))
+    before = dict(flat(values))
+    now = dict(flat(plain_values(config)))
     return [
         Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))
         for key in sorted(before.keys() | now.keys(), key=str)

@@ -21,7 +21,8 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, GROUPS, WITH
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-ANY_RUN, PRESET = "run", "algorithm"
+ANY_RUN = "run"
+PRESET = "algorithm"
 KINDS = (ANY_RUN, *(kind.value for kind in RunKind), PRESET)
 
 Schema = dict[str, Any]

@@ -32,7 +32,9 @@ Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
 _REQUIRED_LISTS = ("data.train_files",)  # the keys without a default whose value is a list; others are strings
-_LONGEST_NAME, _LONGEST_TEXT = 255, 4000  # bytes of a name in Linux's file systems; characters, below what a path may have
+# bytes of a name in Linux's file systems; characters, below what a path may have
+_LONGEST_NAME = 255
+_LONGEST_TEXT = 4000
 
 
 def load_config(
@@ -77,7 +79,8 @@ class PartialConfig(Generic[Config]):
 
 
 def _overlap(one: str, other: str) -> bool:
-    one, other = one.replace("[", ".["), other.replace("[", ".[")
+    one = one.replace("[", ".[")
+    other = other.replace("[", ".[")
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
@@ -137,7 +140,8 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
-    problems, refused = list(review.problems), set(review.refused)
+    problems = list(review.problems)
+    refused = set(review.refused)
     while True:
         try:
             merged = _merged(schema, given)

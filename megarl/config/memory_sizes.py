@@ -60,7 +60,8 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
 
 def most_checkpoints(config: RunConfig) -> int:
     """Return how many checkpoints are on the disk at one time: a new one is written before an old one is removed."""
-    checkpoint, steps = config.checkpoint, config.trainer.total_steps
+    checkpoint = config.checkpoint
+    steps = config.trainer.total_steps
     keeps_best = checkpoint.keep_best.metric is not None
     made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
     if checkpoint.every_minutes or keeps_best:

@@ -95,10 +95,12 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     source: a file, or what would stand in one. Raises ConfigError for a file that cannot be read, and for a cycle of `base`.
     """
     if isinstance(source, Mapping):
-        near, layers = Path(), _given_layers(source)
+        near = Path()
+        layers = _given_layers(source)
     else:
         file = find_config(Path(source), str(source))
-        near, layers = file.parent, _file_layers(file, ())
+        near = file.parent
+        layers = _file_layers(file, ())
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="

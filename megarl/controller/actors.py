@@ -25,7 +25,8 @@ from megarl.controller.messages import CONSTRUCTION, Location, OnRecord, RankIde
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 
-_VERDICT_LIMIT_S, _VERDICT_LOOK_S = 60.0, 0.5
+_VERDICT_LIMIT_S = 60.0
+_VERDICT_LOOK_S = 0.5
 _MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing
 _SMALL = (type(None), bool, int, float, str)
@@ -44,14 +45,17 @@ class ActorSet:
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> None:
-        self.pool_name, self._use_gpu, self._pool = resource_pool.name, resource_pool.use_gpu, resource_pool
+        self.pool_name = resource_pool.name
+        self._use_gpu = resource_pool.use_gpu
+        self._pool = resource_pool
         self.title = "+".join(roles)
         self.phase_time_limit_s = phase_time_limit_s
         self.locations: dict[int, Location] = {}
         self.alive = True
         self._ended_by: PhaseTimeoutError | None = None
         self.construction: tuple[Call, ...] = ()
-        self._looked_s, self._lost_nodes = time.monotonic(), dict[int, str]()
+        self._looked_s = time.monotonic()
+        self._lost_nodes = dict[int, str]()
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
         self._handles = [
@@ -98,7 +102,8 @@ class ActorSet:
         """
         if not self.alive:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
-        route, shared = plan.route, _share(plan.parts, plan.route.parts)
+        route = plan.route
+        shared = _share(plan.parts, plan.route.parts)
         calls = {}
         for rank, part in zip(route.ranks, route.parts, strict=True):
             execute = self._handles[rank].execute.options(num_returns=2)
@@ -159,7 +164,8 @@ class ActorSet:
 
     def end(self, why: PhaseTimeoutError | None = None) -> None:
         """At once, whatever the processes do; what they started ends with them (machine/reaper.py). `why` is raised by later calls."""
-        self.alive, self._ended_by = False, self._ended_by or why
+        self.alive = False
+        self._ended_by = self._ended_by or why
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
 

@@ -24,12 +24,15 @@ from megarl.machine.reaper import descendants, end_held, hold
 LOOPBACK = "127."  # addresses of which Ray would take that of a network card in their place
 OBJECT_STORE_MB = 512
 SHARED_MEMORY = "/dev/shm"
-AUTH_MODE, AUTH_TOKEN, _AUTH_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+AUTH_MODE = "RAY_AUTH_MODE"
+AUTH_TOKEN = "RAY_AUTH_TOKEN"
+_AUTH_FILE = "RAY_AUTH_TOKEN_PATH"
 _STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"  # Ray's variable for the most that a node's object store takes
 _NUM_ATTEMPTS = 2
 _TIMED_OUT = "node timed out during startup"
 _SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
-_NUM_LINES, _NUM_CHARACTERS = 4, 400
+_NUM_LINES = 4
+_NUM_CHARACTERS = 400
 
 T = TypeVar("T")
 

@@ -29,10 +29,17 @@ class WorkerError(RunError):
     """A worker raised, or its process ended. The attributes are those of the failure that came first; `others` came with it."""
 
     def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
-        self.role, self.rank, self.node, self.pid, self.method = first.role, first.rank, first.node, first.pid, first.method
-        self.kind, self.error_type = first.failure.kind, first.failure.error_type
-        self.summary, self.remote_traceback = first.failure.summary, first.failure.traceback
-        self.rows, self.log_path = first.rows, first.log_path
+        self.role = first.role
+        self.rank = first.rank
+        self.node = first.node
+        self.pid = first.pid
+        self.method = first.method
+        self.kind = first.failure.kind
+        self.error_type = first.failure.error_type
+        self.summary = first.failure.summary
+        self.remote_traceback = first.failure.traceback
+        self.rows = first.rows
+        self.log_path = first.log_path
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
         if others:
@@ -80,7 +87,12 @@ class PhaseTimeoutError(RunError, TimeoutError):
     def __init__(
         self, role: str, method: str, limit_s: float, reports: Sequence[RankReport], rows: Rows | None = None, rank: int = 0
     ) -> None:
-        self.role, self.method, self.limit_s, self.reports, self.rows, self.rank = role, method, limit_s, tuple(reports), rows, rank
+        self.role = role
+        self.method = method
+        self.limit_s = limit_s
+        self.reports = tuple(reports)
+        self.rows = rows
+        self.rank = rank
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"

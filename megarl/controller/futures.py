@@ -286,7 +286,8 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     """
     if not calls:
         return float("inf")
-    now_s, limit_s = time.monotonic(), processes.phase_time_limit_s
+    now_s = time.monotonic()
+    limit_s = processes.phase_time_limit_s
     first_look_s = min(call.submitted_s for call in calls) + limit_s
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)

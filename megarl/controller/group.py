@@ -106,7 +106,8 @@ class RoleGroup:
 
     def drain_spans(self) -> list[Span]:
         """What the calls that were waited for did since the last time, on every rank: each call, then its phases."""
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def shutdown(self) -> None:

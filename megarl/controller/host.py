@@ -119,7 +119,8 @@ class WorkerHost:
             getattr(self._workers[role], method)()
 
     def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
-        result, failure = None, None
+        result = None
+        failure = None
         try:
             with self._activity.call(method), _output_flushed():
                 result = call()
@@ -152,7 +153,8 @@ def _failure_of(error: BaseException) -> CallFailure:
 
 def _after_host(trace: TracebackType | None) -> TracebackType | None:
     """The part that begins with the worker's own code; all of it when the host itself failed."""
-    own, step = trace, trace
+    own = trace
+    step = trace
     while step is not None:
         if step.tb_frame.f_code.co_filename == __file__:
             own = step.tb_next or own

@@ -113,8 +113,11 @@ class Activity:
 
     @contextmanager
     def call(self, method: str) -> Iterator[None]:
-        self._spans, self._phases = [], []
-        self._thread, self._began, self._method = threading.get_ident(), Began(), method
+        self._spans = []
+        self._phases = []
+        self._thread = threading.get_ident()
+        self._began = Began()
+        self._method = method
         try:
             yield
         finally:
@@ -137,7 +140,8 @@ class Activity:
 
     def report(self, location: Location) -> RankActivity:
         """Needs no help from the working thread: that one may hang in a collective."""
-        method, phases = self._method, list(self._phases)
+        method = self._method
+        phases = list(self._phases)
         if method is None:
             return RankActivity(location, None, None, 0.0, "")
         return RankActivity(location, method, " > ".join(phases) or None, self._began.seconds(), self._stack())

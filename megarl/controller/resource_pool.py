@@ -15,7 +15,8 @@ from megarl.controller import hints
 from megarl.machine.errors import HintedError
 from megarl.placement.placement_plan import PlacementPlan
 
-_CPU, _GPU = "CPU", "GPU"
+_CPU = "CPU"
+_GPU = "GPU"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _SETTLE_S = 5.0  # until what was given back just now is known to be free
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
@@ -257,7 +258,8 @@ def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]
 def _pin(pools: Sequence[RayResourcePool]) -> None:
     """A node of the cluster for each node of the plan: each its own and of those with room now, where they suffice."""
     planned = [pool for pool in pools if pool.nodes is not None]
-    numbers, demands = _numbers(planned), node_demands(planned)
+    numbers = _numbers(planned)
+    demands = node_demands(planned)
     whole = living_nodes()
     free = free_nodes()
     if match(demands, whole, apart=True) is not None:

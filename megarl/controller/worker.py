@@ -41,7 +41,8 @@ class RemoteMethod(Generic[P, R, CallP, CallR]):
         self.__wrapped__ = function
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.owner, self.name = owner, name
+        self.owner = owner
+        self.name = name
 
     @overload
     def __get__(self, worker: None, owner: type) -> Self: ...

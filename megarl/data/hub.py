@@ -44,7 +44,8 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
     Args:
         fetch: Download weights and data. Otherwise only a model's configuration and tokenizer.
     """
-    lines, problems = list[str](), list[str]()
+    lines = list[str]()
+    problems = list[str]()
     for role in model_roles(config):
         if is_hub_name(role.path):
             try:

@@ -19,7 +19,8 @@ from megarl.config.batch_arithmetic import padded_length
 # at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a plan is valid.
 BALANCED_LENGTH = 24576
 # Ranks whose work is within this of the mean are even, and so many rows are moved for each to make them so, at most.
-_EVEN, _MOVES_PER_RANK = 1.005, 8
+_EVEN = 1.005
+_MOVES_PER_RANK = 8
 
 
 def row_cost(lengths: np.ndarray) -> np.ndarray:
@@ -154,7 +155,8 @@ def _sizes(lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_par
     rows = np.arange(len(lengths))
     group, prompt = (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
     prompt_cost = row_cost(prompt)
-    own, of_prompt = [1] * len(lengths), [0] * len(lengths)
+    own = [1] * len(lengths)
+    of_prompt = [0] * len(lengths)
     if by_tokens:
         own, of_prompt = (
             [padded_length(length, context_parallel_size) for length in tokens.tolist()] for tokens in (lengths - prompt, prompt)
@@ -212,7 +214,8 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
         hands[rank][group] = groups[group]
         load[rank] += costs[group]
     for _ in range(_MOVES_PER_RANK * dp_size):
-        giver, taker = int(load.argmax()), int(load.argmin())
+        giver = int(load.argmax())
+        taker = int(load.argmin())
         if load[giver] <= load.mean() * _EVEN:
             break
         moves = (_move(rows, sizes, load[giver], load[taker], group in hands[taker]) for group, rows in hands[giver].items())
@@ -226,7 +229,8 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
             del hands[giver][group]
         joined = [*hands[taker].get(group, []), *best.rows]
         hands[taker][group] = sorted(joined, key=lambda row: -sizes.own_cost[row])
-        load[giver], load[taker] = best.giver, best.taker
+        load[giver] = best.giver
+        load[taker] = best.taker
     return hands
 
 
@@ -247,7 +251,8 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
         cost = sizes.own_cost[row]
         if giver - cost >= taker + cost:
             chosen.append(row)
-            giver, taker = giver - cost, taker + cost
+            giver = giver - cost
+            taker = taker + cost
     return _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker) if chosen else _Move(chosen, np.inf, np.inf)
 
 
@@ -258,7 +263,8 @@ def _over_micro_batches(
     `spread` into the first, so that they are few (first-fit decreasing). Of a group that has no room anywhere as many rows as the emptiest
     takes, and so on; where that takes none there is one more."""
     most = sum(map(len, hand.values())) + num_micro_batches  # as many as rows always suffice
-    room, load = np.full(most, capacity, dtype=np.int64), np.zeros(most)
+    room = np.full(most, capacity, dtype=np.int64)
+    load = np.zeros(most)
     micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
     for group in sorted(hand, key=lambda group: -sizes.cost(hand[group])):
         left = list(hand[group])
@@ -268,7 +274,8 @@ def _over_micro_batches(
             has_room = room[:count] >= weight
             if has_room.any():
                 target = int(np.argmin(np.where(has_room, load[:count], np.inf))) if spread else int(has_room.argmax())
-                taken, left = left, []
+                taken = left
+                left = []
             else:
                 target = int(room[:count].argmax())
                 taken = _take_within(left, sizes, int(room[target]))

@@ -56,7 +56,8 @@ class PromptDataset:
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> None:
         self._pad_id = tokenizer.pad_token_id
-        prompts, measured = [], []
+        prompts = []
+        measured = []
         for row in read_prompt_rows(files, data.columns):
             prompt = read_prompt(row, tokenizer, data, tools)
             prompts.append(prompt)
@@ -69,7 +70,8 @@ class PromptDataset:
         self.identity = self._identity(tokenizer)
 
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
-        rows, tokens = Fingerprint(), Fingerprint()
+        rows = Fingerprint()
+        tokens = Fingerprint()
         for prompt in self._prompts:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             rows.add(values=[prompt.messages, *values])

@@ -57,7 +57,8 @@ class SFTDataset:
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
-        examples, measured = [], []
+        examples = []
+        measured = []
         for row in read_chat_rows(files, data.columns):
             example = read_example(row, tokenizer, data)
             examples.append(example)
@@ -77,7 +78,8 @@ class SFTDataset:
         self.identity = self._identity(tokenizer)
 
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
-        rows, tokens = Fingerprint(), Fingerprint()
+        rows = Fingerprint()
+        tokens = Fingerprint()
         for example in self._examples:
             rows.add(values=example.fingerprint)
             tokens.add(example.prompt_ids, example.response_ids, values=None if all(example.is_trained) else example.is_trained)
@@ -148,7 +150,8 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     try:
         whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
         prompt_ids, answer_ids = _answer(tokenizer, messages[: trained[0] + 1], tools)
-        response_ids, is_trained = [*answer_ids], [True] * len(answer_ids)
+        response_ids = [*answer_ids]
+        is_trained = [True] * len(answer_ids)
         bridges = TurnTemplate(tokenizer, tools)
         for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
             bridge_ids = bridges.bridge(messages[before + 1 : index])
@@ -175,7 +178,8 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
     """Token ids of the chat opened for its last message, and of that message, its end token included. Raises ValueError."""
     prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
     chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
-    prompt_ids, chat_ids = encode_rendered(tokenizer, prompt), encode_rendered(tokenizer, chat)
+    prompt_ids = encode_rendered(tokenizer, prompt)
+    chat_ids = encode_rendered(tokenizer, chat)
     refuse_silent_template(names_of(tools), prompt)
     refuse_silent_template(names_of(messages[-1].get("tool_calls")), chat[len(prompt) :])
     if chat_ids[: len(prompt_ids)] != prompt_ids:

@@ -187,7 +187,8 @@ def keep_within(items: Sequence[Item], measured: Sequence[Measured], limit: int,
     over = [row for row in measured if row.length > limit]
     if not over:
         return list(items)
-    first, longest = over[0], max(row.length for row in over)
+    first = over[0]
+    longest = max(row.length for row in over)
     summary = f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
     if overlong == Overlong.refuse:
         raise DataError(

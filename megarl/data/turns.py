@@ -92,9 +92,11 @@ class TurnTemplate:
         if len(text) > 2 * _CHARACTERS * limit:
             text = text[: _CHARACTERS * limit] + text[-_CHARACTERS * limit :]
         token_ids = encode_rendered(self._tokenizer, text)
-        kept, size = limit, len(token_ids)
+        kept = limit
+        size = len(token_ids)
         while size > limit:
-            head, tail = token_ids[: (kept + 1) // 2], token_ids[len(token_ids) - kept // 2 :]
+            head = token_ids[: (kept + 1) // 2]
+            tail = token_ids[len(token_ids) - kept // 2 :]
             # A character may be of several tokens, of which the cut leaves some.
             text = self._plain(head).rstrip("\ufffd") + _CUT + self._plain(tail).lstrip("\ufffd")
             size = 0 if not kept else len(encode_rendered(self._tokenizer, text))
@@ -116,9 +118,11 @@ class TurnTemplate:
         opened = self._opened
         refuse_silent_template(names_of(list(self._tools or ())), opened)
         role = "tool" if self._tools else "user"
-        one, two = {"role": role, "content": "a first result"}, {"role": role, "content": "a second result"}
+        one = {"role": role, "content": "a first result"}
+        two = {"role": role, "content": "a second result"}
         for turns in ([one],), ([one, two],), ([one], [two]):
-            chat, expected = [{"role": "user", "content": "?"}], opened
+            chat = [{"role": "user", "content": "?"}]
+            expected = opened
             for messages in turns:
                 chat += [{"role": "assistant", "content": _ANSWER}, *messages]
                 expected += _ANSWER + self._after(messages)

@@ -21,7 +21,8 @@ from megarl.data.tables import Fingerprint
 from megarl.data.tokenizer import Tools, encode_rendered, lost_text, rendered_chat
 from megarl.data.tool_columns import names_of
 
-_THINK, _END_THINK = "<think>", "</think>"
+_THINK = "<think>"
+_END_THINK = "</think>"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OWN_TAGS = frozenset({_THINK, _END_THINK, "<tool_call>", "</tool_call>"})  # an answer may write these, special or not
 _NOT_SAID = frozenset({"role", "weight", "id", "index", "tool_call_id", "type"})  # fields that no model is told of
@@ -62,7 +63,8 @@ def refuse_unsaid_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[
         prompt: The rendered chat, opened for the answer. It may open the answer's thinking.
         answer: What is rendered behind it.
     """
-    index, message = len(messages) - 1, messages[-1]
+    index = len(messages) - 1
+    message = messages[-1]
     opened = _THINK if prompt.rstrip().endswith(_THINK) else ""
     _refuse_unsaid(tokenizer, index, message, opened + answer)
     thought, end, _ = message["content"].partition(_END_THINK)

@@ -163,7 +163,8 @@ def refuse(path: str, problems: Sequence[str]) -> None:
 
 def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
     """Return what does not fit the schema, the violations, and problems of the placement and of an engine's own arguments."""
-    config, problems = partial.config, [*partial.problems, *map(str, violations)]
+    config = partial.config
+    problems = [*partial.problems, *map(str, violations)]
     if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(_PLACEMENT_KEYS):
         try:
             plan = plan_placement(config)

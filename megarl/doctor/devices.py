@@ -145,7 +145,8 @@ def _numbers(version: str) -> list[int]:
 
 
 def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
-    config, plan = subject.config, subject.plan
+    config = subject.config
+    plan = subject.plan
     peak = 0
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:
         peak = max((device.peak for device in plan_memory(config, plan, subject.architectures)), default=0)

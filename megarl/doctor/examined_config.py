@@ -50,7 +50,8 @@ def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str
 
 def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
     """Examine the files that a run reads, except those that have a problem already. num_rows: see `findings`."""
-    config, partial = inputs.partial.config, inputs.partial
+    config = inputs.partial.config
+    partial = inputs.partial
     # Files of models and data that are absent are skipped one by one; code that is absent is skipped with its section.
     skipped = {key for each in violations for key in each.keys if each.absence is not Absence.input or key.startswith(_CODE_KEYS)}
     skipped |= {key for key in ("data.train_files", "data.val_files") if partial.refuses(["data"])}

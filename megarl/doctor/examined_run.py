@@ -64,7 +64,8 @@ def read_subject(
     except ConfigError as error:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(_problems(error.source, error.problems))
     inputs = find_on_hub(read, fetch=False)
-    config, problems = inputs.partial.config, problems_of(inputs.partial, inputs.violations())
+    config = inputs.partial.config
+    problems = problems_of(inputs.partial, inputs.violations())
     results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} is good")]
     results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
     if read.problems:

@@ -41,7 +41,9 @@ from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
 Config = RunConfig
-MODELS, TOKENIZERS, FUNCTIONS = "models", "tokenizers", "functions of the algorithm"
+MODELS = "models"
+TOKENIZERS = "tokenizers"
+FUNCTIONS = "functions of the algorithm"
 AGENT = "agent"
 ROWS = 256  # of each file that are rendered
 
@@ -213,7 +215,8 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     """`rows`: of the file, None where unknown. `lengths`: tokens of the first."""
     limit_key = config.length_keys[0]
     limit = config.data.longest_row
-    longest, longer = max(lengths), sum(length > limit for length in lengths)
+    longest = max(lengths)
+    longer = sum(length > limit for length in lengths)
     facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": longest, "longer": longer}
     if longer:
         message = f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than {limit_key}={limit} tokens, at most {longest}"
@@ -290,10 +293,8 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
     references = [reference for reference in (algorithm.advantage.function, algorithm.policy_loss.function) if reference is not None]
     if not references:
         return
-    names, remedy = (
-        " and ".join(references),
-        "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result of such a function",
-    )
+    names = " and ".join(references)
+    remedy = "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result of such a function"
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:

@@ -28,7 +28,9 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
         begin = time.monotonic()
         values = torch.full((ELEMENTS,), float(rank + 1), device=device)
         dist.all_reduce(values)
-        low, high = float(values.min()), float(values.max())  # waits for a GPU
+        # waits for a GPU
+        low = float(values.min())
+        high = float(values.max())
     print(time.monotonic() - begin)
     dist.destroy_process_group()
     return 0 if low == high == ranks * (ranks + 1) / 2 else 1

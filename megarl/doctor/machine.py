@@ -24,7 +24,9 @@ from megarl.placement.memory import plan_memory
 
 _NCCL_BYTES = 64 * 2**20  # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
 _PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
-FEW_FILES, TOO_FEW_FILES = 4096, 1024  # Ray warns below the first; its head alone takes some hundreds
+# Ray warns below the first; its head alone takes some hundreds
+FEW_FILES = 4096
+TOO_FEW_FILES = 1024
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 # Variables that are left over from a search for a fault, with what they cost.
@@ -81,16 +83,19 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
 
 def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries are."""
-    total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
+    total = psutil.virtual_memory().total
+    available = psutil.virtual_memory().available
     limit = _cgroup_limit()
     if limit is not None and limit < total:
-        total, available = limit, min(available, limit)
+        total = limit
+        available = min(available, limit)
     yield judge_memory(total, available, _planned(subject))
 
 
 def _planned(subject: ExaminedRun) -> int:
     """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is known here."""
-    config, plan = subject.config, subject.plan
+    config = subject.config
+    plan = subject.plan
     if plan is None or subject.ray_address is not None:
         return 0
     processes = subject.processes_here * _PROCESS_BYTES

@@ -20,7 +20,8 @@ from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.ports import hold_port
 from megarl.machine.wording import counted
 
-LOOPBACK, PORTS = "ranks", "ports"
+LOOPBACK = "ranks"
+PORTS = "ports"
 _MOST_CPU_RANKS = 4
 _LIMIT_S = 15.0  # for a rendezvous and two all-reduces of 1 MiB
 _IMPORT_S = 45.0  # for torch, on a busy machine

@@ -23,7 +23,10 @@ from megarl.doctor.storage import MARK
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 
-RAY, NODES, RESOURCES, CLOCKS = "ray", "nodes", "resources", "clocks"
+RAY = "ray"
+NODES = "nodes"
+RESOURCES = "resources"
+CLOCKS = "clocks"
 _ANSWER_S = 60.0  # a worker's first start on a node
 _SKEW_S = 1.0
 _SHOWN_NODES = 8
@@ -114,7 +117,8 @@ def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", remedy, **_facts(node))
         return
     for name in Software._fields:
-        there, mine = getattr(node.software, name), getattr(driver, name)
+        there = getattr(node.software, name)
+        mine = getattr(driver, name)
         if there != mine:
             message = f"node {node.address} has {name} {there}, and this one {mine}"
             yield wrong(NODES, message, f"install {name} {mine} there: what travels between processes is pickled", **_facts(node))

@@ -52,7 +52,9 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
 
     All rows are read, without their prompts. A row that cannot be read ends its file: that is said about the data.
     """
-    firsts, nulls, others = dict[str, TruthRow](), list[TruthRow](), list[TruthRow]()
+    firsts = dict[str, TruthRow]()
+    nulls = list[TruthRow]()
+    others = list[TruthRow]()
     val_sources: set[str] = set()
     draw = random.Random(0)
     for num_seen, (row, is_held_out) in enumerate(_rows(data, skipped), 1):
@@ -116,7 +118,8 @@ def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = 
         RewardFunctionError: A function cannot be used.
         RewardError: The processes die.
     """
-    time_limit_s, processes = min(reward.time_limit_s, _SAMPLE_LIMIT_S), min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
+    time_limit_s = min(reward.time_limit_s, _SAMPLE_LIMIT_S)
+    processes = min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
     with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
         return try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
 
@@ -131,7 +134,8 @@ def _scores(trials: Sequence[Trial]) -> str:
 
 
 def _span(scores: Sequence[float]) -> str:
-    least, most = min(scores), max(scores)
+    least = min(scores)
+    most = max(scores)
     return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 

@@ -124,7 +124,8 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     """Of which layers the run's models would be built by this environment."""
-    config, installed = subject.config, has_transformer_engine()
+    config = subject.config
+    installed = has_transformer_engine()
     assert config is not None
     choice = choose_layers(config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed)
     if choice.layers is Layers.transformer_engine and not installed:

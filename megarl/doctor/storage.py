@@ -43,7 +43,8 @@ class Disk:
 def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes both."""
     folder = existing_folder(path)
-    usage, kind = shutil.disk_usage(folder), file_system(folder)
+    usage = shutil.disk_usage(folder)
+    kind = file_system(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=MARK, dir=folder) as scratch:
             speed = _write(Path(scratch) / "new", sample_bytes)
@@ -66,12 +67,14 @@ def _write(file: Path, nbytes: int) -> float:
 
 def file_system(folder: Path) -> str:
     """Of the mount that holds `folder`, as /proc/mounts calls it; the last one where several lie over each other."""
-    found, longest = "unknown", -1
+    found = "unknown"
+    longest = -1
     for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = point.replace("\\040", " ")
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
-            found, longest = kind, len(point)
+            found = kind
+            longest = len(point)
     return found
 
 

@@ -44,7 +44,8 @@ class BackgroundWriter:
     """
 
     def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
-        self._path, self._items = path, items
+        self._path = path
+        self._items = items
         self._written: list[WrittenItem] = []
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {path.name}", daemon=True)
@@ -117,7 +118,8 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
 
 
 def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
-    sharding, slices = sharding_of(state.models, state.groups), state.optimizer.slices()
+    sharding = sharding_of(state.models, state.groups)
+    slices = state.optimizer.slices()
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:

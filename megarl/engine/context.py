@@ -68,7 +68,8 @@ def whole_order(lengths: Sequence[int], size: int) -> Tensor:
 
 def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParallelRank) -> list[QueryPiece]:
     """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that it continues, or none."""
-    found, start = [], 0
+    found = []
+    start = 0
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
         for chunk in _chunks(length, place):
             found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))

@@ -35,8 +35,10 @@ class MegatronEvidence(NamedTuple):
     reason: str
 
 
-_ROPE, _RNG = "models.common.embeddings.rope_utils", "tensor_parallel.random"
-_EXPERTS, _MAPPINGS = "transformer.moe.", "tensor_parallel.mappings"
+_ROPE = "models.common.embeddings.rope_utils"
+_RNG = "tensor_parallel.random"
+_EXPERTS = "transformer.moe."
+_MAPPINGS = "tensor_parallel.mappings"
 EVIDENCE = (
     MegatronEvidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
     MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
@@ -309,7 +311,8 @@ def adapt_products() -> None:
 
     layers.linear_with_grad_accumulation_and_async_allreduce = _linear
     layers.linear_with_frozen_weight = _linear_with_frozen_weight
-    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = _bias_swiglu, _weighted_bias_swiglu
+    mlp.bias_swiglu_impl = _bias_swiglu
+    mlp.weighted_bias_swiglu_impl = _weighted_bias_swiglu
 
 
 def _adapt_megatron() -> None:

@@ -127,7 +127,8 @@ class _GatedLinear(torch.autograd.Function):
         hidden, weight, gate, up, activated = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
-        grad_up, grad_gate = activated.mul_(rows), up.mul_(rows)
+        grad_up = activated.mul_(rows)
+        grad_gate = up.mul_(rows)
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         grad_hidden = None
         if need_hidden:

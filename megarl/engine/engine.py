@@ -92,7 +92,8 @@ class MegatronEngine:
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
         """Of a policy that trains: others are compared with nobody."""
-        experts, replay = self.spec.architecture.experts, self.spec.engine.routing_replay
+        experts = self.spec.architecture.experts
+        replay = self.spec.engine.routing_replay
         if replay is RoutingReplay.off or experts is None or self.spec.optim is None or self.spec.head != "lm":
             return None
         layers = [layer for model in self._models for layer in model.decoder.layers]
@@ -247,7 +248,8 @@ class MegatronEngine:
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
         """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before it, without gradients, counts
         where their tokens will go."""
-        architecture, losses = self.spec.architecture, self.spec.experts
+        architecture = self.spec.architecture
+        losses = self.spec.experts
         if architecture.experts is None:
             return None
         if not losses.aux_loss_coefficient:

@@ -162,10 +162,13 @@ def _adapt_attention() -> None:
         if query.device.type != "cuda":
             return plain(query, key, value, *arguments, **options)
         assert not arguments, arguments
-        mask, is_causal, scale = options.get("attn_mask"), options.get("is_causal", False), options.get("scale")
+        mask = options.get("attn_mask")
+        is_causal = options.get("is_causal", False)
+        scale = options.get("scale")
         if query.dtype in (torch.bfloat16, torch.float16) and mask is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
-        product, enable_gqa = torch.ops.aten._scaled_dot_product_attention_math, options.get("enable_gqa", False)
+        product = torch.ops.aten._scaled_dot_product_attention_math
+        enable_gqa = options.get("enable_gqa", False)
         return product(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
     F.scaled_dot_product_attention = attention

@@ -135,7 +135,8 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
     Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently. A stride of 2 says
     that each rank has two parts of the whole, of the gate and of what it lets through.
     """
-    columns, rows = {ColumnParallelLinear, VocabParallelEmbedding}, {RowParallelLinear}
+    columns = {ColumnParallelLinear, VocabParallelEmbedding}
+    rows = {RowParallelLinear}
     if gpt_layer_specs.HAVE_TE:
         modules = gpt_layer_specs.TESpecProvider()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}

@@ -128,7 +128,9 @@ class AttentionCore(torch.nn.Module):
         )
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        heads, boundaries, longest = _heads_of(query, key), packed.cu_seqlens_q, packed.max_seqlen_q
+        heads = _heads_of(query, key)
+        boundaries = packed.cu_seqlens_q
+        longest = packed.max_seqlen_q
         mixed = varlen_attn(
             query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=_CAUSAL, **heads
         )
@@ -137,7 +139,9 @@ class AttentionCore(torch.nn.Module):
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         heads, dim = query.shape[1:]
-        queries, keys, values = query, key, value
+        queries = query
+        keys = key
+        values = value
         if plan.gather is not None and plan.gather_keys is not None:
             gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
             queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
@@ -167,8 +171,10 @@ def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[
 
 def attend_pieces(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None) -> Tensor:
     """query (T / C, heads, D), of `whole_keys` key and value (T, groups, D) -> (T / C, heads * D), on CUDA, in 16 bits."""
-    index, heads = key_places(packed), _heads_of(query, key)
-    most_queries, most_keys = max(piece.length for piece in packed.pieces), max(piece.num_keys for piece in packed.pieces)
+    index = key_places(packed)
+    heads = _heads_of(query, key)
+    most_queries = max(piece.length for piece in packed.pieces)
+    most_keys = max(piece.num_keys for piece in packed.pieces)
     mixed = varlen_attn(
         query,
         key.index_select(0, index.places),

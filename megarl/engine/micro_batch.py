@@ -48,7 +48,8 @@ class MicroBatchRoutes:
     """
 
     def __init__(self, given: Mapping[int, Tensor] | None, is_given: Tensor | None) -> None:
-        self.given, self.is_given = given, is_given
+        self.given = given
+        self.is_given = is_given
         self.chosen: dict[int, Tensor] = {}
 
 
@@ -108,7 +109,8 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
         members.setdefault(first, []).append(row)
     spans: list[tuple[int, int]] = []  # of sources, one for each sequence
     prompt_of: list[int | None] = []
-    prompt_places, response_places = [0] * len(prompts), [0] * len(prompts)
+    prompt_places = [0] * len(prompts)
+    response_places = [0] * len(prompts)
     place = 0
 
     def put(begin: int, end: int, continues: int | None) -> None:
@@ -119,7 +121,9 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
             place += padded_length(end - begin, num_ranks)
 
     for first, rows in members.items():
-        shares, prompt_place, number = len(rows) > 1, place, len(spans)
+        shares = len(rows) > 1
+        prompt_place = place
+        number = len(spans)
         put(starts[first], starts[first] + prompts[first] if shares else starts[first + 1], None)
         for row in rows:
             prompt_places[row] = prompt_place
@@ -149,8 +153,10 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor, is_read: Tensor) -> _Rows:
         """is_read: (b,) whether the loss reads a token of the row."""
-        rows, lengths = torch.arange(len(prompts)), prompts + responses
-        row_of, response_row = torch.repeat_interleave(rows, lengths), torch.repeat_interleave(rows, responses)
+        rows = torch.arange(len(prompts))
+        lengths = prompts + responses
+        row_of = torch.repeat_interleave(rows, lengths)
+        response_row = torch.repeat_interleave(rows, responses)
         offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
         response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
         return cls(prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset)
@@ -237,7 +243,8 @@ def _packed(rows: _Rows, share_prompts: bool, cut: SequenceSlice, place: Context
 
 
 def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
-    num_rows, longest = len(rows.prompts), _aligned(int((rows.prompts + rows.responses).max()), cut.size)
+    num_rows = len(rows.prompts)
+    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.size)
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
     counts = torch.zeros_like(tokens)
@@ -271,13 +278,16 @@ def make_micro_batch(
     response_length = batch["response_mask"].shape[1]
     mask = batch["attention_mask"][index].bool()
     prompt_length = mask.shape[1] - response_length
-    prompts, responses = mask[:, :prompt_length].sum(1), mask[:, prompt_length:].sum(1)
+    prompts = mask[:, :prompt_length].sum(1)
+    responses = mask[:, prompt_length:].sum(1)
     _check_layout(mask, prompt_length, prompts, responses, rows)
     ids = batch["input_ids"][index]
     real = _Rows.of(prompts, responses, ids[mask], batch["response_mask"][index].bool().any(1))
     inputs = _packed(real, share_prompts, cut, place, device) if packing else _padded(real, cut)
-    response_row, response_offset = real.response_row[inputs.scored], real.response_offset[inputs.scored]
-    positions, predictors = to_device(inputs.positions, device), inputs.predictors
+    response_row = real.response_row[inputs.scored]
+    response_offset = real.response_offset[inputs.scored]
+    positions = to_device(inputs.positions, device)
+    predictors = inputs.predictors
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
     if inputs.packed is not None and ends_with_predictors:

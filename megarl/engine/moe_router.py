@@ -58,7 +58,8 @@ class RouterStatistics:
         self, architecture: Architecture, device: torch.device, losses: ExpertsConfig | None, shares: Tensor | None = None
     ) -> None:
         """shares: (L, E) of the mini-batch's tokens, which a load-balancing loss needs."""
-        num_layers, self._num_experts = architecture.num_hidden_layers, architecture.num_experts
+        num_layers = architecture.num_hidden_layers
+        self._num_experts = architecture.num_experts
         self.losses = losses
         self._shares = shares
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -77,7 +78,9 @@ class RouterStatistics:
         self.tokens[layer] += (routing_map * counts[:, None]).sum(0)
         if self.losses is None:
             return None
-        loss, logits, weights = None, logits.float(), counts.float() / self.num_tokens.clamp(min=1).float()
+        loss = None
+        logits = logits.float()
+        weights = counts.float() / self.num_tokens.clamp(min=1).float()
         if coefficient := self.losses.aux_loss_coefficient:
             assert self._shares is not None
             mean = weights @ logits.softmax(-1)
@@ -145,7 +148,8 @@ class RoutedLayer(TransformerLayer):
         if isinstance(self.mlp, MoELayer):
             self.mlp.register_forward_pre_hook(_tell, with_kwargs=True)
             # Computed again as a whole, so that the router is told again.
-            self.recompute_mlp, self.mlp.moe_layer_recompute = self.mlp.moe_layer_recompute, False
+            self.recompute_mlp = self.mlp.moe_layer_recompute
+            self.mlp.moe_layer_recompute = False
 
     def forward(self, *arguments: Any, attention_bias: RoutedTokens | None = None, **options: Any) -> Any:
         return super().forward(*arguments, **{**options, "padding_mask": attention_bias})

@@ -189,7 +189,8 @@ class MovableState:
                 _bytes_of(each.storage).zero_()
         if self._kept:
             self._host_buffer.take([each.storage for each in self._offloaded])
-        nbytes, self._offloaded = sum(each.nbytes for each in self._offloaded), None
+        nbytes = sum(each.nbytes for each in self._offloaded)
+        self._offloaded = None
         return nbytes
 
     def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:

@@ -47,7 +47,8 @@ class PackedRows(PackedSeqParams):
         prompts = [range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt]) for prompt in prompt_of]
         self.pieces = pieces(self.lengths, prompts, place)
         self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
-        longest, furthest = max(self.lengths), max(map(add, map(len, prompts), self.lengths))
+        longest = max(self.lengths)
+        furthest = max(map(add, map(len, prompts), self.lengths))
         super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=furthest)
 
     @property
@@ -86,21 +87,29 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     """
     if packed.attention_plan is not None:
         return packed.attention_plan
-    calls, gathered, gathered_keys, real = [], [], [], []
+    calls = []
+    gathered = []
+    gathered_keys = []
+    real = []
     for members in _share_calls(packed.pieces):
-        first, length = members[0], max(piece.length for piece in members)
+        first = members[0]
+        length = max(piece.length for piece in members)
         starts, lengths, prompts, own = torch.tensor(
             [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
         ).T[..., None]
-        offset, num_own = torch.arange(length), len(first.own) - first.length
+        offset = torch.arange(length)
+        num_own = len(first.own) - first.length
         within = torch.minimum(offset, lengths - 1)
         keys = [prompts + torch.arange(len(first.prompt)), own + torch.arange(num_own), own + num_own + within]
         gathered.append((starts + within).flatten())
         gathered_keys.append(torch.cat(keys, dim=1).flatten())
         real.append((offset < lengths).flatten())
         calls.append(AttentionCall(len(members), length, len(first.prompt) + num_own))
-    gather, gather_keys, is_real = torch.cat(gathered), torch.cat(gathered_keys), torch.cat(real)
-    tokens, size = torch.arange(sum(packed.lengths) // packed.place.size), packed.place.size
+    gather = torch.cat(gathered)
+    gather_keys = torch.cat(gathered_keys)
+    is_real = torch.cat(real)
+    tokens = torch.arange(sum(packed.lengths) // packed.place.size)
+    size = packed.place.size
     if size > 1:
         gather_keys = whole_order(packed.lengths, size)[gather_keys]
     elif torch.equal(gather, tokens) and not any(call.before for call in calls):
@@ -142,7 +151,8 @@ class KeyPlaces(NamedTuple):
 def key_places(packed: PackedRows) -> KeyPlaces:
     """Made on the host, once per micro-batch, and kept on `packed`."""
     if packed.key_places is None:
-        device, order = packed.cu_seqlens_q.device, whole_order(packed.lengths, packed.place.size)
+        device = packed.cu_seqlens_q.device
+        order = whole_order(packed.lengths, packed.place.size)
         places = torch.cat([torch.arange(seen.start, seen.stop) for piece in packed.pieces for seen in (piece.prompt, piece.own)])
         bounds = (
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -30,7 +30,9 @@ class RouterReplay:
     """In the place of Megatron's own, of one router. layer: its number among those with experts. dtype: as which it keeps experts."""
 
     def __init__(self, layer: int, router: ExpertRouter, dtype: torch.dtype) -> None:
-        self._layer, self._router, self._dtype = layer, router, dtype
+        self._layer = layer
+        self._router = router
+        self._dtype = dtype
 
     def get_replay_topk(
         self,
@@ -69,7 +71,8 @@ class RouterReplayBuffer:
                 self._layers.append(numbers[layer.layer_number - 1])
                 layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
         self._shape = (len(experts.layers), experts.num_experts_per_tok)
-        self._groups, self._device = groups, device
+        self._groups = groups
+        self._device = device
         self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []
 
     def enter(self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None) -> list[MicroBatch]:
@@ -78,7 +81,8 @@ class RouterReplayBuffer:
 
         Raises ValueError for a row whose routes are not of its tokens.
         """
-        self._kept, entered = [], []
+        self._kept = []
+        entered = []
         for micro_batch, rows in zip(made, micro_batches, strict=True):
             assert micro_batch.places is not None, "routes are replayed in packed rows"
             places = micro_batch.places._replace(sources=self._own_part(micro_batch.places.sources))
@@ -96,7 +100,8 @@ class RouterReplayBuffer:
         return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
 
     def _given(self, column: RaggedTensor, places: TokenPositions, rows: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        size, lengths = self._shape[0] * self._shape[1], places.lengths.tolist()
+        size = self._shape[0] * self._shape[1]
+        lengths = places.lengths.tolist()
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
         is_given = torch.zeros(len(table), dtype=torch.bool)
         begin = 0
@@ -114,7 +119,8 @@ class RouterReplayBuffer:
 
     def collect(self, micro_batches: Sequence[Sequence[int]]) -> RaggedTensor:
         """After a pass without a column: the column of what was chosen, on every rank. All ranks of a replica ask."""
-        parts, self._kept = [self._rows(*kept) for kept in self._kept], []
+        parts = [self._rows(*kept) for kept in self._kept]
+        self._kept = []
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         return RaggedTensor.concat(parts).select(torch.tensor(rows).argsort())
 

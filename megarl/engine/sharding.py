@@ -44,7 +44,8 @@ class Shard:
 
     def part(self, start: int, stop: int, key: str, tensor: Tensor) -> Iterator[Shard]:
         """Of the elements start..stop of the parameter, those that are in this shard, as they lie in `tensor` (stop - start,)."""
-        first, last = max(start, self.start), min(stop, self.start + self.place.volume)
+        first = max(start, self.start)
+        last = min(stop, self.start + self.place.volume)
         if first >= last:
             return
         position = first - start
@@ -62,7 +63,9 @@ def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Ten
         yield TensorSlice((start,), (stop,))
         return
     row_volume = prod(shape[1:])
-    first, last = -(-start // row_volume), stop // row_volume  # whole rows
+    # whole rows
+    first = -(-start // row_volume)
+    last = stop // row_volume
     if first > last:  # within one row
         yield from _of_row(shape, last, start, stop)
         return

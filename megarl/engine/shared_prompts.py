@@ -102,13 +102,16 @@ class _Attention(torch.autograd.Function):
         output.index_copy_(0, shared.responses, merged.to(output.dtype))
         log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, over_prompt.log_sum))
         ctx.save_for_backward(query, key, value, output, log_sum)
-        ctx.shared, ctx.scale, ctx.states = shared, scale, (own_state, over_prompt.state)
+        ctx.shared = shared
+        ctx.scale = scale
+        ctx.states = (own_state, over_prompt.state)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
-        shared, kernel = ctx.shared, _kernel(query)
+        shared = ctx.shared
+        kernel = _kernel(query)
         own_state, prompt_state = ctx.states
         gradient = gradient.contiguous()
         gradients = kernel.backward(gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale)
@@ -160,7 +163,8 @@ class _OnCPU:
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
-        output, log_sum = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        output = torch.empty_like(query)
+        log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
         parts = (output.split(sequences.queries), log_sum.split(sequences.queries), *_cut(sequences, query, key, value))
         for mixed, logarithms, *heads in zip(*parts, strict=True):
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*map(_batch, heads), 0.0, causal, scale=scale)
@@ -176,7 +180,8 @@ class _OnCPU:
         of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))
         parts = (*of_queries, *_cut(sequences, query, key, value), *_cut(sequences, *totals))
         for grad, output, log_sum, *rest in zip(*parts, strict=True):
-            heads, targets = map(_batch, rest[:3]), rest[3:]
+            heads = map(_batch, rest[:3])
+            targets = rest[3:]
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _batch(grad), *heads, _batch(output), log_sum.t()[None], 0.0, causal, scale=scale
             )

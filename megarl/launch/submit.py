@@ -26,12 +26,16 @@ from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked_anywhere, refuse
 from megarl.launch.job_files import RUN_FILE, pack
 
-FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+FAILED = 1
+INTERRUPTED = 130
+TERMINATED = 143
 LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
 STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
 _LOOK_S = 1.0
 _RECONNECT_S = 3.0
-_NO_AGENT, _AGENT_LIMIT_S = "No available agent", 60.0  # what Ray's job server says until an agent has registered
+# what Ray's job server says until an agent has registered
+_NO_AGENT = "No available agent"
+_AGENT_LIMIT_S = 60.0
 _AGENT_REMEDY = (
     "dashboard_agent.log of the head says why its agent takes none; two Ray nodes on one machine need a --dashboard-agent-listen-port each"
 )

@@ -30,14 +30,20 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.placement.plan import plan_placement
 
-FAILED, USER_ERROR = 1, 2
+FAILED = 1
+USER_ERROR = 2
 _LOOK_S = 0.5
 _START_LIMIT_S = 600.0  # until all nodes are in the cluster
 _SILENCE_LIMIT_S = 60.0  # a node that says nothing for so long has gone
 _LAST_WORDS_S = 60.0  # for the driver to find out itself, and to say what it has lost
 _LEAVE_LIMIT_S = 30.0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_NODE, _HEAD, _UP, _ALIVE, _STATUS, _LEFT = "node", "head", "up", "alive", "status", "left"
+_NODE = "node"
+_HEAD = "head"
+_UP = "up"
+_ALIVE = "alive"
+_STATUS = "status"
+_LEFT = "left"
 
 
 class LaunchError(RuntimeError):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SIGKILL = 9  # without the module `signal`, which takes 5 ms to load
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
 _CLOSE_RANGE = 436  # the same on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -110,14 +111,23 @@ def _checked(what: str, result: int) -> int:
 
 # ---- files: Landlock
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls, the same on every architecture
-_WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
+# system calls, the same on every architecture
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_TRUNCATE = 1 << 14
 _MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE
 # Accesses of the file system that each ABI knows; later ones know the same as the last.
 _FILE_ACCESSES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-_ABI_OF_NETWORK, _ABI_OF_SCOPES, _ABI_OF_LOGS = 4, 6, 7
-_BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
+_ABI_OF_NETWORK = 4
+_ABI_OF_SCOPES = 6
+_ABI_OF_LOGS = 7
+_BIND_AND_CONNECT_TCP = 0b11
+_ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _LOG_SAME_EXEC_OFF = 1 << 0
 
 

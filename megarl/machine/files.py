@@ -70,7 +70,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder = folder.absolute()
     clear_leftovers(folder)
     with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch, _locked(Path(scratch)):
-        partial, old = Path(scratch) / "new", Path(scratch) / "old"
+        partial = Path(scratch) / "new"
+        old = Path(scratch) / "old"
         partial.mkdir()
         yield partial
         sync_tree(partial)
@@ -84,7 +85,8 @@ def clear_leftovers(folder: Path) -> None:
     """What killed processes left of `folder`. One that was killed between its last two renames had written all: it is completed."""
     for scratch in folder.parent.glob(_prefix(folder) + "*"):
         with _locked(scratch):
-            partial, old = scratch / "new", scratch / "old"
+            partial = scratch / "new"
+            old = scratch / "old"
             if old.exists() and not folder.exists():
                 os.rename(partial if partial.exists() else old, folder)
             shutil.rmtree(scratch)

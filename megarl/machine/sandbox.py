@@ -166,7 +166,8 @@ class StartedProgram:
     """
 
     def __init__(self, program: str, level: Level, limits: SandboxLimits, stdin: int) -> None:
-        self._level, self._limits = level, limits
+        self._level = level
+        self._limits = limits
         self._has_begun = False
         self._status: int | None = None
         self._held: list[int] = []  # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
@@ -197,10 +198,13 @@ class StartedProgram:
         Args:
             given: What is written to its standard input meanwhile.
         """
-        process, limits = self.process, self._limits
+        process = self.process
+        limits = self._limits
         assert process.stdout is not None
         assert process.stderr is not None
-        room, output, errors = limits.output_kb * 1024, bytearray(), bytearray()
+        room = limits.output_kb * 1024
+        output = bytearray()
+        errors = bytearray()
         deadline = time.monotonic() + (limits.wall_s if self._has_begun else START_LIMIT_S)
         ended: Literal["itself", "time", "output"] = "itself"
         with selectors.DefaultSelector() as streams:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 NAME = "<program>"  # of the program, in tracebacks
-PROCESSES, BEGUN, ENDED = b"processes", b"begun", b"ended "  # messages to the caller
+# messages to the caller
+PROCESSES = b"processes"
+BEGUN = b"begun"
+ENDED = b"ended "
 _TEMPORARY_FILES = 1024  # each takes memory of the kernel that no other limit counts
 _SUPERVISION_CPU_S = 10
 _NOSUID_NODEV = 2 | 4

@@ -44,11 +44,13 @@ class SandboxSession:
     as the session: the kernel ends the process with it. `interrupt` and `close` may be called by another, and meanwhile."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
-        self._level, self._limits = level, limits
+        self._level = level
+        self._limits = limits
         self._mark = secrets.token_hex(16)
         self._started: StartedProgram | None = None
         self._is_closed = False
-        self._starting, self._running = threading.Lock(), threading.Lock()
+        self._starting = threading.Lock()
+        self._running = threading.Lock()
 
     def run(self, program: str) -> Ran:
         """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises SandboxError where the level does

@@ -70,20 +70,32 @@ _COLUMNS = {"x86_64": 0, "aarch64": 1}
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
 _FIRST_COMMON_NUMBER = 424  # every call since Linux 5.1 has the same number on all architectures
 # What pthread_create passes: VM, FS, FILES, SYSVSEM, SIGHAND, THREAD, SETTLS, PARENT_SETTID, CHILD_CLEARTID; musl adds DETACHED.
-_CLONE_THREAD, _FLAGS_OF_THREADS = 0x10000, 0x7D0F00
-_O_ASYNC, _MAP_HUGETLB = 0o20000, 0x40000
+_CLONE_THREAD = 0x10000
+_FLAGS_OF_THREADS = 0x7D0F00
+_O_ASYNC = 0o20000
+_MAP_HUGETLB = 0x40000
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC.
-_FCNTL, _F_SETFL = (0, 1, 2, 3, 1030), 4
+_FCNTL = (0, 1, 2, 3, 1030)
+_F_SETFL = 4
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS(2), TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
 _PRCTL = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 _PR_SET_NO_NEW_PRIVS = 38
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_AF_UNIX = 1
+_SOCK_STREAM = 1
+_SOCK_TYPE = 0xF
 _WHOLE = 0xFFFFFFFF
 
 # Instructions of the filter: code, how many to skip where the comparison holds, where it does not, operand.
 Instruction = tuple[int, int, int, int]
-_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes, the lower half first
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+# offsets in struct seccomp_data; an argument has 8 bytes, the lower half first
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 _ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 _REFUSE: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
 _ABSENT: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)

@@ -12,7 +12,9 @@ from types import TracebackType
 import torch
 
 _PROCESS = Path("/proc/self")
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
+# of glibc's malloc.h
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 _KEPT = 2**30
 
 

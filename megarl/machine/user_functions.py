@@ -39,7 +39,8 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
     Raises `expected.error` for a file that is absent or cannot be run, and for a name that is absent, is not a plain function (a
     coroutine, for instance) or does not take what it is called with.
     """
-    what, error = expected.what, expected.error
+    what = expected.what
+    error = expected.error
     function: Callable[..., Any] = load_name(path, name, expected)
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
@@ -59,7 +60,8 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
 def load_name(path: str, name: str, expected: Expected) -> Any:
     """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no such file or name, or the
     file cannot be run."""
-    what, error = expected.what, expected.error
+    what = expected.what
+    error = expected.error
     if not os.path.isfile(path):
         raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
     module = _run_file(path, expected)

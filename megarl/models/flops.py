@@ -36,11 +36,10 @@ def training_flops(architecture: Architecture, rows: Iterable[tuple[int, int]], 
     for each of the two products of the backward pass; nothing that is computed again; of attention the pairs that the causal mask leaves;
     of the output layer the places that predict response tokens; of experts those that a token meets.
     """
-    hidden, head_dim = architecture.hidden_size, architecture.head_dim
-    query, key_value = (
-        architecture.num_attention_heads * head_dim,
-        architecture.num_key_value_heads * head_dim,
-    )
+    hidden = architecture.hidden_size
+    head_dim = architecture.head_dim
+    query = architecture.num_attention_heads * head_dim
+    key_value = architecture.num_key_value_heads * head_dim
     layers = architecture.num_hidden_layers * hidden * (2 * query + 2 * key_value) + _feed_forward(architecture)
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     multiply_adds = 0
@@ -54,7 +53,8 @@ def training_flops(architecture: Architecture, rows: Iterable[tuple[int, int]], 
 def _feed_forward(architecture: Architecture) -> int:
     """Multiply-adds of a token, of all layers."""
     dense = architecture.num_dense_layers * 3 * architecture.intermediate_size
-    experts, sparse = architecture.experts, 0
+    experts = architecture.experts
+    sparse = 0
     if experts is not None:
         met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
         sparse = len(experts.layers) * (3 * met + experts.num_experts + bool(experts.shared_intermediate_size))

@@ -23,7 +23,8 @@ from megarl.placement.expert_activations import sparse_layer
 _FLOAT32 = 4
 # Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, which are
 # of the rank's own; a mask, and five numbers of 4 bytes that the loss reads or that come out, of all tokens of the rows.
-_OWN_BATCH_BYTES, _WHOLE_BATCH_BYTES = 40, 24
+_OWN_BATCH_BYTES = 40
+_WHOLE_BATCH_BYTES = 24
 # Logits that the engine works on at a time on a CPU.
 _CPU_BLOCK = 2**17
 
@@ -91,7 +92,8 @@ class _Work:
         self._parallel = parallel = role.parallel
         self._element = 4 if config.model.dtype is DType.float32 else 2
         self.kernels = _kernels(config)
-        self._is_first, self._is_last = stage == 0, stage == parallel.pipeline_parallel_size - 1
+        self._is_first = stage == 0
+        self._is_last = stage == parallel.pipeline_parallel_size - 1
         self._stage = stage
         cut = parallel.tensor_parallel_size
         self._vocabulary = padded_vocab_size(architecture.vocab_size, cut) // cut  # this rank's rows
@@ -111,7 +113,8 @@ class _Work:
         """Keys for each of the rank's tokens that are gathered for attention: where it is a product of matrices every response has its
         prompt's beside its own, and the prompt has them too; of rows that ranks share each rank has two chunks of every sequence, with all
         keys before these, and of a response all of its prompt as well."""
-        tokens, prompts = micro_batch_tokens(rows, self._context), sum(row.prompt for row in rows) * self._shares_prompts
+        tokens = micro_batch_tokens(rows, self._context)
+        prompts = sum(row.prompt for row in rows) * self._shares_prompts
         if self._context > 1:
             return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
         return (tokens + prompts) / tokens
@@ -151,7 +154,8 @@ class _Work:
         return tokens * (gathered + received) * self._element + angles + counted * (self._architecture.experts is not None)
 
     def score(self) -> int:
-        tokens, width = self._tokens(trains=False), self._widths
+        tokens = self._tokens(trains=False)
+        width = self._widths
         if self.kernels is _Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
@@ -189,7 +193,8 @@ class _Work:
         own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and laid out."""
         if not (self._shares_prompts and self.kernels is _Kernels.plain):
             return 0
-        width, keys = self._widths, self._keys_of_token
+        width = self._widths
+        keys = self._keys_of_token
         gathered = keys * (2 * width.key + 4 * width.query)
         return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
 
@@ -233,7 +238,8 @@ class _Work:
 
     @property
     def _kept_of_attention(self) -> int:
-        width, has_norm = self._widths, self._architecture.qk_norm
+        width = self._widths
+        has_norm = self._architecture.qk_norm
         again = RecomputeModule.core_attn in self._modules_again
         if self.kernels is _Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
@@ -278,7 +284,9 @@ class _Work:
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
         if self.kernels is _Kernels.cpu:
             return tokens * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole) * self._element
-        first, second = 2 * width.gate * width.whole, width.gate * width.whole  # elements of the MLP's two matrices
+        # elements of the MLP's two matrices
+        first = 2 * width.gate * width.whole
+        second = width.gate * width.whole
         # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
         # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
         inside = max(
@@ -310,7 +318,8 @@ class _Work:
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
-        rows, chunk = self._vocabulary * self._widths.whole, self._chunk(tokens)
+        rows = self._vocabulary * self._widths.whole
+        chunk = self._chunk(tokens)
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
         received = tokens * self._widths.part * self._element
@@ -343,5 +352,6 @@ def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _
 def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
     """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has one under way in this stage and
     in each after it; interleaved stages begin more of them (Narayanan et al. 2021, section 2.2)."""
-    stages, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    stages = parallel.pipeline_parallel_size
+    virtual = parallel.virtual_pipeline_parallel_size or 1
     return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

@@ -10,7 +10,8 @@ from megarl.config.schema import PlacementConfig, PlacementStrategy, RunConfig, 
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
 
-_ROLES, _POOLS = "placement.roles", "placement.pools"
+_ROLES = "placement.roles"
+_POOLS = "placement.pools"
 
 
 def custom_problems(config: RunConfig) -> list[str]:
@@ -82,7 +83,8 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
         pool = placement.roles.get(request.name)
         if pool is None or request.together == 0 or fits_alone(request, counts := placement.pools[pool]):
             continue
-        key, needed = f"{_POOLS}.{pool}", request.num_devices
+        key = f"{_POOLS}.{pool}"
+        needed = request.num_devices
         if sum(counts) < needed:
             reason = f"has {sum(counts)} devices, but {request.name} needs {needed}; use {needed} or more"
         else:

@@ -13,7 +13,10 @@ from megarl.config import roles as table
 from megarl.config.roles import Role, RolePhase, Stage
 from megarl.placement.placement_plan import PlacementPlan
 
-PARAMETERS, GRADIENTS, OPTIMIZER, ENGINE = "parameters", "gradients", "optimizer", "engine"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+ENGINE = "engine"
 
 
 class Item(NamedTuple):
@@ -48,7 +51,9 @@ def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapp
     return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, calls)
 
 
-_TO_SCORE, _TO_TRAIN, _AWAKE = (PARAMETERS,), (PARAMETERS, GRADIENTS, OPTIMIZER), (ENGINE,)
+_TO_SCORE = (PARAMETERS,)
+_TO_TRAIN = (PARAMETERS, GRADIENTS, OPTIMIZER)
+_AWAKE = (ENGINE,)
 _GENERATE = _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "submit_and_poll")
 _REWARD = _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, *("score", "begin", "scored", "finish"))
 _PUSH = _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE})

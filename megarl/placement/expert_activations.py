@@ -28,12 +28,15 @@ def sparse_layer(architecture: Architecture, parallel: ParallelConfig, element_b
     experts = architecture.experts
     if experts is None:
         return SparseLayer(0, 0, 0)
-    hidden, cut = architecture.hidden_size, parallel.expert_tensor_parallel_size
+    hidden = architecture.hidden_size
+    cut = parallel.expert_tensor_parallel_size
     own = 1 / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)  # of a micro-batch's tokens, those of this rank
     sent = own * experts.num_experts_per_tok
     come = sent * (_crowding(experts, parallel) if uneven else 1)  # to a rank's experts, of which others may have other parts
     met = come * cut
-    number, index = 4 / element_bytes, 8 / element_bytes  # float32 and int64, in elements
+    # float32 and int64, in elements
+    number = 4 / element_bytes
+    index = 8 / element_bytes
     # Of each token a number and a mark for each expert, and the chosen ones' indices and weights; of each that is sent its place, of each
     # that is met its weight.
     routing = own * (experts.num_experts * (number + 1 / element_bytes) + experts.num_experts_per_tok * (index + 2 * number))
@@ -59,7 +62,8 @@ def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage:
 
 def _crowding(experts: Experts, parallel: ParallelConfig) -> float:
     """Tokens of a rank whose first expert has twice its share, of those that it would have."""
-    held, others = experts.num_experts // parallel.expert_parallel_size, experts.num_experts - 1
+    held = experts.num_experts // parallel.expert_parallel_size
+    others = experts.num_experts - 1
     most = experts.num_experts / experts.num_experts_per_tok  # every token
     first = min(2.0, most)
     return (first + (held - 1) * (experts.num_experts - first) / others) / held if others else 1.0

@@ -117,11 +117,13 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
 
 
 def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]:
-    share, limit_gb = engine_share(config), config.placement.device_memory_gb
+    share = engine_share(config)
+    limit_gb = config.placement.device_memory_gb
     engine = next(usages["rollout"] for device in devices for usages in device.phases.values() if usages.get("rollout", Usage()).total)
     if share is None or (needed := engine.parameters + engine.kv_cache) <= share:
         return []
-    key, fraction = config.rollout.engine.needs.memory_key, config.rollout.memory_share_of(config.rollout.engine)
+    key = config.rollout.engine.needs.memory_key
+    fraction = config.rollout.memory_share_of(config.rollout.engine)
     assert limit_gb is not None
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the weights take "
@@ -184,7 +186,8 @@ class _Sizes:
     def _engine(self, phase: Phase, works: bool) -> Usage:
         """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as it writes at a time. One that
         takes turns gets its weights first, and its cache when the trainer has made room."""
-        config, policy = self._config, self._architectures["actor"]
+        config = self._config
+        policy = self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
         sequences = min(config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas))
@@ -247,7 +250,8 @@ def row_cache(config: PPOConfig, policy: Architecture) -> int:
 
 def engine_share(config: PPOConfig) -> int | None:
     """Bytes that the engine takes of a GPU for weights and cache, whatever it needs; None where nobody says so."""
-    share, limit_gb = config.rollout.memory_share_of(config.rollout.engine), config.placement.device_memory_gb
+    share = config.rollout.memory_share_of(config.rollout.engine)
+    limit_gb = config.placement.device_memory_gb
     on_gpu = config.device is not Device.cpu
     return int(share * limit_gb * 2**30) if on_gpu and share is not None and limit_gb is not None else None
 

@@ -72,7 +72,8 @@ class OffloadPlan:
         in_phase = self.held()
         names = list(self._phases)
         start = names.index(first)
-        held, kept = in_phase[first], [first]
+        held = in_phase[first]
+        kept = [first]
         for name in (*names[start + 1 :], *names[:start]):
             if any(item.role == role for item in held & self.leaving(name)):
                 break

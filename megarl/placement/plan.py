@@ -49,7 +49,8 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
 
 
 def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
-    placement, size = config.placement, _node_sizes(config, pools)[0]
+    placement = config.placement
+    size = _node_sizes(config, pools)[0]
     needed = sum(pool.num_devices for pool in pools)
     roles = ", ".join(_described(pool) for pool in pools if pool.num_devices)
     split = ", and a tensor-parallel group must fit on one node" if needed <= placement.num_nodes * size else ""

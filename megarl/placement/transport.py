@@ -35,7 +35,8 @@ def joins_weight_groups(config: RunConfig, plan: PlacementPlan) -> bool:
 
 def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     """None where it works; folder always does."""
-    trainers, engines = plan.group_of("actor").devices, plan.group_of("rollout").devices
+    trainers = plan.group_of("actor").devices
+    engines = plan.group_of("rollout").devices
     if transport is Transport.device and (alone := sorted(engines - trainers)):
         places = ", ".join(f"{device} of node {node}" for node, device in alone[:4])
         return f"in the placement {plan.strategy.value!r} engines run on devices that have no actor rank (device {places})"

@@ -38,10 +38,12 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     group = dist.ProcessGroup.unbox(named["process_group"])
     ranks = tuple(dist.get_process_group_ranks(group))
     if name in ("send", "recv_"):
-        peer, mine = ranks[named["dst" if name == "send" else "src"]], dist.get_rank()
+        peer = ranks[named["dst" if name == "send" else "src"]]
+        mine = dist.get_rank()
         ranks = (mine, peer) if name == "send" else (peer, mine)
     largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
-    dtype, elements = str(largest.dtype).removeprefix("torch."), largest.numel()
+    dtype = str(largest.dtype).removeprefix("torch.")
+    elements = largest.numel()
     call = Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place())
     if call.kind == "all_to_all":
         sent = _split(named["input"], named["input_split_sizes"], len(ranks))

@@ -37,7 +37,9 @@ _MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the host
 _INTEGERS = (torch.int64, torch.int32, torch.bool)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
-_ZEROS, _TOP_K, _SELECT = torch.ops.aten.zeros_like.default, torch.ops.aten.topk.default, torch.ops.aten.masked_select.default
+_ZEROS = torch.ops.aten.zeros_like.default
+_TOP_K = torch.ops.aten.topk.default
+_SELECT = torch.ops.aten.masked_select.default
 
 
 class _FakeTensors(FakeTensorMode):

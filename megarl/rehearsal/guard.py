@@ -38,7 +38,8 @@ def load_guard() -> None:
 
 def compiled_guard() -> Path:
     """The library, compiled where the cache has none for this torch and this source: some ten seconds."""
-    torch_dir, torch_version = _torch_dir(), version("torch")
+    torch_dir = _torch_dir()
+    torch_version = version("torch")
     identity = hashlib.sha256(_SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
     library = _cache_dir() / f"cuda_guard-{identity}.so"
     if library.exists():

@@ -18,7 +18,8 @@ from torch import Tensor, UntypedStorage
 from megarl.engine import fake_cuda
 from megarl.rehearsal.record import Await, Collective, PhaseRecord, RehearsalError, Wait
 
-_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2]) + "/"
 _UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
 
@@ -123,6 +124,9 @@ class Ledger:
             waits=tuple(Wait(*key, count) for key, count in self._waits.items()),
             awaits=tuple(self._awaits),
         )
-        self._peak, self._flops, self._collectives, self._awaits = self._held, 0, [], []
+        self._peak = self._held
+        self._flops = 0
+        self._collectives = []
+        self._awaits = []
         self._waits.clear()
         return record

@@ -92,7 +92,8 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
     """Along those who wait for each other until one comes again; what led there is left out."""
     chain: list[int] = []
     places: list[str] = []
-    number, group = first, None
+    number = first
+    group = None
     while number not in chain:
         chain.append(number)
         at = ranks[number].stands_at(group)

@@ -28,11 +28,14 @@ class _RecordedGroup(P2PGroup):
     """Notes what is sent. Engine ranks are numbered behind those of the actor."""
 
     def __init__(self, ledger: Ledger, rank: int, num_ranks: int) -> None:
-        self._ledger, self._rank, self._num_ranks = ledger, rank, num_ranks
+        self._ledger = ledger
+        self._rank = rank
+        self._num_ranks = num_ranks
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
         for target, tensor in sends:
-            ranks, dtype = (self._rank, self._num_ranks + target), str(tensor.dtype).removeprefix("torch.")
+            ranks = (self._rank, self._num_ranks + target)
+            dtype = str(tensor.dtype).removeprefix("torch.")
             self._ledger.communicates(Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place()))
         return _Sent()
 
@@ -45,7 +48,8 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
 
     def regions(part: Part) -> list[Tensor]:
         found = list(shards.regions(part))
-        held, types = sum(region.numel() for region in found), {region.dtype for region in found}
+        held = sum(region.numel() for region in found)
+        types = {region.dtype for region in found}
         if held != part.tensor_slice.volume or types != {dtype}:
             raise RehearsalError(
                 f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which this rank holds {held:,}, as "

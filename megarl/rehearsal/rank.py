@@ -66,7 +66,8 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
     limit_gb = config.placement.device_memory_gb
     _ledger = Ledger(None if limit_gb is None else int(limit_gb * 2**30))
     place = role.parallel.coordinate(request.rank)
-    error, phases = None, []
+    error = None
+    phases = []
     rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
     torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
     try:

@@ -10,7 +10,9 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.order import deadlock
 from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
 
-_DATA_PARALLEL, _SUMS = "DATA_PARALLEL", ("reduce_scatter", "all_reduce")  # as Megatron calls the groups
+# as Megatron calls the groups
+_DATA_PARALLEL = "DATA_PARALLEL"
+_SUMS = ("reduce_scatter", "all_reduce")
 
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
@@ -87,7 +89,8 @@ def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
         return False
     if not mine.sent:
         return mine.elements == theirs.elements
-    first, second = mine.ranks.index(one), mine.ranks.index(other)
+    first = mine.ranks.index(one)
+    second = mine.ranks.index(other)
     return mine.sent[second] == theirs.received[first] and mine.received[second] == theirs.sent[first]
 
 

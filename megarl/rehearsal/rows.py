@@ -30,7 +30,8 @@ class RehearsedBatch(NamedTuple):
 def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
     """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
     prompts, responses, ids = (torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True)))
-    prompt, response = int(prompts.max()), int(responses.max())
+    prompt = int(prompts.max())
+    response = int(responses.max())
     column = torch.arange(prompt + response)
     mask = (column >= prompt - prompts) & (column < prompt + responses)
     tensors = {"input_ids": ids.expand(mask.shape), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}

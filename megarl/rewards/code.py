@@ -110,7 +110,9 @@ class _Tester:
     """
 
     def __init__(self, program: str, limits: SandboxLimits, shared: bool) -> None:
-        self._program, self._limits, self._shared = program, limits, shared
+        self._program = program
+        self._limits = limits
+        self._shared = shared
         of_processes = replace(limits, cpu_s=_SHARED_CPU_S) if shared else limits
         self._side = ProgramSide(program, _level(), of_processes)
         self._judge = Judge(_level(), replace(LIMITS, cpu_s=_SHARED_CPU_S))

@@ -16,7 +16,9 @@ from megarl.machine.sandbox_session import SandboxSession
 from megarl.rewards import code_values
 from megarl.rewards.code_tests import REMOTE, AssertTest
 
-_GIVEN, _NAMED = "__given__", "__named__"  # arguments with which an assertion calls a function that is a value of the program
+# arguments with which an assertion calls a function that is a value of the program
+_GIVEN = "__given__"
+_NAMED = "__named__"
 _IMPORTS = """
 import importlib
 def imported(imports):
@@ -171,7 +173,9 @@ class Judge:
 
     def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
         """Returns whether the assertion holds, and the value of the program for want of which it does not."""
-        imports, is_new, data = dict(test.imports), True, None
+        imports = dict(test.imports)
+        is_new = True
+        data = None
         while True:
             arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
             said, how, _ = self._interpreter.ask(f"judge({arguments})")
@@ -183,7 +187,8 @@ class Judge:
             value = program.value(number, source, imports, said["bound"])
             if value.how != "value":
                 return False, value
-            is_new, data = False, value.data
+            is_new = False
+            data = value.data
 
     def close(self) -> None:
         self._interpreter.close()

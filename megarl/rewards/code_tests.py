@@ -230,7 +230,8 @@ class _Split(ast.NodeTransformer):
     """
 
     def __init__(self, names_of_program: set[str], imports: Mapping[str, str]) -> None:
-        self._of_program, self._imports = names_of_program, imports
+        self._of_program = names_of_program
+        self._imports = imports
         self._bound: frozenset[str] = frozenset()
         self.sources: list[str] = []
         self.used: dict[str, str] = {}
@@ -241,7 +242,8 @@ class _Split(ast.NodeTransformer):
         root = _root(node)
         if root is not None and root in self._of_program and root not in self._bound:
             return self._remote(node)
-        before, self._bound = self._bound, self._bound | _bound_by(node)
+        before = self._bound
+        self._bound = self._bound | _bound_by(node)
         visited = self.generic_visit(node)
         self._bound = before
         return visited

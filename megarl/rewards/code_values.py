@@ -36,7 +36,8 @@ class Opaque:
     """A value whose type cannot be carried. It equals nothing but itself, and is true or false as the program said."""
 
     def __init__(self, truth: bool, call: Callable[..., Any] | None = None) -> None:
-        self._truth, self._call = truth, call
+        self._truth = truth
+        self._call = call
 
     def __bool__(self) -> bool:
         return self._truth
@@ -116,7 +117,8 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
     if kind == "opaque":
         return Opaque(bool(content[0]), call if content[1] else None)
     if kind == "dict":
-        keys, values = [decode(key, call) for key, _ in content], [decode(value, call) for _, value in content]
+        keys = [decode(key, call) for key, _ in content]
+        values = [decode(value, call) for _, value in content]
         return dict(zip(_hashable(keys), values, strict=True))
     items = [decode(each, call) for each in content]
     if kind in ("list", "tuple", "iterator"):

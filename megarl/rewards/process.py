@@ -153,7 +153,8 @@ def score(request: ScoreRequest) -> Outcome:
         return Outcome(0.0, {}, _load_error)
     total = 0.0
     numbers: dict[str, float] = {}
-    parts, answers = list[float](), list[Answer]()
+    parts = list[float]()
+    answers = list[Answer]()
     for function, name in zip(_functions, function_labels([each.config for each in _functions]), strict=True):
         try:
             if function.config.sandbox:

@@ -144,7 +144,8 @@ class RewardScorer:
     def begin(self, requests: Sequence[ScoreRequest]) -> list[BegunScore]:
         """Returns at once; `score` waits for them."""
         self._ensure_pool()
-        pool, limit_s = self._pool, self.time_limit_s
+        pool = self._pool
+        limit_s = self.time_limit_s
         return [BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool) for request in requests]
 
     def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:

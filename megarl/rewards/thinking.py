@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-OPENS, CLOSES = "<think>", "</think>"
+OPENS = "<think>"
+CLOSES = "</think>"
 
 
 def outside_thinking(response: str) -> str:

@@ -104,7 +104,8 @@ class Trial(NamedTuple):
     @property
     def gain(self) -> float | None:
         """How much more the ground truth scores than an empty response, by the function whose form it has; None: it is not known."""
-        outcome, empty = self.outcome, self.empty
+        outcome = self.outcome
+        empty = self.empty
         if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
             return None
         assert isinstance(self.response, Response)
@@ -116,14 +117,16 @@ def as_response(request: ScoreRequest) -> Response:
     """Score the ground truth of a request as a response. Runs in a reward process; `solution_str` is not read."""
     if (problem := load_error()) is not None:
         return Response(refusal=problem)
-    functions, truth = loaded_functions(), request.ground_truth
+    functions = loaded_functions()
+    truth = request.ground_truth
     labels = function_labels([function.config for function in functions])
     for function, label in zip(functions, labels, strict=True):
         if (refusal := _refusal(function, label, truth)) is not None:
             return Response(refusal=refusal)
 
     # The first function that knows how a ground truth is shown decides for all.
-    text, form_of = truth if isinstance(truth, str) else str(truth), None
+    text = truth if isinstance(truth, str) else str(truth)
+    form_of = None
     for position, (function, label) in enumerate(zip(functions, labels, strict=True)):
         if (shown := companion(function.config.path, function.call, "answer_from_truth")) is None:
             continue
@@ -133,7 +136,8 @@ def as_response(request: ScoreRequest) -> Response:
             return Response(refusal=f"answer_from_truth, defined next to {label}, raised {last_line(error)}")
         if derived is None:
             return Response(form_of=position)
-        text, form_of = derived, position
+        text = derived
+        form_of = position
         break
     return Response(text, form_of, outcome=score(request._replace(solution_str=text)))
 
@@ -211,7 +215,8 @@ def _refusal_of(trial: Trial) -> str | None:
     """Return why no response can match the ground truth of a trial; None: one may."""
     if isinstance(trial.response, Unfinished):
         return None
-    text, refusal = trial.response.text, trial.response.refusal
+    text = trial.response.text
+    refusal = trial.response.refusal
     if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
         assert trial.outcome is not None
         score_of_it = trial.outcome.parts[trial.response.form_of]

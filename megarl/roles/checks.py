@@ -42,9 +42,11 @@ class LogProbGate:
         exceeds the bound."""
         if not self.wants(batch):
             return
-        columns, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
+        columns = of_one_form(batch.columns)
+        version = batch.meta_info["weight_version"]
         mask = map_tokens(lambda versions: versions == version, columns["response_mask"], columns["token_versions"], dtype=torch.bool)
-        rollout, old = columns["rollout_log_probs"], columns["old_log_probs"]
+        rollout = columns["rollout_log_probs"]
+        old = columns["old_log_probs"]
         mean = moments(_difference, mask, rollout, old).mean
         if not mean <= self._max_difference:  # a NaN does not pass
             raise LogProbMismatchError(self._explain(padded(map_tokens(_difference, mask, rollout, old)), padded(mask), mean))
@@ -52,12 +54,14 @@ class LogProbGate:
 
     def wants(self, batch: DataProto) -> bool:
         """None was looked at yet, and this one has such tokens."""
-        versions, version = batch.columns["token_versions"], batch.meta_info["weight_version"]
+        versions = batch.columns["token_versions"]
+        version = batch.meta_info["weight_version"]
         return not self.passed and any(bool((block.columns[0] == version).any()) for block in token_blocks(versions, versions))
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])
-        first, later = _mean(difference[:, :1], mask[:, :1]), _mean(difference[:, 1:], mask[:, 1:])
+        first = _mean(difference[:, :1], mask[:, :1])
+        later = _mean(difference[:, 1:], mask[:, 1:])
         return (
             f"rollout and actor disagree about the first batch: mean |log-prob difference| {mean:.3g} over {int(mask.sum())} tokens, "
             f"more than resharding.max_log_prob_difference={self._max_difference:g}. First tokens of the responses: {first}; "
@@ -112,7 +116,9 @@ class FirstRatioGate:
         """metrics: of the mini-batch, see ActorLoss; one without a token has no extremes and says nothing. Raises FirstRatioError."""
         if self._passed or "actor/ratio_max" not in metrics:
             return
-        low, high, mean = metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]
+        low = metrics["actor/ratio_min"]
+        high = metrics["actor/ratio_max"]
+        mean = metrics["actor/approx_kl"]
         limit = math.exp(self._tolerance.extreme)
         near = 1 / limit <= low and high <= limit
         if not (near and abs(mean) <= self._tolerance.mean):  # a NaN does not pass

@@ -321,7 +321,8 @@ class Actor(MegatronRole):
         Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself scores the batch
         (config/roles.py); then the first batch alone that can be compared is scored for it, and no number of the run comes of that.
         """
-        algorithm, check = self._algorithm, self._check_log_probs
+        algorithm = self._algorithm
+        check = self._check_log_probs
         assert algorithm is not None
         by_update = self._scores_in_update and step > self._updates.critic_warmup_steps
         if not (by_update or algorithm.rollout_correction.bypass):

@@ -23,7 +23,8 @@ from megarl.workers.megatron import MegatronWorker
 
 _Parts = tuple[StatePart, ...]
 _Move = RemoteMethod[[_Parts], int, [_Parts], WorkerFuture[list[int]]]
-_GENERATE, _SEND = "gen", "update_weights"
+_GENERATE = "gen"
+_SEND = "update_weights"
 _ENGINES = Item("rollout", ENGINE)
 _ACTOR = Item("actor", PARAMETERS)
 

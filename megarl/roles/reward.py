@@ -20,7 +20,9 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.workers.reward import WROTE, RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
-_ANSWERS, _OF_TURNS = "answer_mask", "environment_rewards"  # columns of episodes
+# columns of episodes
+_ANSWERS = "answer_mask"
+_OF_TURNS = "environment_rewards"
 _SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wait behind it
 
 
@@ -71,7 +73,8 @@ class Reward:
             return {}
         if not has_ended(self._asking.calls):
             return {}
-        asked, self._asking = self._asking, None
+        asked = self._asking
+        self._asking = None
         return asked.get()
 
     def finish(self, batch: DataProto) -> DerivedFuture:

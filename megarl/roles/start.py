@@ -125,7 +125,8 @@ class _Starter:
             if group.roles[0] not in workers:
                 continue
             self._make_room(group.roles[0], groups)
-            pool, limit_s = group_pool(plan, self._pools, group), self._config.trainer.phase_time_limit_s
+            pool = group_pool(plan, self._pools, group)
+            limit_s = self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
             joins_engines = self._device is Device.cuda and "actor" in group.roles and joins_weight_groups(self._config, plan)
             environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
@@ -334,7 +335,9 @@ def _rollout(
     config: PPOConfig, plan: PlacementPlan, pools: ResourcePoolManager, replicas: Replicas, weights: RolloutWeights, rules: TokenRules
 ) -> Rollout:
     """With an agent its samples are episodes."""
-    agent, limits, limit_s = config.agent, _rollout_limits(config), config.trainer.phase_time_limit_s
+    agent = config.agent
+    limits = _rollout_limits(config)
+    limit_s = config.trainer.phase_time_limit_s
     if not agent.is_used:
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
         return Rollout(replicas, weights, rules, limits, config.trainer.seed, routes_of)
@@ -356,7 +359,8 @@ def _rollout(
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:
-    rollout, limit_s = config.rollout, config.trainer.phase_time_limit_s
+    rollout = config.rollout
+    limit_s = config.trainer.phase_time_limit_s
     return RolloutLimits(
         max_concurrency=rollout.max_concurrency,
         answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if rollout.engine.needs.answers_meanwhile else limit_s,
@@ -376,7 +380,8 @@ def start_evaluation(
     `start_ppo`. The engines have their weights when it returns. Raises what RolloutWeights.push raises."""
     config = with_absolute_paths(config)
     plan = plan_placement(config)
-    starter, schedule = _Starter(config, device, pools, OffloadPlan(plan)), OffloadSchedule()
+    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    schedule = OffloadSchedule()
     workers = {role: worker for role, worker in _workers(config, models, starter, rules).items() if role in ("reward", REWARD_MODEL)}
     groups = starter.groups(plan, workers)
     replicas = _start_replicas(config, device, plan, pools, takes_turns=False)

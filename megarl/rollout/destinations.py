@@ -183,11 +183,13 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     """
     strides = row_major_strides(shape)
     source = source if source.shape == target.shape else source.expand(target.shape)
-    position, starts = source.storage_offset(), []
+    position = source.storage_offset()
+    starts = []
     for stride in strides:
         starts.append(position // stride)
         position %= stride
-    sizes, target_dims = [1] * len(shape), {}
+    sizes = [1] * len(shape)
+    target_dims = {}
     for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if size == 1:
             continue
@@ -197,7 +199,8 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
                 f"of shape {tuple(shape)} it copies what is no slice: shape {tuple(source.shape)}, strides {source.stride()}, "
                 f"offset {source.storage_offset()}"
             )
-        sizes[place], target_dims[place] = size, dim
+        sizes[place] = size
+        target_dims[place] = dim
     target_strides = [target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
     return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)

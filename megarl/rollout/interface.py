@@ -290,7 +290,9 @@ def plan_requests(
 
 def check_request(request: GenerationRequest, vocab_size: int, max_length: int) -> None:
     """max_length: tokens of prompt and sample together. Raises ValueError, see `RolloutEngine.submit`."""
-    prompt, max_new_tokens, name = request.prompt, request.sampling.max_new_tokens, f"the prompt of request {request.request_id}"
+    prompt = request.prompt
+    max_new_tokens = request.sampling.max_new_tokens
+    name = f"the prompt of request {request.request_id}"
     if not prompt:
         raise ValueError(f"{name} is empty; a model needs at least one token to continue")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:

@@ -51,7 +51,9 @@ class EngineLifecycle:
 
     def begin(self, manifest: Manifest) -> None:
         self.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
-        self.state, self._version, self._receipt = LifecycleState.UPDATING, None, WeightReceipt(manifest)
+        self.state = LifecycleState.UPDATING
+        self._version = None
+        self._receipt = WeightReceipt(manifest)
 
     def require_update(self) -> None:
         self.require("load weights", LifecycleState.UPDATING)
@@ -72,9 +74,12 @@ class EngineLifecycle:
     def end(self, version: int) -> None:
         self.require("end a weight update", LifecycleState.UPDATING)
         assert self._receipt is not None
-        receipt, self._receipt, self.state = self._receipt, None, LifecycleState.EMPTY
+        receipt = self._receipt
+        self._receipt = None
+        self.state = LifecycleState.EMPTY
         receipt.close()
-        self.state, self._version = LifecycleState.READY, version
+        self.state = LifecycleState.READY
+        self._version = version
 
     def must_wake(self) -> bool:
         """Whether it sleeps. Raises EngineStateError where it is closed."""
@@ -83,7 +88,9 @@ class EngineLifecycle:
 
     def leave(self, state: LifecycleState) -> None:
         """Into a state without weights: EMPTY, ASLEEP or CLOSED."""
-        self.state, self._version, self._receipt = state, None, None
+        self.state = state
+        self._version = None
+        self._receipt = None
 
     def require(self, action: str, *states: LifecycleState) -> None:
         if self.state not in states:

@@ -131,7 +131,8 @@ class RequestRouter(Generic[Request]):
         lost = self._in_flight[replica]
         for request_id in lost:
             heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
-        self._in_flight[replica], self._cancelled[replica] = set(), set()
+        self._in_flight[replica] = set()
+        self._cancelled[replica] = set()
         return lost
 
     def _drop(self, request_id: int) -> None:

@@ -40,8 +40,10 @@ class StalenessController:
         in_order: bool = True,
     ) -> None:
         self.in_order = in_order
-        self.max_staleness, self.prompts_per_step = max_staleness, prompts_per_step
-        self._total_steps, self._step_pushes = total_steps, step_pushes
+        self.max_staleness = max_staleness
+        self.prompts_per_step = prompts_per_step
+        self._total_steps = total_steps
+        self._step_pushes = step_pushes
         self.next_step = next_step
         self._next_version = version  # the version that `next_step` trains
         self._live: dict[int, tuple[int, bool]] = {}  # in order: group -> (version that started it, whether it is finished)

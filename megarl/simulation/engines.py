@@ -17,7 +17,9 @@ from megarl.roles.rollout.replicas import ExclusiveAccess, unshared
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
 
-_TOKEN, _LOG_PROB = 5, -1.0  # that every sample consists of
+# that every sample consists of
+_TOKEN = 5
+_LOG_PROB = -1.0
 
 
 class VirtualClock:
@@ -28,7 +30,8 @@ class VirtualClock:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._on_event, self._num_happened = on_event, 0
+        self._on_event = on_event
+        self._num_happened = 0
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
@@ -77,7 +80,9 @@ class Answer:
 
     def end(self, value: Sequence[FinishedRequest | FailedRequest] = (), error: WorkerError | None = None) -> None:
         if not self.ended:
-            self.ended, self._value, self._error = True, list(value), error
+            self.ended = True
+            self._value = list(value)
+            self._error = error
 
 
 class ScriptedEngine:
@@ -87,7 +92,10 @@ class ScriptedEngine:
     def __init__(
         self, clock: VirtualClock, length_of: Callable[[GenerationRequest], int], version: int, start_s: float = 0.0, tick_s: float = 1.0
     ) -> None:
-        self._clock, self._length_of, self._version, self._tick_s = clock, length_of, version, tick_s
+        self._clock = clock
+        self._length_of = length_of
+        self._version = version
+        self._tick_s = tick_s
         self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which
         self.aborted: list[int] = []
         self._lengths: dict[int, int] = {}
@@ -166,7 +174,8 @@ class ScriptedEngine:
 
     def _sample(self, number: int, length: int) -> Sample:
         self._cut(number, length)
-        tokens, log_probs = np.full(length, _TOKEN, dtype=np.int32), np.full(length, _LOG_PROB, dtype=np.float32)
+        tokens = np.full(length, _TOKEN, dtype=np.int32)
+        log_probs = np.full(length, _LOG_PROB, dtype=np.float32)
         reason: Literal["stop", "length"] = "length" if length == self._limits.pop(number) else "stop"
         return Sample(tokens, log_probs, reason, tuple(self._spans.pop(number)))
 
@@ -188,7 +197,11 @@ class ScriptedEngines:
         start_s: float = 30.0,
         tick_s: float = 1.0,
     ) -> None:
-        self._clock, self._length_of, self._restart_limit, self._start_s, self._tick_s = clock, length_of, restart_limit, start_s, tick_s
+        self._clock = clock
+        self._length_of = length_of
+        self._restart_limit = restart_limit
+        self._start_s = start_s
+        self._tick_s = tick_s
         self._version = version
         self.groups = [ScriptedEngine(clock, length_of, version, tick_s=tick_s) for _ in range(count)]
         self.starting: set[int] = set()

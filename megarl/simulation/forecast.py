@@ -19,7 +19,9 @@ from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from megarl.tracking.samples import read_samples, sample_files
 
 STALENESSES = (0, 1, 2, 4)
-_STEPS, _MOST_PROMPTS = 16, 32  # of what is simulated; slots are fewer in the same ratio
+# of what is simulated; slots are fewer in the same ratio
+_STEPS = 16
+_MOST_PROMPTS = 32
 _MOST_SPLITS = 5
 _LAST_STEPS = 20  # of a run, that its times are of
 _WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
@@ -65,7 +67,8 @@ class Work:
 
     @classmethod
     def of(cls, config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Work:
-        prompts, n = config.trainer.prompts_per_step, config.rollout.n
+        prompts = config.trainer.prompts_per_step
+        n = config.rollout.n
         fitting = [[of_prompt[place % len(of_prompt)] for place in range(n)] for of_prompt in lengths]
         return cls(lengths=fitting, prompts_per_step=prompts, slots=config.rollout.max_concurrency)
 
@@ -130,7 +133,8 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
         most = math.floor(mean * math.exp(reach**2 / 2)) if mean >= 1 else 0
         raise ValueError(f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more, and the most above it, up to {most:,}")
     sigma = reach - math.sqrt(spare)
-    centre, chance = math.log(mean) - sigma**2 / 2, random.Random(seed)
+    centre = math.log(mean) - sigma**2 / 2
+    chance = random.Random(seed)
     drawn = []
     for _ in range(_STEPS * _MOST_PROMPTS):
         prompt = chance.gauss(0, 1) * _WITHIN_PROMPT**0.5
@@ -148,7 +152,8 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     A token takes as long as makes a simulated step generate for as long as the run's have. Raises ConfigError, MetricsFileError,
     SamplesFileError, and ValueError where the run has not what is needed.
     """
-    config, series = load_config(PPOConfig, run_dir / CONFIG_FILE), read_metrics(run_dir / METRICS_FILE)
+    config = load_config(PPOConfig, run_dir / CONFIG_FILE)
+    series = read_metrics(run_dir / METRICS_FILE)
     if config.rollout.max_staleness:
         raise ValueError(
             f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, and its wait for samples does not say how long "

@@ -168,7 +168,8 @@ class Simulation:
             if number > self._script.critic_warmup_steps:
                 self._push()
             self.saved = Saved(number, self.version, self.buffer.position(), {group.uid: group for group in self.buffer.finished()})
-        tokens, slots = sum(self.scheduler.totals().num_tokens), self._script.num_engines * self._script.slots
+        tokens = sum(self.scheduler.totals().num_tokens)
+        slots = self._script.num_engines * self._script.slots
         busy = tokens * self._script.token_s / (slots * self.clock.now_s)
         return SimulatedRun(self.steps, self.clock.now_s, busy, len(self.engines.restarted))
 
@@ -198,7 +199,8 @@ class Simulation:
 
     def _work(self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True) -> None:
         """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an engine that has started."""
-        end_s, self.scheduler.may_readmit = self.clock.now_s + limit_s, is_awaited
+        end_s = self.clock.now_s + limit_s
+        self.scheduler.may_readmit = is_awaited
         while True:
             self.buffer.score()
             if is_enough() or self.clock.now_s >= end_s:
@@ -264,7 +266,8 @@ class _Scoring:
     """Stands in for Reward; nobody is scored where that is not waited for."""
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
-        self._clock, self._script = clock, script
+        self._clock = clock
+        self._script = script
         self._under_way: list[tuple[float, str, list[float]]] = []
 
     @property
@@ -276,7 +279,8 @@ class _Scoring:
         return min((end_s for end_s, *_ in self._under_way), default=math.inf)
 
     def begin(self, groups: DataProto) -> None:
-        n, end_s = len(self._script.lengths[0]), self._clock.now_s + self._script.scoring_s
+        n = len(self._script.lengths[0])
+        end_s = self._clock.now_s + self._script.scoring_s
         for uid in map(str, groups.non_tensor_batch["uid"][::n]):
             scores = [0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)]
             self._under_way.append((end_s, uid, scores))

@@ -33,7 +33,8 @@ class BackgroundLogger:
 
     def __init__(self, open_service: Callable[[], Service], abandon: Callable[[], None] = lambda: None) -> None:
         """abandon: ends what would hold up the end of this process, when the service has not closed in time."""
-        self._open_service, self._abandon = open_service, abandon
+        self._open_service = open_service
+        self._abandon = abandon
         self._calls: queue.Queue[Callable[[Service], None] | None] = queue.Queue(_MAX_WAITING)
         self._error: Exception | None = None
         self._is_late = False
@@ -76,7 +77,8 @@ class BackgroundLogger:
         self._raise()
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

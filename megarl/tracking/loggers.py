@@ -55,7 +55,8 @@ class ConsoleLogger:
     }
 
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
-        self._write, self._total_steps = write, run.total_steps
+        self._write = write
+        self._total_steps = run.total_steps
         self._seconds: list[float] = []  # of the steps up to now
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -18,8 +18,11 @@ import pyarrow.parquet as pq
 from megarl.machine.files import write_whole
 
 SAMPLES_FOLDER = "samples"
-_PREFIX, _SUFFIX = "step_", ".parquet"
-_TOKENS, _PARTS = b"megarl.tokens", b"megarl.score_parts"  # in the metadata of a file's schema
+_PREFIX = "step_"
+_SUFFIX = ".parquet"
+# in the metadata of a file's schema
+_TOKENS = b"megarl.tokens"
+_PARTS = b"megarl.score_parts"
 
 # Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others; turn_rewards for each turn.
 SCHEMA = pa.schema(
@@ -82,7 +85,8 @@ class SampleWriter:
 
     def flush(self) -> None:
         """All files are on the disk. Raises OSError where the last one could not be written, and whatever else `make` met."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -123,7 +127,8 @@ def read_samples(path: Path) -> SampleTable:
     try:
         table = pq.read_table(path)
         metadata = table.schema.metadata or {}
-        tokens, parts = json.loads(metadata[_TOKENS]), json.loads(metadata[_PARTS])
+        tokens = json.loads(metadata[_TOKENS])
+        parts = json.loads(metadata[_PARTS])
         for name in (*OF_EPISODES, _NUMBERS):
             if name not in table.schema.names:  # an older version wrote the file
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))

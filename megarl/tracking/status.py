@@ -19,7 +19,11 @@ from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, S
 
 FORMAT = 1
 EVERY_S = 5.0
-RUNNING, ENDED, STOPPED, INTERRUPTED, FAILED = "running", "ended", "stopped", "interrupted", "failed"
+RUNNING = "running"
+ENDED = "ended"
+STOPPED = "stopped"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
 _log = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
 
@@ -101,7 +105,9 @@ class StatusWriter:
     """
 
     def __init__(self, output_dir: Path, look: Callable[[], RunStatus], every_s: float = EVERY_S) -> None:
-        self._path, self._look, self._every_s = output_dir / STATUS_FILE, look, every_s
+        self._path = output_dir / STATUS_FILE
+        self._look = look
+        self._every_s = every_s
         self._has_ended = threading.Event()
         self._has_warned = self._is_stalled = False
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)

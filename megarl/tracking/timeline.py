@@ -42,7 +42,8 @@ class Timeline:
         for span in spans:
             process = self._processes.setdefault(span.pool, len(self._processes))
             thread = self._threads.setdefault((span.pool, span.role, span.rank), len(self._threads))
-            start_us, duration_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
+            start_us = span.start_s * 1e6
+            duration_us = (span.end_s - span.start_s) * 1e6
             place = {"pid": process, "tid": thread, "ts": start_us, "dur": duration_us}
             self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}})
         self._events = self._events[-_MAX_EVENTS:]

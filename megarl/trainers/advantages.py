@@ -78,7 +78,8 @@ class AdvantageStep:
         """
         if not self._algorithm.kl.in_reward or not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
-        mask, estimator = tensors["response_mask"], self._algorithm.kl.estimator
+        mask = tensors["response_mask"]
+        estimator = self._algorithm.kl.estimator
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
         return _kl_metrics(kl, self.kl_controller.coefficient)
 
@@ -123,7 +124,8 @@ def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
 
     Metrics: `rollout/late`, the share of the loss's tokens that it has taken out.
     """
-    tensors, version = of_one_form(batch.columns), batch.meta_info["weight_version"]
+    tensors = of_one_form(batch.columns)
+    version = batch.meta_info["weight_version"]
     mask = tensors.get(LOSS_MASK, tensors["response_mask"])
     kept = map_tokens(lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool)
     num_before, num_kept = (int(row_lengths(one).sum()) for one in (mask, kept))

@@ -43,7 +43,9 @@ class BestSoFar:
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
         if is_best:
-            self.step, self.value, self.num_since = step, value, 0
+            self.step = step
+            self.value = value
+            self.num_since = 0
         else:
             self.num_since += 1
         return is_best
@@ -56,7 +58,8 @@ class BestSoFar:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Of another metric or mode nothing is taken: its values say nothing about this one's."""
         if state is not None and (state["metric"], state["mode"]) == (self.metric, self.mode.value):
-            self.step, self.num_since = state["step"], state["num_since"]
+            self.step = state["step"]
+            self.num_since = state["num_since"]
             self.value = math.nan if state["value"] is None else state["value"]
 
 

@@ -92,10 +92,16 @@ class Checkpointer:
     ) -> None:
         """resumed: what `trainer.json` of the checkpoint holds that the run goes on from. clock: in seconds, from any moment on; it
         must not follow the clock of the day, which may be set."""
-        self._config, self._folder, self._models, self._monitor = config, folder, models, monitor
-        self._is_told_to_end, self._say, self._clock = is_told_to_end, say, clock
+        self._config = config
+        self._folder = folder
+        self._models = models
+        self._monitor = monitor
+        self._is_told_to_end = is_told_to_end
+        self._say = say
+        self._clock = clock
         resumed = resumed or {"step": 0, "seconds": 0.0}
-        self._first_step, self._started_s = resumed["step"] + 1, clock() - resumed["seconds"]
+        self._first_step = resumed["step"] + 1
+        self._started_s = clock() - resumed["seconds"]
         self._saved_s = clock()
         self.last_step: int = resumed["step"]  # that was made
         self._best = BestSoFar.of(config.checkpoint.keep_best)

@@ -142,7 +142,8 @@ class Evaluation:
         for prompts in one_pass(self._dataset, self._batch_size):
             batch = rollout.generate(prompts, self._sampling, _STEP)
             batch = batch.union(reward.score(batch, with_texts=True))
-            arrays, lengths = batch.non_tensor_batch, row_lengths(batch.columns["response_mask"]).tolist()
+            arrays = batch.non_tensor_batch
+            lengths = row_lengths(batch.columns["response_mask"]).tolist()
             yield [
                 ScoredSample(
                     uid=arrays["uid"][row],

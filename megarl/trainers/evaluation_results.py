@@ -73,11 +73,14 @@ def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> Sou
 def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceComparison]:
     """Return by data source how `samples` differ from `others`, which are of the same prompts in the same order."""
     found: dict[str, SourceComparison] = {}
-    parts, of_others = by_data_source(samples), by_data_source(others)
+    parts = by_data_source(samples)
+    of_others = by_data_source(others)
     if len(parts) > 1:
-        parts[ALL], of_others[ALL] = list(samples), list(others)
+        parts[ALL] = list(samples)
+        of_others[ALL] = list(others)
     for source, part in parts.items():
-        values, other_values = prompt_values(part, pass_score), prompt_values(of_others[source], pass_score)
+        values = prompt_values(part, pass_score)
+        other_values = prompt_values(of_others[source], pass_score)
         pairs = {name: _pairs(values[name], other_values[name]) for name in values if name in other_values}
         found[source] = SourceComparison(
             differences={name: mean_difference(*both) if both[0] else _UNKNOWN for name, both in pairs.items()},

@@ -95,7 +95,8 @@ class Monitor:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the driver's own, or one that the workers' calls do not name."""
-        position, began = self.position, Began()
+        position = self.position
+        began = Began()
         position.begun.append(began)
         position.phases.append(name)
         yield
@@ -138,8 +139,10 @@ class Monitor:
         self._tracker.log_samples(step, make, max_bytes)
 
     def _finish(self, step: int) -> None:
-        spans, testing_spans = self._spans + self._drain(), self._testing_spans
-        self._spans, self._testing_spans = [], []
+        spans = self._spans + self._drain()
+        testing_spans = self._testing_spans
+        self._spans = []
+        self._testing_spans = []
         self._timeline.add(spans + testing_spans, step)
         timings = phase_timings(spans)
         self._metrics |= timings

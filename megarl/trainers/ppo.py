@@ -146,8 +146,12 @@ class PPOTrainer:
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
         """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where their pools differ."""
-        roles, phase, weights = self.roles, self.monitor.phase, self.roles.weights
-        actor, reference, critic = roles.actor, roles.reference, roles.critic
+        roles = self.roles
+        phase = self.monitor.phase
+        weights = self.roles.weights
+        actor = roles.actor
+        reference = roles.reference
+        critic = roles.critic
 
         with phase("gen"):
             batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
@@ -190,7 +194,8 @@ class PPOTrainer:
         - `actor/entropy`: of the policy that wrote the samples, in nats, the mean over response tokens, where the actor scored them;
         - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
         """
-        columns, arrays = of_one_form(batch.columns), batch.non_tensor_batch
+        columns = of_one_form(batch.columns)
+        arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             del columns["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
         metrics = data_metrics(columns, self.config.data.max_response_length)
@@ -224,7 +229,8 @@ class PPOTrainer:
 
 def make_async_rollout(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer) -> AsyncRollout:
     """Of a run whose `rollout.max_staleness` is above 0."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
 
     def staleness(version: int) -> StalenessController:
         return StalenessController(

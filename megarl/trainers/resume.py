@@ -150,18 +150,21 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
     trained = [role.name for role in model_roles(config) if role.optim is not None]
     if sorted(saved) != sorted(trained):
         return [f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains {', '.join(sorted(trained))}"]
-    problems, (now, _) = [], read_architectures(config)
+    problems = []
+    (now, _) = read_architectures(config)
     for role in trained:
         before = read_architecture(str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code)
         for field in fields(before):
-            was, wanted = getattr(before, field.name), getattr(now[role], field.name)
+            was = getattr(before, field.name)
+            wanted = getattr(now[role], field.name)
             if was != wanted:
                 problems.append(f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the same model")
     return problems
 
 
 def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
-    problems, kind = [], config.kind.value
+    problems = []
+    kind = config.kind.value
     if state["trainer"] != kind:
         problems.append(f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its Hugging Face folder")
     if state["step"] > config.trainer.total_steps:

@@ -30,7 +30,10 @@ class StatusOfRun:
     the timeline too."""
 
     def __init__(self, config: PPOConfig, roles: PPORoles, monitor: Monitor, async_rollout: AsyncRollout | None) -> None:
-        self._config, self._roles, self._monitor, self._async_rollout = config, roles, monitor, async_rollout
+        self._config = config
+        self._roles = roles
+        self._monitor = monitor
+        self._async_rollout = async_rollout
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -38,9 +41,11 @@ class StatusOfRun:
         return _Moment(time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT))
 
     def snapshot(self) -> RunStatus:
-        rollout, position = self._roles.rollout, self._position
+        rollout = self._roles.rollout
+        position = self._position
         requests, replicas = rollout.snapshot()
-        first, now = self._moments[0], self._moment()
+        first = self._moments[0]
+        now = self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
         num_tokens = [last - before for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)]

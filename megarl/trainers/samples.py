@@ -29,7 +29,9 @@ class SampleRows:
     that the model did not write."""
 
     def __init__(self, config: PPOConfig) -> None:
-        self._model, self._tracking, self._last_step = config.model, config.tracking, config.trainer.total_steps
+        self._model = config.model
+        self._tracking = config.tracking
+        self._last_step = config.trainer.total_steps
         self._parts = [function.name for function in config.reward.functions]
         if config.reward.model.path is not None:
             self._parts.append(_REWARD_MODEL)
@@ -50,13 +52,15 @@ class SampleRows:
 
     def table(self, batch: DataProto, step: int) -> SampleTable:
         """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer computed none of its own."""
-        arrays, are_episodes = batch.non_tensor_batch, "num_turns" in batch.non_tensor_batch
+        arrays = batch.non_tensor_batch
+        are_episodes = "num_turns" in batch.non_tensor_batch
         own = ["old_log_probs"] if self._own_log_probs else []
         of_episodes = ["answer_mask", "environment_rewards"] if are_episodes else []
         rows = token_rows(batch.columns, ["advantages", "rollout_log_probs", *own, *of_episodes])
         mask = rows["response_mask"]
         kept = RaggedTensor.constant(True, mask.lengths, torch.bool) if are_episodes else mask
-        lengths, prompt_lengths = row_lengths(kept).tolist(), rows["prompts"].lengths.tolist()
+        lengths = row_lengths(kept).tolist()
+        prompt_lengths = rows["prompts"].lengths.tolist()
         is_real = kept.flat()
 
         def of_tokens(name: str, kind: pa.DataType) -> pa.Array:

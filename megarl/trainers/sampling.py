@@ -43,9 +43,11 @@ class Generator(Protocol):
 
 def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts: BatchLoader) -> Sampling:
     """As the algorithm asks for. `prompts`: where further ones come from."""
-    algorithm, sampling = config.algorithm, config.rollout.training
+    algorithm = config.algorithm
+    sampling = config.rollout.training
     if algorithm.dynamic_sampling.enabled:
-        wanted, generates_ahead = config.trainer.prompts_per_step, config.rollout.max_staleness > 0
+        wanted = config.trainer.prompts_per_step
+        generates_ahead = config.rollout.max_staleness > 0
         return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling, wanted, generates_ahead=generates_ahead)
     if algorithm.advantage.estimator.needs.greedy_baseline:
         return GreedyBaseline(rollout, reward, sampling)
@@ -54,7 +56,8 @@ def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts
 
 def group_rules(config: PPOConfig) -> GroupRules:
     """Of what is generated ahead of training."""
-    algorithm, dynamic = config.algorithm, config.algorithm.dynamic_sampling
+    algorithm = config.algorithm
+    dynamic = config.algorithm.dynamic_sampling
     return GroupRules(
         sampling=config.rollout.training,
         max_error_rate=config.rollout.max_error_rate,
@@ -67,7 +70,9 @@ class PlainSampling:
     """n samples of each prompt; they are scored while the loop goes on."""
 
     def __init__(self, rollout: Generator, reward: Reward, sampling: SamplingConfig) -> None:
-        self._rollout, self._reward, self._sampling = rollout, reward, sampling
+        self._rollout = rollout
+        self._reward = reward
+        self._sampling = sampling
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
         batch = self._rollout.generate(prompts, self._sampling, step, scoring=self._reward)
@@ -111,8 +116,12 @@ class DynamicSampling:
         generates_ahead: bool = False,
     ) -> None:
         """wanted: prompts of a step. generates_ahead: a step's prompts come with those that were drawn in the place of others."""
-        self._rollout, self._reward, self._prompts = rollout, reward, prompts
-        self._sampling, self._config, self._wanted = sampling, config, wanted
+        self._rollout = rollout
+        self._reward = reward
+        self._prompts = prompts
+        self._sampling = sampling
+        self._config = config
+        self._wanted = wanted
         self._num_generations = 1 if generates_ahead else config.max_generations
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
@@ -121,7 +130,9 @@ class DynamicSampling:
         Metrics, of the step: `dynamic_sampling/num_generations`; `num_prompts`, that were sampled; `num_without_signal` of these,
         which were dropped; `num_surplus`, which had a signal but were not needed; `score_mean`, over all that was sampled.
         """
-        wanted, kept, scores = self._wanted, [], []
+        wanted = self._wanted
+        kept = []
+        scores = []
         num_kept = num_prompts = 0
         num_errors = 0.0
         for generation in range(self._num_generations):
@@ -166,5 +177,6 @@ class DynamicSampling:
 
 def _number_to_draw(wanted: int, num_kept: int, num_prompts: int) -> int:
     """Of further prompts: somewhat more than suffice if as many have a signal as up to now, and no more than a whole step's."""
-    missing, share = _MARGIN * (wanted - num_kept), num_kept / num_prompts
+    missing = _MARGIN * (wanted - num_kept)
+    share = num_kept / num_prompts
     return wanted if missing >= share * wanted else int(np.ceil(missing / share))

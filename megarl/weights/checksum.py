@@ -40,7 +40,8 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
         raise ValueError(f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are supported")
     strides = row_major_strides(values.shape) if strides is None else strides
     if values.dim() == 0:
-        values, strides = values.view(1), (1,)
+        values = values.view(1)
+        strides = (1,)
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ():

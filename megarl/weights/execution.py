@@ -155,7 +155,9 @@ class PipelinedTransfer:
     ) -> None:
         self._channels = tuple(channels)
         self._num_rounds = num_rounds
-        self._buffers, self._regions, self._receive_buffer = buffers, regions, receive_buffer
+        self._buffers = buffers
+        self._regions = regions
+        self._receive_buffer = receive_buffer
         self._pending: dict[tuple[Channel, int], PendingMessages] = {}
         self._steps = self._work()
         self._time_slice_s = TIME_SLICE_S if yields_regularly else float("inf")

@@ -41,11 +41,13 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
     chunks: list[ChunkMeta] = []
     room = max_numel
     for name, meta in file.manifest.items():
-        offset, numel = 0, prod(meta.shape)
+        offset = 0
+        numel = prod(meta.shape)
         while offset < numel:
             if room == 0:
                 yield Window(file, tuple(chunks), is_last=False)
-                chunks, room = [], max_numel
+                chunks = []
+                room = max_numel
             chunks.append(ChunkMeta(name, offset, min(room, numel - offset)))
             offset += chunks[-1].numel
             room -= chunks[-1].numel

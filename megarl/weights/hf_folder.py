@@ -114,7 +114,8 @@ def save_hf_folder(
     A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the source, or exists and
     is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder` as it was.
     """
-    folder, source_folder = Path(folder).absolute(), Path(source_folder).absolute()
+    folder = Path(folder).absolute()
+    source_folder = Path(source_folder).absolute()
     if folder.resolve() == source_folder.resolve():
         raise ValueError(f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():

@@ -135,7 +135,8 @@ class IPCReader:
                 f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot see; they must come "
                 "from the trainer rank on its own device"
             )
-        self._address, self._device = address, device
+        self._address = address
+        self._device = device
         self._bytes: torch.Tensor | None = None
         try:
             if not _is_memory_file(address.handle):
@@ -211,7 +212,8 @@ class _Ear:
 
     def __init__(self, file: int) -> None:
         os.set_blocking(file, False)
-        self._file, self._count = file, 0
+        self._file = file
+        self._count = 0
         self._poll = select.poll()
         self._poll.register(file, select.POLLIN)
 

@@ -136,7 +136,8 @@ class _Reader(ExitStack):
             slices = _stored_slices(piece, stored.shape)
             name = piece.hf_name
             if stored.fused is not None:
-                name, (expert, row) = stored.fused.name, stored.fused.start
+                name = stored.fused.name
+                (expert, row) = stored.fused.start
                 slices = (slice(expert, expert + 1), slice(row + slices[0].start, row + slices[0].stop), *slices[1:])
             rows = self._opened[stored.file].get_slice(name)[slices]
         except SafetensorError as error:
@@ -147,7 +148,9 @@ class _Reader(ExitStack):
 def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The piece in the coordinates of the tensor as it is stored, whose first dimension the view may have split."""
     num_split = len(piece.hf_view) - len(stored_shape) + 1
-    starts, stops, sizes = piece.hf.starts[:num_split], piece.hf.stops[:num_split], piece.hf_view[:num_split]
+    starts = piece.hf.starts[:num_split]
+    stops = piece.hf.stops[:num_split]
+    sizes = piece.hf_view[:num_split]
     strides = [prod(sizes[dim + 1 :]) for dim in range(num_split)]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))

@@ -198,13 +198,15 @@ def check_tied_head(index: CheckpointIndex) -> None:
 
     Raises WeightTransferError that names the files. Holds two blocks of rows in memory.
     """
-    head, embedding = index.tensors.get(LM_HEAD_TENSOR), index.tensors[EMBEDDING_TENSOR]
+    head = index.tensors.get(LM_HEAD_TENSOR)
+    embedding = index.tensors[EMBEDDING_TENSOR]
     if head is None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
     if equal:
         with safe_open(head.file, framework="pt") as head_file, safe_open(embedding.file, framework="pt") as embedding_file:
-            head_rows, embedding_rows = head_file.get_slice(LM_HEAD_TENSOR), embedding_file.get_slice(EMBEDDING_TENSOR)
+            head_rows = head_file.get_slice(LM_HEAD_TENSOR)
+            embedding_rows = embedding_file.get_slice(EMBEDDING_TENSOR)
             equal = all(
                 torch.equal(head_rows[start : start + _COMPARED_ROWS], embedding_rows[start : start + _COMPARED_ROWS])
                 for start in range(0, head.shape[0], _COMPARED_ROWS)

@@ -56,7 +56,8 @@ class P2PGroup:
 
     def __init__(self, backend: Any, device: torch.device, name: str) -> None:
         self._backend: Any = backend
-        self._device, self._name = device, name
+        self._device = device
+        self._name = name
         self._waiter = _Waiter() if isinstance(backend, dist.ProcessGroupGloo) else None
 
     @classmethod
@@ -133,10 +134,12 @@ class P2PGroup:
 
 class _Polled(PendingMessages):
     def __init__(self, p2p: P2PGroup, work: dist.Work) -> None:
-        self._p2p, self._work = p2p, work
+        self._p2p = p2p
+        self._work = work
 
     def is_done(self, patience_s: float) -> bool:
-        deadline_s, nap_s = time.monotonic() + patience_s, _POLL_S
+        deadline_s = time.monotonic() + patience_s
+        nap_s = _POLL_S
         while not self._work.is_completed():
             if time.monotonic() >= deadline_s:
                 return False

@@ -90,7 +90,8 @@ class TransferSchedule:
             else:
                 for rows in range_slices(tensor_slice.shape, start - first, min(stop, end) - first):
                     yield Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts))
-            start, index = end, index + 1
+            start = end
+            index = index + 1
 
     def segments(self, number: int) -> Iterator[list[Part]]:
         """Yields the message of a round in segments: each large part alone, and small neighbours together."""
@@ -218,7 +219,8 @@ def _needs(
 
     Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same slices.
     """
-    held, needed = _by_name(sources), _by_name(targets)
+    held = _by_name(sources)
+    needed = _by_name(targets)
     cuts: dict[tuple, tuple[list[tuple[tuple[int, ...], int, TensorSlice]], int]] = {}
     found: list[dict[tuple[int, ...], list[_Need]]] = [defaultdict(list) for _ in targets]
     faults = [f"{name} is not a tensor of the model" for name in needed if name not in shapes]
@@ -281,10 +283,12 @@ def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], target: RankSl
 def _level(volume: int, loads: Sequence[int]) -> list[int]:
     """`volume` in shares, whole numbers, that bring unequal loads as near to one level as they can."""
     rising = sorted(loads)
-    level, rest = rising[0], volume
+    level = rising[0]
+    rest = volume
     for count, (low, high) in enumerate(zip(rising, [*rising[1:], rising[-1] + volume], strict=True), start=1):
         step = min(high - low, ceil(rest / count))
-        level, rest = low + step, rest - step * count
+        level = low + step
+        rest = rest - step * count
         if rest <= 0:
             break
     shares = [max(0, level - load) for load in loads]
@@ -299,7 +303,8 @@ def _distributed(needs: Sequence[_Need], candidates: Sequence[int], shares: Sequ
     taking = iter(zip(candidates, shares, strict=True))
     source, room = next(taking)
     for target, (name, tensor_slice) in needs:
-        start, volume = 0, tensor_slice.volume
+        start = 0
+        volume = tensor_slice.volume
         while start < volume:
             while room == 0:
                 source, room = next(taking)

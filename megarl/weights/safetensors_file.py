@@ -25,14 +25,16 @@ class SafetensorsFile:
     a power cut."""
 
     def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
-        self._path, self._durable = path, durable
+        self._path = path
+        self._durable = durable
         self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
         for name, meta in manifest.items():
-            self._starts[name], end = end, end + prod(meta.shape) * meta.dtype.itemsize
+            self._starts[name] = end
+            end = end + prod(meta.shape) * meta.dtype.itemsize
             header[name] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [self._starts[name], end]}
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
@@ -58,7 +60,8 @@ class SafetensorsFile:
             while rest:
                 with self._lock:
                     written = os.pwrite(self._file, rest[:_WRITE_BYTES], place)
-                rest, place = rest[written:], place + written
+                rest = rest[written:]
+                place = place + written
 
     def close(self) -> None:
         """Raises WeightTransferError that names tensors missing or doubled, OSError where the disk did not take all."""

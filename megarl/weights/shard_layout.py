@@ -37,7 +37,8 @@ class ShardLayout:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "expert_tensor_parallel"):
-            size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
+            size = getattr(self, f"{name}_size")
+            rank = getattr(self, f"{name}_rank")
             if not 0 <= rank < size:
                 raise ValueError(f"{name}_rank {rank} is outside 0..{size - 1}")
         if self.padded_vocab_size % self.tensor_parallel_size:
@@ -97,7 +98,8 @@ def model_layouts(
     Raises ValueError where the layers do not divide.
     """
     num_chunks = virtual_pipeline_parallel_size or 1
-    num_layers, stages = architecture.num_hidden_layers, pipeline_parallel_size * num_chunks
+    num_layers = architecture.num_hidden_layers
+    stages = pipeline_parallel_size * num_chunks
     if num_layers % stages:
         raise ValueError(
             f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size {pipeline_parallel_size} "
@@ -143,7 +145,8 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
         virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size),
     )
-    cut, num_parts = parallel.expert_tensor_parallel_size, parallel.expert_parallel_size
+    cut = parallel.expert_tensor_parallel_size
+    num_parts = parallel.expert_parallel_size
     if architecture.num_experts % num_parts:
         raise ValueError(f"num_experts {architecture.num_experts} is not a multiple of expert_parallel_size {num_parts}")
     each = architecture.num_experts // num_parts
@@ -167,7 +170,8 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
 
     Raises ValueError where tensor parallelism does not divide the cut dimension.
     """
-    axes, (size, _) = AXES[weight.cut], layout.cut_of(weight)
+    axes = AXES[weight.cut]
+    (size, _) = layout.cut_of(weight)
     view = list(weight.tensors[0].view)
     view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
@@ -188,10 +192,12 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
 
 def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has nothing is left out."""
-    axes, (_, rank) = AXES[weight.cut], layout.cut_of(weight)
+    axes = AXES[weight.cut]
+    (_, rank) = layout.cut_of(weight)
     view = shard_view(weight, layout)
     is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
-    found, joined = [], 0
+    found = []
+    joined = 0
     for tensor in weight.tensors:
         hf = TensorSlice.whole(tensor.view)
         shard = TensorSlice.whole(view)

@@ -104,7 +104,9 @@ def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[
 def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
     """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a range of rows there."""
     num_split = len(piece.hf_view) - len(shape) + 1
-    sizes, starts, stops = piece.hf_view[:num_split], piece.hf.starts[:num_split], piece.hf.stops[:num_split]
+    sizes = piece.hf_view[:num_split]
+    starts = piece.hf.starts[:num_split]
+    stops = piece.hf.stops[:num_split]
     strides = row_major_strides(sizes)
     first = flat_index(starts, strides)
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))

@@ -169,7 +169,8 @@ def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[Tensor
     if not shape or inner == 0:
         yield TensorSlice.whole(shape)
         return
-    first_whole, last_whole = -(-start // inner), stop // inner
+    first_whole = -(-start // inner)
+    last_whole = stop // inner
     if first_whole > last_whole:  # inside one row
         yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
         return

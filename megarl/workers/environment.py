@@ -47,7 +47,8 @@ class EnvironmentServer:
     """
 
     def __init__(self, make: Callable[[Task], Responder], limit_s: float, max_concurrency: int) -> None:
-        self._make, self._limit_s = make, limit_s
+        self._make = make
+        self._limit_s = limit_s
         self._semaphore = asyncio.Semaphore(max_concurrency)
         self._responders: dict[int, Responder] = {}
 

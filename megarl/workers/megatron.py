@@ -81,12 +81,14 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
     (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is known or given; `perf/tokens_per_s/<name>`.
     `perf/computed_tokens_per_s/<name>`, and both of the work, are without the prompts that rows of a micro-batch had from another row.
     Rows without a token that the loss reads are not counted: they fill a micro-batch, or a correction has left them out."""
-    prompts, responses = part.ragged["prompts"].lengths.tolist(), part.ragged["responses"].lengths.tolist()
+    prompts = part.ragged["prompts"].lengths.tolist()
+    responses = part.ragged["responses"].lengths.tolist()
     is_counted = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
     rows = [(prompt, response) for prompt, response, counts in zip(prompts, responses, is_counted, strict=True) if counts]
     shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part, is_counted)]
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
-    tflop, num_tokens = flop / 1e12, sum(map(sum, rows))
+    tflop = flop / 1e12
+    num_tokens = sum(map(sum, rows))
     device_s = seconds * spec.parallel.replica_size
     metrics = {
         f"perf/tflops/{name}": Metric.ratio(tflop, device_s),
@@ -102,7 +104,8 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Seq
     """Of the rows that are counted: those whose prompt stands in their micro-batch for another of them already."""
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
-    prompts, found = list(part.ragged["prompts"].each()), []
+    prompts = list(part.ragged["prompts"].each())
+    found = []
     for micro_batch in part.meta_info[MICRO_BATCHES]:
         rows = [row for row in micro_batch if is_counted[row]]
         firsts = first_with_prompt(prompts[row] for row in rows)
@@ -120,7 +123,8 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     if _groups is None:
         active = platform.current()
         limit = timedelta(seconds=spec.collective_limit_s)
-        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        num_ranks = int(os.environ["WORLD_SIZE"])
         store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, num_ranks, limit)
         # Without a `device_id`: with one, NCCL would create a communicator for each of Megatron's groups at once, by splits in which
         # all ranks take part. There are hundreds of groups at scale, and most of them are never used.
@@ -218,7 +222,8 @@ class MegatronWorker(WeightExport):
     def finish_save(self) -> dict[str, str]:
         """Completes the folder but for its manifest; the checksums of what this rank wrote."""
         assert self._pending_save is not None, "no save has begun"
-        pending, self._pending_save = self._pending_save, None
+        pending = self._pending_save
+        self._pending_save = None
         return pending.finish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

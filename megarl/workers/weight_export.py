@@ -139,7 +139,8 @@ class WeightExport(Worker):
         assert isinstance(self._sender, GroupSender)
         listener = None
         if place.rank == 0:
-            listener, self._listener = self._listener, None
+            listener = self._listener
+            self._listener = None
         self._sender.leave(replica)
         self._sender.join(replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules)
 

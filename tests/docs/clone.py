@@ -23,7 +23,8 @@ class Clone:
     """That of the CPU image, with megarl and what it needs, and nothing that only its developers need. Its warm-up is short."""
 
     def __init__(self, image: DockerfileSteps) -> None:
-        self.image, self.folder = image, image.folder
+        self.image = image
+        self.folder = image.folder
         warm_up = self.folder / "configs" / "quickstart_sft.yaml"
         text = warm_up.read_text()
         for long, short in ((r"(total|warmup)_steps: \d+", r"\1_steps: 1"), ("sft_train.parquet", "sft_validation.parquet")):

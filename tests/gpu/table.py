@@ -60,7 +60,9 @@ def _row_of(what: str, results: Path, status: int | str) -> Row:
     cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []
     if not cases:
         return Row(what, failed=1, left_out=[f"all of it: pytest ended with {status}"])
-    outcomes, reasons, numbers = Counter[str](), Counter[str](), []
+    outcomes = Counter[str]()
+    reasons = Counter[str]()
+    numbers = []
     for case in cases:
         kinds = {child.tag: child for child in case}
         outcome = "failed" if kinds.keys() & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"

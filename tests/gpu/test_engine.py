@@ -188,7 +188,8 @@ class Trained(NamedTuple):
 def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: int, groups: Any) -> Trained:
     """away: parts of the state that leave the device after each step, and come back."""
     engine = build(groups, str(folder), dtype=torch.bfloat16, layers=layers, optim=OptimConfig(lr=1e-3))
-    on_cuda, batch = platform.current().is_cuda, make_batch()
+    on_cuda = platform.current().is_cuda
+    batch = make_batch()
     trained = Trained([], [], {}, [])
     for _ in range(num_steps):
         trained.losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], mean_log_prob)["loss"].value)

@@ -40,7 +40,8 @@ class DockerfileSteps:
     """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg` does."""
 
     def __init__(self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str) -> None:
-        self._context, self.folder = context, folder
+        self._context = context
+        self.folder = folder
         self._steps = DockerfileParser(fileobj=io.BytesIO(dockerfile.read_bytes())).structure
         self._build_args = dict(build_args)
         self._arguments: dict[str, str] = {}
@@ -56,7 +57,8 @@ class DockerfileSteps:
     def build(self) -> None:
         """All instructions in their order."""
         for step in self._steps:
-            kind, value = step["instruction"], step["value"]
+            kind = step["instruction"]
+            value = step["value"]
             started = time.monotonic()
             if kind == "ARG":
                 name, _, default = value.partition("=")

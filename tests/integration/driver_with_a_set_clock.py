@@ -7,6 +7,7 @@ import time
 from megarl.cli.main import main
 
 if __name__ == "__main__":
-    of_day, looks = time.time, itertools.count()
+    of_day = time.time
+    looks = itertools.count()
     time.time = lambda: of_day() + 3600 * (next(looks) // 100 % 3 - 1)
     sys.exit(main(sys.argv[1:]))

@@ -56,7 +56,10 @@ class Environment:
         return Reply()
     async def close(self): ...
 """
-STEPS, PROMPTS, SAMPLES_PER_PROMPT, UPDATES_PER_STEP = 3, 4, 4, 2
+STEPS = 3
+PROMPTS = 4
+SAMPLES_PER_PROMPT = 4
+UPDATES_PER_STEP = 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "configs"
 # What a clock says, and no computation; and what is of episodes alone.

@@ -64,7 +64,8 @@ def told(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         call()
     except RunError as error:
-        kind, summary = getattr(error, "kind", None), getattr(error, "summary", str(error).splitlines()[0])
+        kind = getattr(error, "kind", None)
+        summary = getattr(error, "summary", str(error).splitlines()[0])
         page = last_page(error, "train", RunContext(PPOConfig()))
         return {"error": type(error).__name__, "kind": None if kind is None else kind.name, "summary": summary, "page": page}
     return {"error": None}

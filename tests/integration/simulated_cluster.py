@@ -32,7 +32,8 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.start import group_pool
 from tests.integration.where_worker import WhereWorker
 
-NUM_NODES, DEVICES_PER_NODE = 4, 2
+NUM_NODES = 4
+DEVICES_PER_NODE = 2
 STRATEGIES = (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate, PlacementStrategy.custom)
 
 

@@ -49,7 +49,8 @@ NUM_ROWS = 12
 def save_policy(folder: Path, rows: list[dict[str, Any]]) -> None:
     """The example's model, which knows by heart what the right teacher says to these prompts. It computes for some seconds."""
     prepare.save_model(folder, seed=0)
-    tokenizer, model = load_tokenizer(str(folder)), LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    model = LlamaForCausalLM.from_pretrained(folder)
     chats = [prepare.conversation(row["extra_info"], "right", random.Random(0)) for row in rows]
     texts = [rendered_chat(tokenizer, chat["messages"], for_generation=False, tools=chat["tools"]) for chat in chats]
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
@@ -77,15 +78,19 @@ def inputs(tmp_path: Path) -> Path:
 
 def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_killed_process_is_lost(inputs: Path) -> None:
     """Generation is a step ahead of training; validation's episodes are generated between."""
-    called, killed = inputs / "called", list[int]()
+    called = inputs / "called"
+    killed = list[int]()
 
     def kill_who_hangs(step: int, roles: PPORoles) -> None:
         """Then kills the only replica, when an episode that has called asks for its next turn."""
         if step > 1:
             return
         assert isinstance(roles.rollout, EpisodeRollout)
-        scheduler, environments = roles.rollout.scheduler, roles.rollout.environments
-        turn, add, (replica,) = environments.poll, scheduler.add, roles.rollout.replicas[0].call(RolloutWorker.process_ids)
+        scheduler = roles.rollout.scheduler
+        environments = roles.rollout.environments
+        turn = environments.poll
+        add = scheduler.add
+        (replica,) = roles.rollout.replicas[0].call(RolloutWorker.process_ids)
 
         def turn_and_kill(wait_s: float) -> Any:
             if not killed and called.exists() and (pids := called.read_text().split()):

@@ -61,7 +61,8 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
     ray_cluster: None, inputs: Path, tmp_path: Path
 ) -> None:
     """One sample at a time and no cache of prompts: else the last bits follow from what an engine writes beside a sample."""
-    steps, begun = 4, 2
+    steps = 4
+    begun = 2
     config = ahead_config(inputs, DType.float32, steps, every_steps=1)
     sglang = replace(config.rollout.sglang, server_args={"disable_radix_cache": True})
     rollout = replace(config.rollout, engine=RolloutEngineKind.sglang, sglang=sglang, max_staleness=1, max_concurrency=1, temperature=COOL)
@@ -98,7 +99,8 @@ def assert_written_by(model: Path, samples: Path, temperature: float) -> None:
     """The log-prob of each token is that of a plain forward."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for row in read_samples(samples).rows.to_pylist():
-        prompt, response = row["prompt_ids"], torch.tensor(row["response_ids"])
+        prompt = row["prompt_ids"]
+        response = torch.tensor(row["response_ids"])
         with torch.no_grad():
             logits = policy(torch.tensor([prompt + row["response_ids"]])).logits[0, len(prompt) - 1 : -1]
         expected = torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None]).squeeze(-1)

@@ -94,13 +94,15 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
     """The last one, and with a table for people the one before it, compared with the last."""
     run_dir = finished.output_dir
     assert main(["eval", str(run_dir), "--json"]) == 0
-    last, report = run_dir / "evaluations" / "step-2-validation", json.loads(capsys.readouterr().out)
+    last = run_dir / "evaluations" / "step-2-validation"
+    report = json.loads(capsys.readouterr().out)
     assert report == json.loads((last / "results.json").read_text())
     assert report["step"] == 2
 
     # A logger of the run need not be installed where it is evaluated.
     assert main(["eval", str(run_dir), "--step", "1", "--against", str(last), "tracking.loggers=[swanlab]"]) == 0
-    said, first = capsys.readouterr(), run_dir / "evaluations" / "step-1-validation"
+    said = capsys.readouterr()
+    first = run_dir / "evaluations" / "step-1-validation"
     assert [values(output) for output in (first, last)] == [of_count(line) for line in finished.metrics[1:]]
     assert values(first) != values(last)
     of_mean = json.loads((first / "results.json").read_text())["differences"]["count"]["score/mean"]
@@ -119,7 +121,8 @@ def test_a_model_of_no_run_is_sampled_alike(
 ) -> None:
     """The trained model as Hugging Face has it, with what the run's configuration says as options, on the run's rows as the tutorial writes
     them. Its samples are kept, also before all are there."""
-    output, kept = tmp_path / "results", []
+    output = tmp_path / "results"
+    kept = []
     rows = pq.read_table(inputs / "validation.parquet").to_pylist()
     lines = [
         {"prompt": row["prompt"][0]["content"], "data_source": "count", "ground_truth": row["reward_model"]["ground_truth"]} for row in rows

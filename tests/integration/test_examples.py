@@ -146,7 +146,8 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
         said = run("examples.own_loop", *arguments, "device=cpu", reward, "actor.optim.lr=1e-2", f"trainer.total_steps={steps}")
         return json.loads(said.partition("score by step: ")[2])
 
-    before, after = scores(10), scores(16)
+    before = scores(10)
+    after = scores(16)
     assert (len(before), len(after)) == (10, 6)
     assert sum(before[:3]) / 3 < 0.2
     assert sum(after[3:]) / 3 > 0.4

@@ -18,7 +18,8 @@ of_each_run = pytest.mark.parametrize("name", LAYOUTS)
 
 # With torch's plainest kernels in the place of AVX-512 (ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE), every drawn token stays the
 # same, and metrics move by at most 1.1e-5 of their value. A wrong term, or a draw that falls on another token, moves them by far more.
-RELATIVE, ABSOLUTE = 1e-3, 1e-5
+RELATIVE = 1e-3
+ABSOLUTE = 1e-5
 # Shares of tokens move by whole tokens, of about 40 in an update: one that lies on the edge of a clip falls on either side of it.
 ABSOLUTE_OF_SHARES = 0.06
 

@@ -81,7 +81,8 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dic
 
 
 def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, nobody = save_ppo_run(tmp_path), f"http://127.0.0.1:{free_port()}"
+    config = save_ppo_run(tmp_path)
+    nobody = f"http://127.0.0.1:{free_port()}"
     assert main(["submit", "--address", nobody, str(config), "actor.optm.lr=1"]) == 2
     assert "did you mean actor.optim" in capsys.readouterr().err
     assert main(["submit", "--address", nobody, str(config)]) == 2
@@ -90,7 +91,8 @@ def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: p
 
 def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its code must be here, since the job takes it along."""
-    config, nobody = save_ppo_run(tmp_path), f"http://127.0.0.1:{free_port()}"
+    config = save_ppo_run(tmp_path)
+    nobody = f"http://127.0.0.1:{free_port()}"
     for file in (tmp_path / "policy").iterdir():
         if file.name != "config.json":
             file.unlink()

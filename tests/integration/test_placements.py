@@ -133,7 +133,8 @@ def test_it_is_the_same_run(
     strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_the_same_time = strategy in (PlacementStrategy.hybrid, PlacementStrategy.stand_alone)
-    settings, meeting = config(inputs, tmp_path / "run", strategy), tmp_path / "meeting"
+    settings = config(inputs, tmp_path / "run", strategy)
+    meeting = tmp_path / "meeting"
     meeting.mkdir()
     finished = run_ppo(settings, meeting_in_step(2, meeting, monkeypatch)) if at_the_same_time else run_ppo(settings)
     assert_same_run(finished, split)
@@ -148,7 +149,8 @@ class Killer:
     """Kills an engine between steps, while the trainer's weights are away."""
 
     def __init__(self, steps: tuple[int, ...], replica: int) -> None:
-        self._steps, self._replica = steps, replica
+        self._steps = steps
+        self._replica = replica
 
     def __call__(self, step: int, roles: PPORoles) -> None:
         if step in self._steps:
@@ -168,7 +170,8 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     runs = []
     for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):  # all: tests/soak/placements.py
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
-        rollout, trainer = dataclasses.replace(settings.rollout, num_replicas=1), dataclasses.replace(settings.trainer, seed=1)
+        rollout = dataclasses.replace(settings.rollout, num_replicas=1)
+        trainer = dataclasses.replace(settings.trainer, seed=1)
         runs.append(run_ppo(dataclasses.replace(settings, rollout=rollout, trainer=trainer)))
     assert_same_run(*runs)
 

@@ -44,10 +44,13 @@ from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_conf
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-STEPS, WARMUP_STEPS = 5, 2
+STEPS = 5
+WARMUP_STEPS = 2
 SAMPLES = 16
 PEAK_TFLOPS = 0.25
-TARGET, HORIZON, BETA = 0.02, 160, 0.05
+TARGET = 0.02
+HORIZON = 160
+BETA = 0.05
 TRAINED = [
     "actor/pg_loss",
     "actor/pg_clipfrac",
@@ -122,7 +125,9 @@ class PolicyWatch:
         roles.actor.save_hf(self._folder / str(step), str(self._source))
 
     def _hold_critic(self, critic: Critic, weights: RolloutWeights) -> None:
-        update, push, pids = critic.update, weights.push, critic.group.pids
+        update = critic.update
+        push = weights.push
+        pids = critic.group.pids
         release = Timer(60, send, (pids, signal.SIGCONT))  # a driver that waits for the critic is to fail the test, not to hang
 
         def update_that_stands_still(batch: DataProto, step: int) -> DerivedFuture:
@@ -137,7 +142,8 @@ class PolicyWatch:
             release.cancel()
             send(pids, signal.SIGCONT)
 
-        critic.update, weights.push = update_that_stands_still, releasing_push
+        critic.update = update_that_stands_still
+        weights.push = releasing_push
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         return load_file(self._folder / str(step) / "model.safetensors")

@@ -43,7 +43,8 @@ from tests.unit.engine.models import load_lm, make_batch, reference_logits, save
 from tests.unit.engine.rank_side import ALL_LAYOUTS, Tensors, build, hf_gradients, merge, start, take
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NUM_ROWS, RESPONSE_LENGTH = 8, 9
+NUM_ROWS = 8
+RESPONSE_LENGTH = 9
 GROUPS = ["a", "a", "a", "b", "b", "b", "c", "c"]
 SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 0.75]
 TOLERANCE = 1e-5  # of a tensor's norm
@@ -169,7 +170,8 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     several = {name: case_of(each, batch, one_update=False) for name, each in {**policy_losses(), **corrections(), **presets()}.items()}
     # A ratio for each token, one for a response, and one without gradient; the other presets have the first.
     single = {f"{name}, one update": case_of(presets()[name], batch, one_update=True) for name in ("ppo", "gspo", "cispo")}
-    cases, lengths = {**several, **single}, batch.tensors["attention_mask"].sum(1).tolist()
+    cases = {**several, **single}
+    lengths = batch.tensors["attention_mask"].sum(1).tolist()
     results = run(rank_pool, Setting(str(folder), cases, lengths, {}), ParallelConfig(), ["all rows"])
     return Setting(str(folder), cases, lengths, {name: result for (name, _), result in results.items()})
 

@@ -32,7 +32,10 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
-STEPS, SAMPLES, TOKENS, FILES = 40, 64, 7, 4
+STEPS = 40
+SAMPLES = 64
+TOKENS = 7
+FILES = 4
 EVIL = "</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
 FAILURE = f"Traceback (most recent call last):\n  earlier {EVIL}\n\n==== megarl train failed ====\nwhat    RuntimeError: {EVIL}\n====\n"
 RUN_COLORS = [(0x2F, 0x7E, 0xD8), (0xE0, 0x70, 0x2A)]
@@ -48,7 +51,8 @@ class Runs(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The second has failed at its last step, and its model tries to break out of the page."""
     folder = tmp_path_factory.mktemp("runs")
-    good, failed = folder / "good", folder / "failed"
+    good = folder / "good"
+    failed = folder / "failed"
     for seed, path in enumerate((good, failed)):
         make_run(path, STEPS, SAMPLES, TOKENS, FILES, seed)
     dump_config(PPOConfig(tracking=TrackingConfig(run_name=EVIL), trainer=TrainerConfig(seed=7)), failed / "config.yaml")
@@ -329,7 +333,8 @@ def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Ch
 def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of the page of an SFT run and of a PPO run with planned memory, reward parts and calls of workers in its timeline."""
     folder = tmp_path_factory.mktemp("kinds")
-    ppo, sft = folder / "ppo", folder / "sft"
+    ppo = folder / "ppo"
+    sft = folder / "sft"
     for path in (ppo, sft):
         make_run(path, 3, 16, 3, 2)
     model = CONFIGS_DIR / "models" / "quickstart" / "model"
@@ -399,7 +404,8 @@ def test_the_timeline_has_readable_names(chromium: Chrome, page_of_kinds: str) -
 def test_curves_have_an_axis_of_steps_and_one_of_wall_time(chromium: Chrome, page: str, runs: Runs) -> None:
     show(chromium, page, "curves")
     chart = find(chromium, "[data-metric='actor/entropy']")
-    canvas, label = chart.find_element(By.CSS_SELECTOR, "canvas"), chart.find_element(By.CSS_SELECTOR, ".axis-label")
+    canvas = chart.find_element(By.CSS_SELECTOR, "canvas")
+    label = chart.find_element(By.CSS_SELECTOR, ".axis-label")
     chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
     assert wait(chromium, lambda: label.text) == "step"
     Select(find(chromium, "select[aria-label='X axis']")).select_by_value("time")

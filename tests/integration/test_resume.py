@@ -27,7 +27,8 @@ from tests.soak.save_kills import LOOK_S, Outcome, Run, assert_same, assert_whol
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-SFT_STEPS, PPO_STEPS = 16, 4
+SFT_STEPS = 16
+PPO_STEPS = 4
 LONGEST_SAVE_S = 0.3
 END_LIMIT_S = 60.0
 CLOCK_SET = Path(__file__).with_name("driver_with_a_set_clock.py")
@@ -270,7 +271,8 @@ def mounts(folder: Path) -> bool:
 
 def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
     """Ray's daemons die under a clock that is set, the output folder goes away and comes back, and its disk becomes read-only."""
-    run, away = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path), tmp_path / "away"
+    run = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
+    away = tmp_path / "away"
     page = run.disturb(kill("raylet"), clock_is_set=True)
     assert "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all processes of the run" in page
     assert "checkpoints; the same command resumes from the latest" in page

@@ -28,7 +28,9 @@ from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_mode
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-STEPS, WEIGHT, FUNCTION_WEIGHT = 2, -0.5, 2.0
+STEPS = 2
+WEIGHT = -0.5
+FUNCTION_WEIGHT = 2.0
 TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
@@ -66,7 +68,8 @@ def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two ranks in processes of their own, the first on the critic's device."""
     settings = config(inputs, tmp_path_factory.mktemp("beside"), TWO_STAGES, PlacementStrategy.split_collocate)
     plan = plan_placement(settings)
-    model, (critic,) = plan.group("reward_model").processes, plan.group("critic").processes
+    model = plan.group("reward_model").processes
+    (critic,) = plan.group("critic").processes
     assert (len(model), model[0].pool, model[0].devices) == (2, critic.pool, critic.devices)
     return run_ppo(settings)
 

@@ -151,7 +151,9 @@ def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed
 
 
 def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(start: StartFake, undisturbed: list[list[int]]) -> None:
-    rollout, good, attempts = start(), Push(WEIGHTS, 5), []
+    rollout = start()
+    good = Push(WEIGHTS, 5)
+    attempts = []
 
     def push(replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
         attempts.append(sorted(replicas))

@@ -77,9 +77,12 @@ def dataset(config: SFTConfig, files: list[str]) -> SFTDataset:
 def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
     """Of each token of an answer, by Hugging Face's own loss. Labels by hand: of what stands between <model> and <end>, the latter too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    opening, end, losses = SYMBOLS.index("<model>"), SYMBOLS.index("<end>"), []
+    opening = SYMBOLS.index("<model>")
+    end = SYMBOLS.index("<end>")
+    losses = []
     for padded, mask in zip(batch.tensors["input_ids"], batch.tensors["attention_mask"].bool(), strict=True):
-        ids, is_answer = padded[mask], False
+        ids = padded[mask]
+        is_answer = False
         labels = torch.full_like(ids, -100)
         for place, token in enumerate(ids.tolist()):
             if is_answer:

@@ -214,7 +214,9 @@ class WatchedLoader(BatchLoader):
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
     """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step, counted from 1 also where the run
     goes on from a checkpoint of another, which `checkpoint.resume` names."""
-    path, data, trainer = config.model.path, config.data, config.trainer
+    path = config.model.path
+    data = config.data
+    trainer = config.trainer
     resume = find_resume(config)
     tokenizer = load_tokenizer(path)
     tools = load_agent(config.agent).tools if config.agent.tools else None
@@ -253,7 +255,8 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
 
 def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     """As `run_ppo`, for `megarl sft`; `data`: where the loader begins, as its `state_dict` says."""
-    path, files = config.model.path, (config.data.train_files, config.data.val_files)
+    path = config.model.path
+    files = (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
     train, held_out = (SFTDataset(each, tokenizer, config.data) for each in files)
     with placed_pools(config) as pools:

@@ -223,7 +223,8 @@ def push_twice(
         assert lost == {}
         assert replicas.accept(replicas.all, version) == {}
         for replica in replicas.groups:
-            greedy, cool = generate(replica, GREEDY), generate(replica, COOL)
+            greedy = generate(replica, GREEDY)
+            cool = generate(replica, COOL)
             assert [sample.token_ids.tolist() for sample in greedy] == trained.greedy
             assert log_prob_gap(trained.model, greedy, 1.0) < TOLERANCE
             assert log_prob_gap(trained.model, cool, COOL.temperature) < TOLERANCE

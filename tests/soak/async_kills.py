@@ -50,7 +50,9 @@ from tests.processes import gone_within
 from tests.rollout_replicas import StartedRollout, started_rollout
 from tests.soak.kills import NUM_REPLICAS, Killer, make_subject
 
-PROMPTS, SAMPLING, MAX_STALENESS = 4, SamplingConfig(n=4), 2
+PROMPTS = 4
+SAMPLING = SamplingConfig(n=4)
+MAX_STALENESS = 2
 TRAINING_S = 0.1
 SHORTEST_PAUSE_S = 1.0  # between two kills, on average, so that a driver makes steps
 LIFE_S = 600.0  # that a driver has, on a busy machine, to see three kills, the last of which is its own
@@ -118,7 +120,10 @@ class RunFolder:
     """What a driver leaves for the next one, and for who counts at the end: the steps, and what the last of them saved."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.victims_file, self._steps, self._saved = path, path / "victims.json", path / "steps.jsonl", path / "saved.json"
+        self.path = path
+        self.victims_file = path / "victims.json"
+        self._steps = path / "steps.jsonl"
+        self._saved = path / "saved.json"
 
     def victims(self) -> Counter[str]:
         return Counter(json.loads(self.victims_file.read_text()) if self.victims_file.exists() else {})
@@ -149,7 +154,8 @@ class RunFolder:
 def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
     """One life of the driver. Raises AssertionError where a sample is wrong. Needs a Ray that runs."""
     (folder.path / "model").mkdir(exist_ok=True)
-    subject, victims = make_subject(engine, folder.path / "model"), folder.victims()
+    subject = make_subject(engine, folder.path / "model")
+    victims = folder.victims()
     num_replicas = NUM_REPLICAS + victims["the driver"] % 2
     with (
         started_reward(folder.path) as reward,
@@ -201,7 +207,8 @@ def _train(
         batch = async_rollout.generate(prompts, SAMPLING, step)
         scores = reward.finish(batch).get().non_tensor_batch["score"]
         assert all(score >= 0 for score in scores)
-        version, versions = rollout.weights.version, batch.ragged["token_versions"].values
+        version = rollout.weights.version
+        versions = batch.ragged["token_versions"].values
         assert version - MAX_STALENESS <= versions.min() <= versions.max() <= version
         uids = batch.non_tensor_batch["uid"].tolist()
         assert uids == [uid for uid in uids[:: SAMPLING.n] for _ in range(SAMPLING.n)]
@@ -215,11 +222,13 @@ def _train(
 
 def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     """Raises AssertionError where a prompt or a sample is wrong, or something takes too long."""
-    start_s, run_folder = time.monotonic(), RunFolder(folder)
+    start_s = time.monotonic()
+    run_folder = RunFolder(folder)
     arguments = ["-m", "tests.soak.async_kills", "--engine", engine, "--kills", str(num_kills), "--seed", str(seed), "--drive", str(folder)]
     status = None
     while status != 0:
-        command, before = Command(arguments, folder / "driver.log"), run_folder.victims().total()
+        command = Command(arguments, folder / "driver.log")
+        before = run_folder.victims().total()
         try:
             status = command.status(LIFE_S)
             assert status in (0, 128 + signal.SIGKILL), command.said()
@@ -227,7 +236,9 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
             assert run_folder.victims().total() > before or status == 0, command.said()
         finally:
             command.kill_all()
-    steps, victims, expected = run_folder.steps(), run_folder.victims(), BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
+    steps = run_folder.steps()
+    victims = run_folder.victims()
+    expected = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
     assert sorted(steps) == list(range(1, len(steps) + 1))
     for step in sorted(steps):
         assert steps[step]["uids"] == next(expected).non_tensor_batch["uid"].tolist()

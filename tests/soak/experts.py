@@ -51,7 +51,8 @@ def learn(folder: Path, seed: int, steps: int) -> float:
     """From random weights, by demonstrations, then by PPO; what the second has gained."""
     prepare(folder, seed)
     save_model(folder / "model", seed)
-    data, seeds = folder / "data", (f"trainer.seed={seed}", f"data.seed={seed}")
+    data = folder / "data"
+    seeds = (f"trainer.seed={seed}", f"data.seed={seed}")
     megarl(
         "sft",
         "configs/quickstart_sft.yaml",
@@ -74,7 +75,8 @@ def learn(folder: Path, seed: int, steps: int) -> float:
         *seeds,
     )
     summary = json.loads((folder / "ppo" / "summary.json").read_text())
-    before, after = summary["validation"]["before"], summary["validation"]["after"]
+    before = summary["validation"]["before"]
+    after = summary["validation"]["after"]
     print(f"seed {seed}: {before:.1%} before, {after:.1%} after {steps} steps in {summary['seconds'] / 60:.1f} minutes", flush=True)
     return float(after - before)
 

@@ -206,7 +206,8 @@ def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
 
 def _compare(found: dict[int, FinishedRequest], expected: dict[int, FinishedRequest]) -> None:
     for request_id, one in expected.items():
-        got, wanted = found[request_id].sample, one.sample
+        got = found[request_id].sample
+        wanted = one.sample
         assert (got.token_ids.tolist(), got.finish_reason) == (wanted.token_ids.tolist(), wanted.finish_reason), request_id
         torch.testing.assert_close(torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=LOG_PROB_TOLERANCE, rtol=0)
 

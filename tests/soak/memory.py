@@ -34,7 +34,8 @@ LOOK_AT_STEP = 3  # the optimizer has its moments, and every role was away once
 
 def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
     """phase -> process (its first role) -> parameters, gradients and optimizer state."""
-    architecture, plan = read_architecture(config.model.path), plan_placement(config)
+    architecture = read_architecture(config.model.path)
+    plan = plan_placement(config)
     device = plan_memory(config, plan, dict.fromkeys(("actor", "reference", "critic"), architecture))[0]
     found: dict[str, dict[str, int]] = {}
     for phase in PHASES:

@@ -53,7 +53,8 @@ def main() -> int:
     strategies = [PlacementStrategy(name) for name in dict.fromkeys(["split_collocate", *arguments.placement])]
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
-        folder, runs = Path(temporary), []
+        folder = Path(temporary)
+        runs = []
         save_inputs(folder)
         start_ray(num_cpus=12, object_store_mb=256)
         try:

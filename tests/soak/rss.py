@@ -31,7 +31,8 @@ TOLERANCE = 0.02
 WINDOW = 20
 FIRST = 100
 CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-MAX_PROMPT, MAX_RESPONSE = 32, 64
+MAX_PROMPT = 32
+MAX_RESPONSE = 64
 
 
 class _HeapStatistics(ctypes.Structure):
@@ -63,7 +64,8 @@ def batch_of(step: int) -> tuple[Tensors, list[list[int]]]:
     from tests.unit.engine.rank_side import deal
 
     draw = random.Random(step)
-    num_rows, length = draw.randint(6, 12), MAX_PROMPT + MAX_RESPONSE
+    num_rows = draw.randint(6, 12)
+    length = MAX_PROMPT + MAX_RESPONSE
     mask = torch.zeros(num_rows, length, dtype=torch.long)
     for row in mask:
         row[MAX_PROMPT - draw.randint(1, MAX_PROMPT) : MAX_PROMPT + draw.randint(1, MAX_RESPONSE)] = 1
@@ -129,7 +131,8 @@ def main() -> int:
             if step == WINDOW or step % 100 == 0:
                 shown = median(resident[-WINDOW:])
                 print(f"| {step} | {shown:.0f} | {used:.0f} | {kept:.0f} | {num_tensors()} | {time.process_time():.0f} |", flush=True)
-    found, held = growth(resident), growth(without_free)
+    found = growth(resident)
+    held = growth(without_free)
     print(f"\nfrom step {FIRST} to {arguments.steps}: {found:.1%}, without what glibc keeps free {held:.1%}; allowed {TOLERANCE:.0%}")
     return int(min(found, held) > TOLERANCE)
 

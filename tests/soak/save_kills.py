@@ -143,7 +143,8 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.output_dir, self.log = self.folder / "run", self.folder / "log.txt"
+        self.output_dir = self.folder / "run"
+        self.log = self.folder / "log.txt"
         trainer = replace(self.config.trainer, output_dir=str(self.output_dir))  # type: ignore[type-var]
         dump_config(replace(self.config, trainer=trainer), self.folder / "run.yaml")  # type: ignore[type-var]
         self.checkpoints = CheckpointFolder(self.output_dir / "checkpoints")
@@ -257,11 +258,14 @@ def soak(kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longe
     """Raises AssertionError where a checkpoint or the end is not as it must be."""
     save_inputs(folder)
     config = CONFIGS[kind](folder, dtype, 12 + 2 * num_kills, 1)
-    chance, start_s = random.Random(seed), time.monotonic()
+    chance = random.Random(seed)
+    start_s = time.monotonic()
     for name in ("straight", "killed"):
         (folder / name).mkdir()
     straight = Run(config, folder / "straight").finish()
-    run, moments, had_one = Run(config, folder / "killed"), Counter[str](), False
+    run = Run(config, folder / "killed")
+    moments = Counter[str]()
+    had_one = False
     for number in range(1, num_kills + 1):
         moment = kill_in_save(run, chance, longest_save_s)
         moments[moment] += 1

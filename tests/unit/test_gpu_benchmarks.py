@@ -133,7 +133,8 @@ def test_the_engines_benchmark_rehearses_on_the_cpu(rank_pool: RankPool) -> None
         f"tiny local, {what}" for what in ("recompute none", "recompute selective", "recompute full", "log-probs")
     ]
     assert all(result.ours and result.peer and result.peak is None for result in results)
-    training, scoring = results[0].tflop_per_token, results[-1].tflop_per_token
+    training = results[0].tflop_per_token
+    scoring = results[-1].tflop_per_token
     assert training == pytest.approx(3 * scoring)
     assert scoring > 2 * 2 * 64 * (4 * 64 + 3 * 96) / 1e12 / 2  # two layers, of half as many keys and values as queries at least
 

@@ -36,7 +36,8 @@ def test_shell_scripts_have_no_fault(name: str) -> None:
 
 
 def test_what_is_carried_has_the_versions_of_the_tests() -> None:
-    carried, ours = pins("gpu.txt"), {**pins("cpu.txt"), **pins("dev.txt")}
+    carried = pins("gpu.txt")
+    ours = {**pins("cpu.txt"), **pins("dev.txt")}
     shared = carried.keys() & ours.keys()
     assert {"megatron-core", "pytest", "pytest-xdist", "hypothesis", "psutil", "xxhash"} <= shared
     assert {name: carried[name] for name in shared} == {name: ours[name] for name in shared}

@@ -16,7 +16,8 @@ from tests.ranks import RankPool
 
 def collectives(group: dist.ProcessGroup) -> dict[str, Any]:
     """In a rank of a group of global ranks 0, 1, 3: what each function gives; tensors as lists."""
-    rank, mine = dist.get_rank(group), torch.arange(6.0) * (dist.get_rank() + 0.1)
+    rank = dist.get_rank(group)
+    mine = torch.arange(6.0) * (dist.get_rank() + 0.1)
     results: dict[str, Any] = {}
 
     def filled(size: int) -> Tensor:
@@ -66,7 +67,8 @@ def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
 
 def transfers(group: dist.ProcessGroup) -> list[Any]:
     """In a rank: what both neighbours send at once, receives first; and what comes along the line of ranks."""
-    rank, mine = dist.get_rank(group), torch.arange(2.0) + dist.get_rank()
+    rank = dist.get_rank(group)
+    mine = torch.arange(2.0) + dist.get_rank()
     neighbours = [dist.get_global_rank(group, (rank + step) % 3) for step in (1, -1)]
     received = [torch.empty(2) for _ in neighbours]
     batch = [dist.P2POp(dist.irecv, tensor, neighbour, group) for tensor, neighbour in zip(received, neighbours, strict=True)]

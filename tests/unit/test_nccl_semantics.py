@@ -29,7 +29,8 @@ def make_group(name: str, limit: timedelta = LIMIT, device: int | None = None) -
 
 def broadcast(group: NcclSemantics, tensor: Tensor, root: int = 0) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
+    options.rootRank = root
+    options.rootTensor = 0
     return group.broadcast([tensor], options)
 
 
@@ -59,7 +60,8 @@ class InThread:
 
 def first_collective() -> tuple[bool, list[float]]:
     """In a rank: does the call block before the last rank makes it? What came then."""
-    group, tensor = make_group("collective"), torch.full((2,), float(dist.get_rank()))
+    group = make_group("collective")
+    tensor = torch.full((2,), float(dist.get_rank()))
     is_last = dist.get_rank() == dist.get_world_size() - 1
     call = None if is_last else InThread(lambda: broadcast(group, tensor, root=1))
     blocked = call is not None and call.blocks()
@@ -87,7 +89,8 @@ def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
 
 def coalesced_transfers() -> tuple[bool, float]:
     """In a rank: did the first coalesced transfer of ranks 0 and 1 block before rank 2 came? What was received."""
-    group, rank = make_group("coalesced"), dist.get_rank()
+    group = make_group("coalesced")
+    rank = dist.get_rank()
     call = InThread(lambda: exchange(group, torch.full((2,), float(rank)))) if rank < 2 else None
     blocked = call is not None and call.blocks()
     dist.barrier()
@@ -108,7 +111,8 @@ def test_coalesced_transfers_of_two_ranks_need_the_communicator_of_all(rank_pool
 
 def single_transfers() -> tuple[bool, float, int, int]:
     """In a rank: does a send of rank 0 block before rank 1 receives? What was received, pair communicators, live ones."""
-    group, rank = make_group("single"), dist.get_rank()
+    group = make_group("single")
+    rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
     call = InThread(lambda: group.send([tensor], 1, 0)) if rank == 0 else None
     blocked = call is not None and call.blocks()
@@ -130,7 +134,8 @@ def test_a_single_transfer_makes_a_communicator_of_its_pair_and_waits_for_the_pe
 
 def eager_transfers() -> tuple[list[float], int, int]:
     """In a rank: what a ring of single transfers brings; pair communicators, live ones before and after the shutdown."""
-    group, rank = make_group("eager"), dist.get_rank()
+    group = make_group("eager")
+    rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
     received = torch.empty(1)
     if rank == 0:
@@ -153,7 +158,8 @@ def test_after_an_eager_connect_single_transfers_use_the_communicator_of_all(ran
 
 def connect_alone() -> str:
     """In a rank: what it is told when it connects and the other does not, each in its turn. After that both can."""
-    group, message = make_group("alone", limit=timedelta(seconds=A_WHILE_S)), ""
+    group = make_group("alone", limit=timedelta(seconds=A_WHILE_S))
+    message = ""
     for turn in range(dist.get_world_size()):
         if dist.get_rank() == turn:
             with pytest.raises(RuntimeError) as raised:
@@ -241,9 +247,11 @@ def test_two_ranks_on_one_device_are_refused(devices: list[int | None], environm
 
 def two_sources() -> tuple[list[bool], list[float]]:
     """In rank 0: which of two receives have ended while the source of the first one has not sent, and after; what came."""
-    group, rank = make_group("order"), dist.get_rank()
+    group = make_group("order")
+    rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
-    first, second = torch.zeros(1), torch.zeros(1)
+    first = torch.zeros(1)
+    second = torch.zeros(1)
     completed: list[bool] = []
     if rank == 0:
         works = [group.recv([first], 1, 0), group.recv([second], 2, 0)]
@@ -281,7 +289,8 @@ ALONE = {"send": lambda group, tensor: group.send([tensor], 1, 0), "broadcast": 
 
 def begin_alone() -> list[str]:
     """In rank 0: which operations on one element end when rank 1 has not begun them."""
-    group, ended = make_group("alone"), []
+    group = make_group("alone")
+    ended = []
     group.eager_connect_single_device(CPU)
     for name, begin in ALONE.items():
         tensor = torch.ones(1)
@@ -304,7 +313,8 @@ def test_no_operation_ends_before_the_peer_has_begun_it(rank_pool: RankPool) -> 
 
 def mistaken() -> list[str]:
     """In a rank: what arguments that are wrong raise, at once or from `wait`."""
-    group, messages = make_group("mistakes"), []
+    group = make_group("mistakes")
+    messages = []
     group.eager_connect_single_device(CPU)
     for call in (
         lambda: group.allgather([[torch.zeros(1)]], [torch.zeros(1)]).wait(),

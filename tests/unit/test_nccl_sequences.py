@@ -39,7 +39,8 @@ def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclSemantics:
 
 def broadcast(group: NcclSemantics, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank = 0
+    options.rootTensor = 0
     return group.broadcast([tensor], options)
 
 
@@ -91,7 +92,8 @@ def losing_trainer(place: Place) -> None:
     broadcast(group, torch.ones(4)).wait()
     place.say("sent one")
     place.listen()
-    work, later = broadcast(group, torch.ones(4)), broadcast(group, torch.ones(4))
+    work = broadcast(group, torch.ones(4))
+    later = broadcast(group, torch.ones(4))
     ends: list[str] = []
     thread = threading.Thread(target=lambda: ends.append(how_it_ends(work.wait)), daemon=True)
     thread.start()

@@ -17,7 +17,10 @@ import zlib
 
 ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
 # Kinds of processes, and names of sockets; the last is of Ray's own.
-TRAINING, REHEARSAL, SGLANG, DAEMON = "training", "rehearsal", "sglang", "daemon"
+TRAINING = "training"
+REHEARSAL = "rehearsal"
+SGLANG = "sglang"
+DAEMON = "daemon"
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # options, of compiling and of warnings
@@ -25,7 +28,9 @@ _TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed 
 _RAY_WORKER = "default_worker.py"
 # What Ray's daemons read when it is imported, as it is in a cluster that megarl starts on this machine.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-_RAY_CONTEXT, _RAY_LANGUAGE = "--serialized-runtime-env-context=", "--language="  # what setup_worker.py takes for itself
+# what setup_worker.py takes for itself
+_RAY_CONTEXT = "--serialized-runtime-env-context="
+_RAY_LANGUAGE = "--language="
 
 
 def main(arguments: list[str]) -> None:

@@ -118,14 +118,17 @@ def run(program: list[str]) -> NoReturn:
 def _run(program: list[str]) -> None:
     kind, *rest = program
     if kind == "-c":
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.argv = ["-c", *rest[1:]]
+        sys.path[0] = ""
         sys.modules["__main__"] = module = ModuleType("__main__")
         exec(compile(rest[0], "<string>", "exec"), module.__dict__)
     elif kind == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
+        sys.argv = rest
+        sys.path[0] = os.getcwd()
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = program, str(Path(kind).parent.resolve())
+        sys.argv = program
+        sys.path[0] = str(Path(kind).parent.resolve())
         runpy.run_path(kind, run_name="__main__")
 
 

@@ -173,7 +173,8 @@ class Server:
     """Forks; tells each client how its process ended, and each process what its client gets: signals, or the end."""
 
     def __init__(self, listener: socket.socket, kind: str) -> None:
-        self._listener, self._kind = listener, kind
+        self._listener = listener
+        self._kind = kind
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         signal.set_wakeup_fd(self._wake)

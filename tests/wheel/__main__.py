@@ -53,7 +53,8 @@ def main(options: Sequence[str] | None = None) -> int:
         wheel = build_wheel(Path(folder))
         for environment in (Environment(python, resolution) for python in chosen.python for resolution in chosen.resolution):
             place = (chosen.keep or Path(folder)) / environment.name
-            steps[environment], versions[environment] = [], {}
+            steps[environment] = []
+            versions[environment] = {}
             print(f"{environment.name}: installing", flush=True)
             try:
                 install(environment, wheel, place)

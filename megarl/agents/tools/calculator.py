@@ -52,7 +52,8 @@ def _value(node: ast.expr) -> int | float:
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
             result = _UNARY[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
-            first, second = _value(left), _value(right)
+            first = _value(left)
+            second = _value(right)
             if isinstance(sign, ast.Pow) and _bits(first) * abs(second) > _MAX_BITS:
                 raise ValueError("the number is too large")
             result = _BINARY[type(sign)](first, second)

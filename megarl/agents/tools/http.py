@@ -27,7 +27,9 @@ class HttpGet:
         name: str = "http_get",
         description: str = "Reads the page at a URL.",
     ) -> None:
-        self._allowed, self._max_bytes, self._time_limit_s = frozenset(allowed_hosts), max_bytes, time_limit_s
+        self._allowed = frozenset(allowed_hosts)
+        self._max_bytes = max_bytes
+        self._time_limit_s = time_limit_s
         self._schema = function_schema(self._shape, name, description)
 
     @property

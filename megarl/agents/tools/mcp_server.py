@@ -32,7 +32,9 @@ class McpServer:
     """
 
     def __init__(self, server: str | Sequence[str], *, time_limit_s: float = 10.0, environment: Mapping[str, str] | None = None) -> None:
-        self._server, self._time_limit_s, self._environment = server, time_limit_s, dict(environment or {})
+        self._server = server
+        self._time_limit_s = time_limit_s
+        self._environment = dict(environment or {})
         self._schemas: dict[str, Schema] | None = None
         self._connection: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] | None = None
@@ -68,7 +70,8 @@ class McpServer:
 
     async def _list(self) -> dict[str, Schema]:
         async with self._new_client() as client:
-            found, cursor = [], None
+            found = []
+            cursor = None
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += page.tools
@@ -141,7 +144,9 @@ class McpTool:
     """One of a server's tools."""
 
     def __init__(self, server: McpServer, name: str, schema: Schema) -> None:
-        self._server, self._name, self._schema = server, name, schema
+        self._server = server
+        self._name = name
+        self._schema = schema
 
     @property
     def schema(self) -> Schema:

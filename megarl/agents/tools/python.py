@@ -23,7 +23,8 @@ class _Python:
     _description: str
 
     def __init__(self, *, level: Level | None = None, limits: SandboxLimits = LIMITS, name: str = "python", description: str = "") -> None:
-        self._level, self._limits = level or strongest(), limits
+        self._level = level or strongest()
+        self._limits = limits
         self._schema = function_schema(_shape, name, description or self._description)
 
     @property
@@ -61,7 +62,8 @@ class PythonSessions(_Python):
 
 class _Interpreter:
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
-        self._session, self._limits = SandboxSession(level, limits), limits
+        self._session = SandboxSession(level, limits)
+        self._limits = limits
         # One, in which calls wait for each other; the kernel ends the interpreter with it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="python")
 

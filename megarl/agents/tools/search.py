@@ -36,7 +36,8 @@ class FolderSearch:
         name: str = "search",
         description: str = "Finds paragraphs by the words of a query.",
     ) -> None:
-        self._num_results, self._time_limit_s = num_results, time_limit_s
+        self._num_results = num_results
+        self._time_limit_s = time_limit_s
         self._reading = threading.Lock()
         # Read by one thread after the other, and made by another.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)

@@ -35,7 +35,8 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     So it is 0 for all but the single best sample, and for all where two share the first place. With `normalize_by_std` it is
     divided by the group's deviation + 1e-6, which the paper does not do. A group of one gets 0.
     """
-    groups, scores = inputs.groups, inputs.outcomes
+    groups = inputs.groups
+    scores = inputs.outcomes
     is_best = scores == groups.maximum(scores)
     best_is_alone = groups.sum(is_best.to(scores.dtype)) == 1
     second = groups.maximum(torch.where(is_best, -torch.inf, scores))
@@ -61,7 +62,8 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
     The length counts valid tokens. A group of one is its own baseline and gets 0.
     """
-    groups, scores = inputs.groups, inputs.outcomes
+    groups = inputs.groups
+    scores = inputs.outcomes
     baseline = groups.sum(inputs.lengths * scores) / groups.sum(inputs.lengths).clamp(min=1)
     differ = groups.spread(scores) > 0  # equal outcomes give exactly 0, whatever rounding does
     return inputs.on_every_token(torch.where(differ, scores - baseline, 0.0))
@@ -73,7 +75,9 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     M counts the samples in groups whose outcomes are all equal: they add nothing to the gradient but to its denominator. A group of
     one counts as equal and gets 0; without any signal all advantages are 0. It goes with the policy loss gpg.
     """
-    groups, scores, counts = inputs.groups, inputs.outcomes, inputs.lengths > 0
+    groups = inputs.groups
+    scores = inputs.outcomes
+    counts = inputs.lengths > 0
     num_with_signal = ((groups.spread(scores) > 0) & counts).sum()
     return inputs.on_every_token(groups.deviation(scores) * (counts.sum() / num_with_signal.clamp(min=1)))
 
@@ -81,7 +85,8 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """outcome - mean of the prompt's samples, then whitened over all valid tokens of the batch (the same paper's variant for several
     samples of a prompt). A group of one has nothing to compare and stands at 0 before whitening."""
-    centred, lengths = inputs.groups.deviation(inputs.outcomes), inputs.lengths
+    centred = inputs.groups.deviation(inputs.outcomes)
+    lengths = inputs.lengths
     num_tokens = lengths.sum()
     centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
     variance = (lengths * centred.square()).sum() / (num_tokens - 1).clamp(min=1)

@@ -25,7 +25,8 @@ from megarl.algorithms.scores import refuse_unusable
 from megarl.batch.ragged import Column
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
-_BASELINE, _REMEDY = "optimal_token_baseline", "use rloo, whose baseline needs only the scores"
+_BASELINE = "optimal_token_baseline"
+_REMEDY = "use rloo, whose baseline needs only the scores"
 _CHUNK_TOKENS = 16  # of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
 
 
@@ -50,12 +51,14 @@ def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamm
         (steps, kept_values), slots = block.columns, block.slots
         next_values = kept_values
         if slots is not None:
-            steps, next_values = to_front(steps, slots), to_front(kept_values, slots)
+            steps = to_front(steps, slots)
+            next_values = to_front(kept_values, slots)
         if lam != 1.0:
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)
         sums = sums if slots is None else from_front(sums, slots)
-        returns[block.rows], advantages[block.rows] = sums, sums - kept_values
+        returns[block.rows] = sums
+        advantages[block.rows] = sums - kept_values
     return Advantages(of_form(advantages, response_mask), of_form(returns, response_mask))
 
 
@@ -105,16 +108,20 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
         index = inputs.groups.index[rows]
         rewards, mask, old, squared = (column[rows] for column in columns)
         block = _of_whole_groups(rewards, mask, old, squared, index - index[0])
-        advantages[rows], returns[rows] = block.advantages, block.returns
+        advantages[rows] = block.advantages
+        returns[rows] = block.returns
     return Advantages(of_form(advantages, inputs.response_mask), of_form(returns, inputs.response_mask))
 
 
 def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> _Block:
     """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
-    slots, num_groups = front_slots(mask), int(index[-1]) + 1
+    slots = front_slots(mask)
+    num_groups = int(index[-1]) + 1
     returns = _rewards_to_go(masked(rewards, mask), slots, gamma=1.0)
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
-    here, returns_here = mask.to(returns.dtype), returns  # here: 1 where a sample has a token t
+    # here: 1 where a sample has a token t
+    here = mask.to(returns.dtype)
+    returns_here = returns
     if slots is not None:
         here, norms, returns_here = (to_front(x, slots) for x in (here, norms, returns))
     gathered = norms.cumsum(dim=1).mul_(here)
@@ -155,7 +162,8 @@ class _Episodes(NamedTuple):
 
 def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
     """All rows of the columns (B, R), in blocks that fit the cache."""
-    rows_of_mask, rows_of_columns = as_rows(response_mask), [as_rows(column) for column in columns]
+    rows_of_mask = as_rows(response_mask)
+    rows_of_columns = [as_rows(column) for column in columns]
     all_count = leaves_nothing_out(response_mask)
     for rows in rows_of_mask.blocks_of_like_length():
         padded = [column[rows] for column in rows_of_columns]  # with 0
@@ -184,13 +192,16 @@ def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
 
 def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
     """As `discounted_suffix_sums`; what is in x is lost. After each pass a token holds the sum over twice as many tokens as before."""
-    sums, longer = x, torch.empty_like(x)
-    span, factor = 1, discount
+    sums = x
+    longer = torch.empty_like(x)
+    span = 1
+    factor = discount
     while span < x.shape[1] and factor != 0.0:
         torch.add(sums[:, :-span], sums[:, span:], alpha=factor, out=longer[:, :-span])
         longer[:, -span:] = sums[:, -span:]
         sums, longer = longer, sums
-        span, factor = 2 * span, factor * factor
+        span = 2 * span
+        factor = factor * factor
     return sums
 
 

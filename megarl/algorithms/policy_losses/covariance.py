@@ -29,7 +29,8 @@ def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def select_for_clip_cov(columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int) -> dict[str, Column]:
     """`selected_tokens` (B, R) bool: `covariance.share` of the mini-batch's tokens, drawn without preference from those whose
     covariance is between `covariance.low` and `covariance.high`."""
-    low, high = config.covariance.low, config.covariance.high
+    low = config.covariance.low
+    high = config.covariance.high
     is_candidate = map_tokens(lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool)
     candidates = as_rows(is_candidate).values.nonzero().flatten()
     drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
@@ -66,8 +67,10 @@ def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
 
     Its mean is the covariance of log-prob and advantage, by which a step of the policy gradient lowers the entropy.
     """
-    log_probs, advantages = columns["old_log_probs"], columns["advantages"]
-    mean_log_prob, mean_advantage = masked_mean(log_probs, mask), masked_mean(advantages, mask)
+    log_probs = columns["old_log_probs"]
+    advantages = columns["advantages"]
+    mean_log_prob = masked_mean(log_probs, mask)
+    mean_advantage = masked_mean(advantages, mask)
     return map_tokens(lambda p, advantage: (p - mean_log_prob) * (advantage - mean_advantage), mask, log_probs, advantages)
 
 

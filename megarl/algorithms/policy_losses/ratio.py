@@ -16,10 +16,12 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     With `clip_dual` c > 1 the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
     bounded: the clipped term is the larger one, so the token has no gradient.
     """
-    ratio, advantages = inputs.ratio, inputs.advantages
+    ratio = inputs.ratio
+    advantages = inputs.advantages
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    loss, bounded = torch.maximum(plain, clipped), clipped > plain
+    loss = torch.maximum(plain, clipped)
+    bounded = clipped > plain
     if config.clip_dual is None:
         return TokenLosses(loss, bounded)
     ceiling = -config.clip_dual * advantages
@@ -85,7 +87,8 @@ def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """With KL(old || new) of the two-way distribution "the sampled token or another" as the distance; see `_dppo`."""
-    new, old = inputs.log_probs.detach(), inputs.old_log_probs
+    new = inputs.log_probs.detach()
+    old = inputs.old_log_probs
     others = _log_of_others(old)
     distance = old.exp() * (old - new) + others.exp() * (others - _log_of_others(new))
     return _dppo(inputs, config, distance)
@@ -103,7 +106,8 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
 
     With `clip_dual` the weight of the gradient is min(ratio, clip_dual). bounded: M = 0, so the token has no gradient.
     """
-    risen, fallen = inputs.log_ratio.detach() > 0, inputs.log_ratio.detach() < 0
+    risen = inputs.log_ratio.detach() > 0
+    fallen = inputs.log_ratio.detach() < 0
     too_far_up = (inputs.advantages > 0) & risen & (distance > config.clip_high)
     too_far_down = (inputs.advantages < 0) & fallen & (distance > config.clip_low)
     bounded = too_far_up | too_far_down

@@ -152,7 +152,8 @@ def _stages(folder: Path, files: Mapping[tuple[int, int], RankFile], architectur
     num_chunks = len(files[0, 0].chunks)
     if (prefix := next((prefix for prefix in _PREFIXES if prefix + _EMBEDDING in files[0, 0].chunks[0]), None)) is None:
         raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage holds")
-    stages, first_layer = [], 0
+    stages = []
+    first_layer = 0
     for chunk, stage in ((chunk, stage) for chunk in range(num_chunks) for stage in range(num_stages)):
         count = 0
         for rank in range(num_ranks):

@@ -42,7 +42,8 @@ def read_rank_file(path: Path) -> RankFile:
     content = read_outline_with_objects(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no dictionary; it is not a Megatron checkpoint")
-    arguments, iteration = content.get("args"), content.get("iteration")
+    arguments = content.get("args")
+    iteration = content.get("iteration")
     return RankFile(
         path=path,
         chunks=tuple(_parameters(path, state) for state in _model_states(path, content)),

@@ -61,7 +61,8 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, St
     sizes: tuple[int, ...] = ()
     if weight.expert is not None:
         rest = rest.replace(f".local_experts.{weight.expert}.", ".experts.")
-        leading, sizes = (weight.expert,), (architecture.num_experts,)
+        leading = (weight.expert,)
+        sizes = (architecture.num_experts,)
     stacked = StoredPlace(f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes))
     return stacked, StoredPlace(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
@@ -73,12 +74,14 @@ def canonical_rest(rest: str) -> str:
 def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True) -> ModelSource:
     """Where the folder has our manifest `check_contents` compares checksums too. Raises CheckpointError that names file and tensor."""
     architecture = read_architecture(str(companions), trust_remote_code)
-    layout, step = "layout not recorded", None
+    layout = "layout not recorded"
+    step = None
     if (folder / MANIFEST_FILE).exists():
         if check_contents:
             check_folder(folder)
         description = read_manifest(folder).description
-        sizes, step = description.layout, description.step
+        sizes = description.layout
+        step = description.step
         layout = (
             f"written by TP {sizes.tensor_parallel_size} x PP {sizes.pipeline_parallel_size}"
             + (f" x VPP {sizes.virtual_pipeline_parallel_size}" if sizes.virtual_pipeline_parallel_size else "")

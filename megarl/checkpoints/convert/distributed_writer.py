@@ -91,7 +91,9 @@ class _Writer:
     """written: the items that are in the files."""
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, max_item_bytes: int, report: Callable[[int], None]) -> None:
-        self._source, self._dtype, self._report = source, dtype, report
+        self._source = source
+        self._dtype = dtype
+        self._report = report
         self._workers = Workers(max_item_bytes)
         self.written: list[WrittenItem] = []
 
@@ -119,7 +121,8 @@ class _Writer:
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """Returns the slice of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
-        tensor_slice, tensors = item.tensor_slice, self._source.tensors
+        tensor_slice = item.tensor_slice
+        tensors = self._source.tensors
         parts = [
             (piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
@@ -239,15 +242,21 @@ def _place(
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1
     num_leading = len(view) - num_trailing
-    leading, trailing = view[:num_leading], view[num_leading:]
-    num_rows, first_row = prod(leading), _row(leading, tensor_slice.starts[:num_leading])
-    shape, offsets = [num_rows, *trailing], [first_row, *(0 for _ in trailing)]
+    leading = view[:num_leading]
+    trailing = view[num_leading:]
+    num_rows = prod(leading)
+    first_row = _row(leading, tensor_slice.starts[:num_leading])
+    shape = [num_rows, *trailing]
+    offsets = [first_row, *(0 for _ in trailing)]
     if weight.cut is Cut.row:
-        shape[1], offsets[1] = size * trailing[0], rank * trailing[0]
+        shape[1] = size * trailing[0]
+        offsets[1] = rank * trailing[0]
     elif weight.cut is Cut.gated:
-        shape[0], offsets[0] = size * num_rows, tensor_slice.starts[0] * size * leading[1] + rank * leading[1] + tensor_slice.starts[1]
+        shape[0] = size * num_rows
+        offsets[0] = tensor_slice.starts[0] * size * leading[1] + rank * leading[1] + tensor_slice.starts[1]
     elif weight.cut is not Cut.replicated:
-        shape[0], offsets[0] = size * num_rows, rank * num_rows + first_row
+        shape[0] = size * num_rows
+        offsets[0] = rank * num_rows + first_row
     chunk = [prod(tensor_slice.shape[:num_leading]), *trailing]
     _, numbers, sizes = stored_place(architecture, weight)
     return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)

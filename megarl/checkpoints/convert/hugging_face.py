@@ -121,7 +121,9 @@ def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan,
 
 class _Writer:
     def __init__(self, source: ModelSource, dtype: torch.dtype, report: Callable[[int], None]) -> None:
-        self._source, self._dtype, self._report = source, dtype, report
+        self._source = source
+        self._dtype = dtype
+        self._report = report
         self._workers = Workers()
 
     def write(self, folder: Path, files: Sequence[FilePlan]) -> None:

@@ -109,7 +109,8 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
 
     Raises CheckpointError where `folder` holds something, fewer than `nbytes` are free, or the disk refuses what the block writes.
     """
-    folder, partial = folder.absolute(), None
+    folder = folder.absolute()
+    partial = None
     try:
         check_new(folder)
         _check_space(folder, nbytes)

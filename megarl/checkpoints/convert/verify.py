@@ -82,7 +82,8 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
 
 
 def _compare_tensor(name: str, left: ModelSource, right: ModelSource, done: Callable[[int], None], workers: Workers) -> TensorComparison:
-    one, other = left.tensors.get(name), right.tensors.get(name)
+    one = left.tensors.get(name)
+    other = right.tensors.get(name)
     if one is None or other is None:
         return TensorComparison(name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}")
     if one.hf != other.hf:
@@ -103,11 +104,13 @@ class _Tally:
     def __init__(self, left: torch.dtype, right: torch.dtype) -> None:
         self._dtypes = left, right
         self._narrowed = _narrower(left, right)
-        self._num_elements, self._max_difference = 0, 0.0
+        self._num_elements = 0
+        self._max_difference = 0.0
         self._num_different = {dtype: 0 for dtype in self._narrowed}
 
     def add(self, left: SourceTensor, right: SourceTensor, place: TensorSlice) -> None:
-        one, other = left.block(place, left.dtype), right.block(place, right.dtype)
+        one = left.block(place, left.dtype)
+        other = right.block(place, right.dtype)
         self._num_elements += place.volume
         if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
             return

@@ -13,7 +13,8 @@ from megarl.doctor.check_result import CheckResult, Status, worst
 from megarl.doctor.examination import counts, document, examine
 from megarl.machine.wording import counted
 
-GOOD, USER_ERROR = 0, 2
+GOOD = 0
+USER_ERROR = 2
 _COLOURS = {Status.warning: "yellow", Status.error: "red"}
 
 

@@ -27,7 +27,8 @@ def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PP
     ValueError for a file that is no drawing."""
     check_drawing(output)
     config, absent, _ = load_checked_anywhere(schema, config_path, overrides)
-    plan, console = plan_placement(config), output_console()
+    plan = plan_placement(config)
+    console = output_console()
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)
     print_absent(absent, console)

@@ -32,7 +32,8 @@ from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
 from megarl.roles.weights.forecast import forecast_weights
 from megarl.weights.plan import NUM_IPC_BUFFERS
 
-GOOD, MISTAKES = 0, 2
+GOOD = 0
+MISTAKES = 2
 
 
 def run(
@@ -51,7 +52,8 @@ def run(
     inputs = find_inputs(partial)
     violations, absences = inputs.divided(starts_elsewhere=True)
     refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
-    config, absent = inputs.partial.config, [*inputs.substituted, *map(str, absences)]
+    config = inputs.partial.config
+    absent = [*inputs.substituted, *map(str, absences)]
     if config.device is Device.cpu:
         raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
     if config.engine.layers is Layers.transformer_engine:

@@ -38,8 +38,10 @@ def run(
     if schema is not PPOConfig:
         raise ValueError("--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning")
     config = load_checked_anywhere(PPOConfig, config_path, overrides).config
-    plan, console = plan_placement(config), output_console()
-    splits, (lengths, times) = splits_of(config, plan), _work(config, Given(*options))
+    plan = plan_placement(config)
+    console = output_console()
+    splits = splits_of(config, plan)
+    (lengths, times) = _work(config, Given(*options))
     work = Work.of(config, lengths)
     forecasts = [forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES]
     _print(config, times, forecasts, console)
@@ -62,7 +64,8 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
         wanted = {"--lengths": given.lengths, "--training-s": given.training_s, "--tokens-per-s": given.tokens_per_s}
         if missing := [name for name, value in wanted.items() if value is None]:
             raise ValueError(f"--simulate needs {', '.join(missing)}, or --from with the folder of a run that has measured them")
-        lengths, times = [], Times(0.0, 0.0)
+        lengths = []
+        times = Times(0.0, 0.0)
     if given.lengths is not None:
         lengths = log_normal(*_mean_and_most(given.lengths, config), config.rollout.n)
     if given.training_s is not None:

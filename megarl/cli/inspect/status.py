@@ -24,7 +24,8 @@ _WATCH_S = 1.0
 def run(run_dir: str, watch: bool = False) -> int:
     """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run ends. Raises StatusError where
     there is none."""
-    folder, console = Path(run_dir), output_console()
+    folder = Path(run_dir)
+    console = output_console()
     record = read_status(folder)
     records = _until_it_ends(folder, record) if watch else iter([record])
     with Live(console=console, auto_refresh=False, transient=True) if watch and console.is_terminal else nullcontext() as live:
@@ -43,7 +44,8 @@ def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]
     yield record
     while is_running(record):
         time.sleep(_WATCH_S)
-        before, record = record, read_status(folder)
+        before = record
+        record = read_status(folder)
         if record != before or not is_running(record):
             yield record
 
@@ -63,7 +65,8 @@ def _age_s(record: StatusRecord) -> float:
 
 def last_words(folder: Path, record: StatusRecord) -> str:
     """Describe in one line how a run ended, what is saved, and what to type next."""
-    status, ago = record.run, f"{duration(_age_s(record))} ago"
+    status = record.run
+    ago = f"{duration(_age_s(record))} ago"
     where = "before its first step" if status.step is None else f"in step {status.step} of {status.total_steps}"
     report = f"`megarl report {folder}` shows it"
     if status.state == ENDED:
@@ -85,7 +88,8 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
     """Nothing of a run that does not go on: nobody is anywhere."""
     if not is_running(record):
         return Group()
-    status, age_s = record.run, _age_s(record)
+    status = record.run
+    age_s = _age_s(record)
     late = age_s > EVERY_S * _LATE
     alive = {True: "its process is there", None: f"its process {record.pid} on {record.host} cannot be seen from here"}
     lines = [

@@ -40,7 +40,8 @@ class RunFailedError(Exception):
 
     def __init__(self, error: Exception, context: RunContext) -> None:
         super().__init__("the run failed")
-        self.error, self.context = error, context
+        self.error = error
+        self.context = context
 
 
 @contextmanager

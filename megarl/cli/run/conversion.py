@@ -32,7 +32,9 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
 
-GOOD, NOT_THE_SAME, USER_ERROR = 0, 1, 2
+GOOD = 0
+NOT_THE_SAME = 1
+USER_ERROR = 2
 _MAX_DIFFERING = 20
 
 Start = Callable[[argparse.Namespace], int]
@@ -97,7 +99,8 @@ def inspect(parsed: argparse.Namespace) -> int:
 
 @_in_one_line
 def verify(parsed: argparse.Namespace) -> int:
-    left, right = _open(parsed.left, parsed), _open(parsed.right, parsed)
+    left = _open(parsed.left, parsed)
+    right = _open(parsed.right, parsed)
     with _progress_bar("verify") as report:
         comparison = compare(left, right, report)
     print_comparison(comparison, output_console())

@@ -48,7 +48,8 @@ def run(parsed: argparse.Namespace) -> int:
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
     for index, request in enumerate(requests):
-        chat, sample = chats[index // parsed.n], index % parsed.n
+        chat = chats[index // parsed.n]
+        sample = index % parsed.n
         task = Task(messages=chat, seed=request.sampling.seed)
         responder = Responder(make_environment(), template, parse, task)
         if len(requests) > 1 and not parsed.json:

@@ -74,7 +74,8 @@ def run(parsed: argparse.Namespace) -> int:
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
     _claim(output)
-    console, start_s = output_console(stderr=True), time.monotonic()
+    console = output_console(stderr=True)
+    start_s = time.monotonic()
     if others is not None and (lacking := _not_compared(config, keys, others)):
         console.print(f"not compared, because only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
     what = f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of {model.source.folder}"
@@ -85,7 +86,8 @@ def run(parsed: argparse.Namespace) -> int:
         hugging_face_folder(model, dtype, output) as (folder, manifest),
         ray_processes(context, Console(quiet=True)) as processes,
     ):
-        rules, weights = token_rules(config, tokenizer), FolderWeights(folder, manifest)
+        rules = token_rules(config, tokenizer)
+        weights = FolderWeights(folder, manifest)
         roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
         samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
     results = results_of(samples, config.reward.pass_score)

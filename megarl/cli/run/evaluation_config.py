@@ -40,7 +40,8 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
 
     Raises ConfigError that lists all that is wrong.
     """
-    path, overrides = options.config, options.overrides
+    path = options.config
+    overrides = options.overrides
     if path is None and isinstance(model.run, PPOConfig):
         path = model.run_file
     elif isinstance(model.run, SFTConfig):
@@ -78,7 +79,9 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_training(config: PPOConfig, output: str) -> PPOConfig:
     """The engines have all devices to themselves: as `hybrid` has them, with an actor that is never started."""
-    rollout, placement, trainer = config.rollout, config.placement, config.trainer
+    rollout = config.rollout
+    placement = config.placement
+    trainer = config.trainer
     num_devices = rollout.num_replicas * rollout.tensor_parallel_size
     return replace(
         config,

@@ -131,7 +131,8 @@ def _place(error: Exception) -> list[_Entry]:
 
 
 def _when(error: Exception, position: Position | None) -> str:
-    call, position = _failed_call(error), position or Position()
+    call = _failed_call(error)
+    position = position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
     of_call = None if call is None else phases_by_call().get((call.role, call.method))
     if of_call is not None and of_call not in phases:

@@ -144,7 +144,8 @@ class Writer:
 
 def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: argparse.Namespace) -> None:
     for index, continuation in enumerate(written):
-        chat, sample = chats[index // parsed.n], index % parsed.n
+        chat = chats[index // parsed.n]
+        sample = index % parsed.n
         if parsed.json:
             tokens = {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs} if parsed.log_probs else {}
             values = {"messages": chat, "sample": sample, "text": continuation.text, "finish_reason": continuation.finish_reason}

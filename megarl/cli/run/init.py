@@ -22,10 +22,14 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 
 GOOD = 0
-CONFIG_FILE, REWARD_FILE, DATA_SCRIPT = "run.yaml", "reward.py", "make_data.py"
+CONFIG_FILE = "run.yaml"
+REWARD_FILE = "reward.py"
+DATA_SCRIPT = "make_data.py"
 _MADE = (TRAIN_FILE, VALIDATION_FILE)  # by the script, or split from the user's data
 _MOST_TOKENS = 512  # of a prompt, and of a response, where the model has positions for more
-_PROMPTS, _SAMPLES = 16, 8  # of a step; of a prompt
+# of a step; of a prompt
+_PROMPTS = 16
+_SAMPLES = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,11 @@ from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
 from megarl.weights.tensors import Manifest, TensorMeta
 
-LATEST, BEST = "latest", "best"
-_CHECKPOINTS, _HUGGING_FACE = "checkpoints", "huggingface"  # in a run's folder
+LATEST = "latest"
+BEST = "best"
+# in a run's folder
+_CHECKPOINTS = "checkpoints"
+_HUGGING_FACE = "huggingface"
 
 
 @dataclass(frozen=True, kw_only=True)

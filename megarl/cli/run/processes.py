@@ -50,11 +50,14 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
 
     Raises InsufficientResourcesError where the cluster cannot hold the pools.
     """
-    config, plan, given = context.config, plan_placement(context.config), dict(os.environ)
+    config = context.config
+    plan = plan_placement(context.config)
+    given = dict(os.environ)
     console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
     start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
     try:
-        context.log_folder, context.nodes = log_folder(), node_addresses()
+        context.log_folder = log_folder()
+        context.nodes = node_addresses()
         device = config.device
         if device is Device.auto:
             device = Device.cuda if num_cluster_gpus() else Device.cpu

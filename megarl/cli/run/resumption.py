@@ -27,7 +27,8 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
 
     Raises ValueError where a run came to its end without a checkpoint, and is asked for more steps.
     """
-    output_dir, steps = Path(config.trainer.output_dir), config.trainer.total_steps
+    output_dir = Path(config.trainer.output_dir)
+    steps = config.trainer.total_steps
     summary = read_summary(output_dir)
     if summary is None:
         return False  # also of a run that was killed between its last step and its end: it still writes the trained model

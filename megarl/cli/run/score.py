@@ -12,7 +12,8 @@ from megarl.machine.wording import counted
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
-GOOD, FAILED = 0, 1
+GOOD = 0
+FAILED = 1
 _NUM_CHARACTERS = 60
 _COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info")
 

@@ -53,12 +53,14 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `ray_processes`
     raises.
     """
-    config, position = context.config, Position()
+    config = context.config
+    position = Position()
     output_dir = Path(config.trainer.output_dir)
     console = output_console()
     _claim(output_dir, config, resume, console)
     (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
-    context.output_dir, context.position = output_dir, position
+    context.output_dir = output_dir
+    context.position = position
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     write_plan(config, output_dir)

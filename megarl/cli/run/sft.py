@@ -38,7 +38,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     if resume is not None:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     train = SFTDataset(data.train_files, tokenizer, data)
     loader = train_loader(train, data, trainer.samples_per_step, "trainer.samples_per_step")
     held_out = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
@@ -64,7 +65,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             with writing(session.output_dir):
                 actor.save_hf(folder, config.model.path)
             session.console.print(f"the trained model is in {folder}")
-        steps, seconds = checkpoints.last_step, round(checkpoints.seconds, 1)
+        steps = checkpoints.last_step
+        seconds = round(checkpoints.seconds, 1)
         told = say_ended(session, checkpoints)
         write_summary(session.output_dir, {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told})
     return 0

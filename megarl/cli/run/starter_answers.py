@@ -15,8 +15,11 @@ from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_ro
 from megarl.rewards.truths import is_null, short
 
 LOOKS_SHARE = 0.8  # of the answers, from which they look like one kind
-_MOST_CHOICES, _ROWS_PER_CHOICE = 10, 4
-_LONGEST_CHOICE, _LONGEST_TEXT = 40, 100  # characters
+_MOST_CHOICES = 10
+_ROWS_PER_CHOICE = 4
+# characters
+_LONGEST_CHOICE = 40
+_LONGEST_TEXT = 100
 _LETTER = re.compile(r"[A-J]", re.IGNORECASE)
 _NUMBER = re.compile(r"-?[$€£]?-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)(?:[eE][+-]?\d+)?\s*%?")
 _DATE_OR_TIME = re.compile(r"\d+[-/.]\d+[-/.]\d+|\d:\d\d")

@@ -14,12 +14,14 @@ from megarl.config.schema import RunKind
 from megarl.data.files import DataError, open_file
 from megarl.data.tables import DataRow, read_rows
 
-TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
+TRAIN_FILE = "train.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "text")
 _ANSWERS = ("answer", "ground_truth", "solution", "output", "response", "target", "completion", "label")
 _TESTS = ("test_list", "tests")  # of programs; the answer beside them is one program of many
 _FEWEST_QUESTIONS = 20  # of a file of which some are held out
-_MOST_HELD_OUT, _HELD_OUT_SHARE = 256, 0.1
+_MOST_HELD_OUT = 256
+_HELD_OUT_SHARE = 0.1
 
 
 class Columns(NamedTuple):

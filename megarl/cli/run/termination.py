@@ -11,7 +11,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT  # exit statuses, as a shell gives them
+# exit statuses, as a shell gives them
+TERMINATED = 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager

@@ -71,11 +71,13 @@ def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> I
     if problem := endless_turns(config.model.path, tokenizer):
         _log.warning("model.path=%s: %s", config.model.path, problem)
     rules = token_rules(config, tokenizer)
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     tools = load_agent(config.agent).tools if config.agent.tools else None
     train = PromptDataset(data.train_files, tokenizer, data, tools)
     loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
-    data_sets, evaluation = {"data.train_files": train}, None
+    data_sets = {"data.train_files": train}
+    evaluation = None
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data, tools)
         data_sets["data.val_files"] = held_out
@@ -125,7 +127,8 @@ def check_reward_chats(
 
 
 def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
-    steps, seconds = ppo.checkpoints.last_step, ppo.checkpoints.seconds
+    steps = ppo.checkpoints.last_step
+    seconds = ppo.checkpoints.seconds
     folder = session.output_dir / "huggingface"
     if config.checkpoint.save_hf:
         with writing(session.output_dir):

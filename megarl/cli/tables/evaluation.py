@@ -18,7 +18,8 @@ class PassProgress:
     """One pass over the prompts: a bar on a terminal, in a log a line for each batch, both with the time left."""
 
     def __init__(self, num_prompts: int, console: Console) -> None:
-        self._num_prompts, self._console = num_prompts, console
+        self._num_prompts = num_prompts
+        self._console = console
         columns = (
             TextColumn("[bold]prompts"),
             BarColumn(),

@@ -130,7 +130,8 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
 
 def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
     """The way of the weights after an update, and what it takes of a rank."""
-    resharding, transport = config.resharding, choose_transport(config, plan)
+    resharding = config.resharding
+    transport = choose_transport(config, plan)
     drawn = table("A push of weights", "quantity", "value", "from")
     drawn.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
     if (forecast := forecast_weights(config, plan, policy)) is None:

@@ -85,7 +85,8 @@ def _draw_node(frame: Axes, node: int, devices: Sequence[DeviceMemory], colours:
     for index, device in enumerate(devices):
         width = 0.9 / len(device.phases)
         for number, (phase, usages) in enumerate(device.phases.items()):
-            bottom, left = 0.0, index + 0.05 + number * width
+            bottom = 0.0
+            left = index + 0.05 + number * width
             for role, usage in usages.items():
                 frame.bar(left, usage.total / _GIB, width * 0.9, bottom, align="edge", color=colours[role])
                 bottom += usage.total / _GIB

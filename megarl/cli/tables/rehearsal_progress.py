@@ -17,7 +17,8 @@ class RehearsalProgress:
         self._console = output_console(stderr=True)
         self._begin = f"rehearse: loading torch and Megatron-Core for {counted(num_ranks, 'rank')}"
         self._status = self._console.status(self._begin)
-        self._num_ranks, self._num_finished = num_ranks, 0
+        self._num_ranks = num_ranks
+        self._num_finished = 0
 
     def __enter__(self) -> RehearsalProgress:
         self._begin_s = time.monotonic()

@@ -79,7 +79,8 @@ def print_models(config: RunConfig, architectures: Mapping[str, Architecture], c
 def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic) -> Table:
     columns = {}
     for role, row in zip(roles, arithmetic.roles, strict=True):
-        architecture, parallel = architectures[role.name], role.parallel
+        architecture = architectures[role.name]
+        parallel = role.parallel
         columns[role.name] = (
             f"{row.num_parameters:,}",
             str(architecture.num_hidden_layers),
@@ -175,7 +176,8 @@ def _print_checkpoints(config: RunConfig, architectures: Mapping[str, Architectu
     checkpoint = config.checkpoint
     drawn = table("Checkpoints", "quantity", "value", "from")
     drawn.add_row("saved", *when_saved(config))
-    best, kept = checkpoint.keep_best.metric, f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
+    best = checkpoint.keep_best.metric
+    kept = f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
     drawn.add_row("kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep")
     parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
     drawn.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
@@ -195,7 +197,8 @@ def when_saved(config: RunConfig) -> tuple[str, str]:
         (checkpoint.keep_best.metric is not None, "after the best validation", "keep_best"),
         (checkpoint.at_end, "at the end", "at_end"),
     ]
-    words, keys = [words for there, words, _ in moments if there], [f"checkpoint.{key}" for there, _, key in moments if there]
+    words = [words for there, words, _ in moments if there]
+    keys = [f"checkpoint.{key}" for there, _, key in moments if there]
     if not words:
         return "only when SIGTERM ends the run", "checkpoint.at_end"
     *first, last = words
@@ -203,7 +206,8 @@ def when_saved(config: RunConfig) -> tuple[str, str]:
 
 
 def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    needed, path = most_checkpoints(config) * checkpoint_bytes(config, architectures), checkpoint_path(config)
+    needed = most_checkpoints(config) * checkpoint_bytes(config, architectures)
+    path = checkpoint_path(config)
     if needed > (free := _free_bytes(path)):
         yield (
             f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, raise "

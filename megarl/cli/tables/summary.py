@@ -37,7 +37,8 @@ def title_of(config: RunConfig) -> str:
 
 
 def _name(algorithm: AlgorithmConfig) -> str:
-    estimator, loss = algorithm.advantage.estimator, algorithm.policy_loss.kind
+    estimator = algorithm.advantage.estimator
+    loss = algorithm.policy_loss.kind
     if loss is not PolicyLossKind.ppo_clip:
         return loss.value.upper().replace("_", "-")
     if estimator is AdvantageEstimator.grpo and algorithm.dynamic_sampling.enabled:
@@ -49,7 +50,8 @@ def _name(algorithm: AlgorithmConfig) -> str:
 
 def print_summary(config: RunConfig, console: Console) -> None:
     architectures, _ = read_architectures(config)
-    arithmetic, plan = derive(config, architectures), plan_placement(config)
+    arithmetic = derive(config, architectures)
+    plan = plan_placement(config)
     fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
     prompts = (
         f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt} = " if isinstance(config, PPOConfig) else ""

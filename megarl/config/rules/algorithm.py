@@ -13,16 +13,20 @@ from megarl.config.schema import (
 )
 from megarl.config.violation import Violation, Violations
 
-_ESTIMATOR, _KIND, _WHERE = "algorithm.advantage.estimator", "algorithm.policy_loss.kind", "algorithm.kl.where"
+_ESTIMATOR = "algorithm.advantage.estimator"
+_KIND = "algorithm.policy_loss.kind"
+_WHERE = "algorithm.kl.where"
 _AGGREGATION = "algorithm.policy_loss.aggregation"
-_CORRECTION, _DYNAMIC = "algorithm.rollout_correction", "algorithm.dynamic_sampling"
+_CORRECTION = "algorithm.rollout_correction"
+_DYNAMIC = "algorithm.dynamic_sampling"
 
 _STRAIGHT_THROUGH = (KLEstimator.k1_straight_through, KLEstimator.abs_k1_straight_through, KLEstimator.k3_straight_through)
 
 
 def estimator(config: PPOConfig) -> Violations:
     """What an advantage estimator needs of the samples and of the rewards."""
-    kind, n = config.algorithm.advantage.estimator, config.rollout.n
+    kind = config.algorithm.advantage.estimator
+    n = config.rollout.n
     needs = kind.needs
     num_scores = len(config.reward.functions) + needs_reward_model(config)
     if needs.compares_samples and n < 2:
@@ -50,7 +54,8 @@ def estimator(config: PPOConfig) -> Violations:
 
 
 def critic(config: PPOConfig) -> Violations:
-    warmup, total = config.trainer.critic_warmup_steps, config.trainer.total_steps
+    warmup = config.trainer.critic_warmup_steps
+    total = config.trainer.total_steps
     if warmup and not needs_critic(config):
         yield Violation(
             ("trainer.critic_warmup_steps", _ESTIMATOR),
@@ -64,7 +69,8 @@ def critic(config: PPOConfig) -> Violations:
 
 
 def policy_loss(config: PPOConfig) -> Violations:
-    loss, trainer = config.algorithm.policy_loss, config.trainer
+    loss = config.algorithm.policy_loss
+    trainer = config.trainer
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
     if needs.aggregation not in (None, loss.aggregation):
@@ -171,7 +177,8 @@ def rollout_correction(config: PPOConfig) -> Violations:
 
 
 def dynamic_sampling(config: PPOConfig) -> Violations:
-    section, kind = config.algorithm.dynamic_sampling, config.algorithm.advantage.estimator
+    section = config.algorithm.dynamic_sampling
+    kind = config.algorithm.advantage.estimator
     if not section.enabled:
         return
     if not kind.needs.compares_samples:

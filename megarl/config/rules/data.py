@@ -8,11 +8,14 @@ from megarl.config.violation import Violation, Violations
 
 JSON_LINES = (".jsonl", ".json")
 FORMATS = (".parquet", *JSON_LINES, ".csv")
-SAVED_TO_DISK, SPLITS = "state.json", "dataset_dict.json"  # in folders of `datasets`: of one split, and of several
+# in folders of `datasets`: of one split, and of several
+SAVED_TO_DISK = "state.json"
+SPLITS = "dataset_dict.json"
 
 
 def train_files(config: RunConfig) -> Violations:
-    files, weights = config.data.train_files, config.data.train_weights
+    files = config.data.train_files
+    weights = config.data.train_weights
     if not files:
         yield Violation(("data.train_files",), "is empty; name at least one file")
     if not weights:

@@ -17,7 +17,8 @@ _REPLAY = "engine.routing_replay"
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     """Of one role's ranks and model."""
-    parallel, keys = role.parallel, _Keys(role.parallel_key)
+    parallel = role.parallel
+    keys = _Keys(role.parallel_key)
     experts = architecture.experts
     if experts is None:
         for name, key in (("expert_parallel_size", keys.dealt), ("expert_tensor_parallel_size", keys.cut)):
@@ -63,7 +64,9 @@ class _Keys:
 
 def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
     """Experts are dealt over all ranks of a stage."""
-    dealt, cut, there = parallel.expert_parallel_size, parallel.expert_tensor_parallel_size, parallel.stage_size
+    dealt = parallel.expert_parallel_size
+    cut = parallel.expert_tensor_parallel_size
+    there = parallel.stage_size
     if there % (dealt * cut):
         fitting = nearest_divisors(there // cut, dealt) if there % cut == 0 else nearest_divisors(there, dealt * cut)
         meant = "expert_parallel_size" if there % cut == 0 else "a product of"
@@ -76,8 +79,10 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     """An engine's ranks share the experts, and those that are left share each expert's matrices."""
-    dealt, tensor = config.rollout.expert_parallel_size, config.rollout.tensor_parallel_size
-    experts, path = policy.experts, config.model.path
+    dealt = config.rollout.expert_parallel_size
+    tensor = config.rollout.tensor_parallel_size
+    experts = policy.experts
+    path = config.model.path
     if experts is None:
         if dealt > 1:
             yield Violation((_ENGINE_KEY,), f"is {dealt}, but {path} ({policy.model_type}) has no experts; use 1")

@@ -14,7 +14,8 @@ from megarl.models.architecture import Architecture
 
 def optimizers(config: RunConfig) -> Violations:
     for section, model in config.trained_models.items():
-        key, optim = f"{section}.optim", model.optim
+        key = f"{section}.optim"
+        optim = model.optim
         if optim.min_lr > optim.lr:
             yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
 
@@ -42,7 +43,8 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
 
 
 def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
-    limit, key = role.micro_batch, role.micro_batch_key
+    limit = role.micro_batch
+    key = role.micro_batch_key
     if (limit.sequences is None) == (limit.max_tokens is None):
         given = "neither is" if limit.sequences is None else f"both are ({limit.sequences} and {limit.max_tokens})"
         yield Violation(
@@ -53,14 +55,17 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
 
 
 def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations:
-    needed, size = room_of_longest_row(config, role), role.parallel.context_parallel_size
+    needed = room_of_longest_row(config, role)
+    size = role.parallel.context_parallel_size
     if needed <= max_tokens * size:
         return
     lengths = config.length_keys
-    room, padded = f"max_tokens {max_tokens}", ""
+    room = f"max_tokens {max_tokens}"
+    padded = ""
     if size > 1:
         lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
-        room, padded = f"{room} x context_parallel_size {size} = {max_tokens * size}", f" ({needed} with what pads the ranks' parts)"
+        room = f"{room} x context_parallel_size {size} = {max_tokens * size}"
+        padded = f" ({needed} with what pads the ranks' parts)"
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
         f"a row may have {config.max_row_tokens} tokens{padded}, more than {room}; "
@@ -106,7 +111,8 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
 
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
-    parallel, tensor = role.parallel, role.parallel.tensor_parallel_size
+    parallel = role.parallel
+    tensor = role.parallel.tensor_parallel_size
     fields = ["num_attention_heads", "num_key_value_heads", *(["intermediate_size"] if architecture.num_dense_layers else [])]
     sizes = {field: getattr(architecture, field) for field in fields}
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
@@ -137,7 +143,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
 
 def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Check that prompt and response have positions in each model that reads the policy's tokens."""
-    prompt, response = config.longest_prompt, config.longest_response
+    prompt = config.longest_prompt
+    response = config.longest_response
     for role, limit in _too_short(config, architectures):
         hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
         yield Violation(

@@ -65,7 +65,9 @@ def _scores_with_one_number(folder: Path) -> Violations:
 
 
 def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
-    model, positions, tokens = config.reward.model, architecture.max_position_embeddings, config.max_row_tokens
+    model = config.reward.model
+    positions = architecture.max_position_embeddings
+    tokens = config.max_row_tokens
     room = {"max_position_embeddings": positions, "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel)}
     for name, limit in room.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:

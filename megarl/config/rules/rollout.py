@@ -40,7 +40,8 @@ def sampling(config: PPOConfig) -> Violations:
             ("rollout.validation.n", "rollout.validation.temperature"),
             f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature above 0",
         )
-    least, most = rollout.validation.min_new_tokens, config.data.max_response_length
+    least = rollout.validation.min_new_tokens
+    most = config.data.max_response_length
     if least > most:
         yield Violation(
             ("rollout.validation.min_new_tokens", "data.max_response_length"),
@@ -63,7 +64,8 @@ def whole_model(config: PPOConfig) -> Violations:
 def engine_memory(config: PPOConfig) -> Violations:
     """An engine's share of a device, which the memory plan reckons with."""
     for engine in RolloutEngineKind:
-        key, share = engine.needs.memory_key, config.rollout.memory_share_of(engine)
+        key = engine.needs.memory_key
+        share = config.rollout.memory_share_of(engine)
         if key is None or share is None or (isinstance(share, int | float) and 0 < share < 1):
             continue
         yield Violation((key,), f"is {share!r}, but must be above 0 and below 1: the share of a device for weights and cache, as 0.8")
@@ -71,8 +73,10 @@ def engine_memory(config: PPOConfig) -> Violations:
 
 def shared_devices(config: PPOConfig) -> Violations:
     """In the placement `hybrid` engines have the actor's devices and no others."""
-    rollout, parallel = config.rollout, config.actor.parallel
-    needed, there = rollout.num_replicas * rollout.tensor_parallel_size, parallel.world_size
+    rollout = config.rollout
+    parallel = config.actor.parallel
+    needed = rollout.num_replicas * rollout.tensor_parallel_size
+    there = parallel.world_size
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
     fitting = there // rollout.tensor_parallel_size
@@ -86,7 +90,8 @@ def shared_devices(config: PPOConfig) -> Violations:
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     """How an engine cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole on several."""
-    tensor, path = config.rollout.tensor_parallel_size, config.model.path
+    tensor = config.rollout.tensor_parallel_size
+    path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
         return
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
@@ -106,7 +111,9 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
 
 
 def generation_ahead(config: PPOConfig) -> Violations:
-    staleness, algorithm, placement = config.rollout.max_staleness, config.algorithm, config.placement
+    staleness = config.rollout.max_staleness
+    algorithm = config.algorithm
+    placement = config.placement
     if config.rollout.late is Late.mask and (not staleness or config.rollout.on_update is OnUpdate.drain):
         other = _STALENESS if not staleness else "rollout.on_update"
         yield Violation(

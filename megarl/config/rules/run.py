@@ -84,9 +84,11 @@ def validation(config: RunConfig) -> Violations:
 
 
 def mini_batches(config: PPOConfig) -> Violations:
-    samples, updates = config.samples_per_step, config.trainer.updates_per_step
+    samples = config.samples_per_step
+    updates = config.trainer.updates_per_step
     if samples % updates:
-        prompts, n = config.trainer.prompts_per_step, config.rollout.n
+        prompts = config.trainer.prompts_per_step
+        n = config.rollout.n
         step = lcm(n, updates) // n  # prompts_per_step that work are its multiples
         yield Violation(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),

@@ -113,7 +113,8 @@ class Leaf(NamedTuple):
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
     """Every value of a section, those of the sections in it included; a list is a value, and so is what stands in its sections."""
     for entry in fields(section):
-        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        value = getattr(section, entry.name)
+        key = f"{prefix}{entry.name}"
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
             continue

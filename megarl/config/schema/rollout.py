@@ -86,7 +86,8 @@ class RolloutConfig:
 
     def memory_share_of(self, engine: RolloutEngineKind) -> Any:
         """Of a GPU, that an engine takes for weights and cache, whatever it needs; None where nobody says so."""
-        settings, argument = self.settings_of(engine), engine.needs.memory_arg
+        settings = self.settings_of(engine)
+        argument = engine.needs.memory_arg
         return None if settings is None or argument is None else settings.server_args.get(argument)
 
 

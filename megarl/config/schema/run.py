@@ -8,7 +8,9 @@ from enum import Enum
 from megarl.config.kinds import LoggerKind
 from megarl.config.schema.keys import ranged, written
 
-RESUME_AUTO, RESUME_DISABLE = "auto", "disable"  # what `checkpoint.resume` is beside the path of a checkpoint
+# what `checkpoint.resume` is beside the path of a checkpoint
+RESUME_AUTO = "auto"
+RESUME_DISABLE = "disable"
 
 
 class RunKind(str, Enum):

@@ -60,7 +60,8 @@ def _squeezed(text: str) -> str:
 def _same_formula(truth: Formula, answer: Formula) -> bool:
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False
-    left, right = truth.expression, answer.expression
+    left = truth.expression
+    right = answer.expression
     if left.percent != right.percent:  # 50% is 50, as a percentage, or 0.5
         return _same_value(left, right) or _same_value(_unscaled(left), _unscaled(right))
     return _same_value(left, right)
@@ -142,7 +143,8 @@ def _match(truths: list[Answer], answers: list[Answer]) -> bool:
 
 
 def _same_union(left: Union, right: Union) -> bool:
-    mine, others = list(left.parts), list(right.parts)
+    mine = list(left.parts)
+    others = list(right.parts)
     for part in mine:
         found = next((at for at, other in enumerate(others) if _same_interval(part, other)), None)
         if found is None:
@@ -193,10 +195,12 @@ def _difference(equation: Equation) -> Expression | None:
 def _proportional(left: Expression, right: Expression) -> bool:
     if left.names != right.names or not left.names:
         return False
-    ratio, agreed = None, 0
+    ratio = None
+    agreed = 0
     for point in _points(left.names):
         try:
-            ours, theirs = left.value(point), right.value(point)
+            ours = left.value(point)
+            theirs = right.value(point)
             if ours == 0 or theirs == 0:
                 if not (ours == 0 and theirs == 0):
                     return False
@@ -206,7 +210,8 @@ def _proportional(left: Expression, right: Expression) -> bool:
             continue
         if ratio is not None and not numbers.same_number(ratio, current):
             return False
-        ratio, agreed = current, agreed + 1
+        ratio = current
+        agreed = agreed + 1
     return agreed >= _FEWEST_POINTS
 
 

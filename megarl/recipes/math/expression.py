@@ -40,7 +40,8 @@ _GREEK = (
 )
 _GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")  # no products of two variables
-_TIMES, _OVER = ("*", "\\cdot", "\\times", "\\ast"), ("/", "\\div")
+_TIMES = ("*", "\\cdot", "\\times", "\\ast")
+_OVER = ("/", "\\div")
 _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "|": "|"}
 Value = Callable[[Mapping[str, Number]], Number]
 
@@ -207,7 +208,9 @@ class _Parser:
         self._tokens = [
             (found.lastgroup or "", found.group(found.lastgroup or 0)) for found in _TOKEN.finditer(text) if found.group().strip()
         ]
-        self._at, self._depth, self._bars = 0, 0, 0
+        self._at = 0
+        self._depth = 0
+        self._bars = 0
         self.names: set[str] = set()
 
     def whole(self) -> Value:
@@ -260,7 +263,8 @@ class _Parser:
         return self._power()
 
     def _begins_factor(self) -> bool:
-        kind, token = self._kind(), self._token()
+        kind = self._kind()
+        token = self._token()
         if kind in ("number", "word", "based") or token in ("(", "[", "{", "\\{"):
             return True
         if token == "|":
@@ -286,7 +290,8 @@ class _Parser:
             return self._until("}")
         if self._take("-"):
             return _of(lambda a: -a, self._argument())
-        kind, token = self._kind(), self._token()
+        kind = self._kind()
+        token = self._token()
         if kind == "word" and len(token) > 1 and token not in _CONSTANTS and token not in ("sqrt", *_FUNCTIONS):
             self._tokens[self._at] = (kind, token[1:])
             return self._name(token[0])
@@ -297,15 +302,18 @@ class _Parser:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise UnreadableError("it is nested too deeply")
-        bars, self._bars = self._bars, self._bars + 1 if closing == "|" else 0
+        bars = self._bars
+        self._bars = self._bars + 1 if closing == "|" else 0
         value = self._sum()
         if not self._take(closing):
             raise UnreadableError(f"{closing!r} is missing")
-        self._depth, self._bars = self._depth - 1, bars
+        self._depth = self._depth - 1
+        self._bars = bars
         return value
 
     def _atom(self) -> Value:
-        kind, token = self._kind(), self._token()
+        kind = self._kind()
+        token = self._token()
         self._at += 1
         if kind == "number":
             return _constant(_number(token))
@@ -359,7 +367,8 @@ class _Parser:
         return lambda variables: variables[name]
 
     def _function(self, name: str) -> Value:
-        base, exponent = None, None
+        base = None
+        exponent = None
         if name == "log" and self._take("_"):
             base = self._argument()
         if self._take("^"):

@@ -71,7 +71,8 @@ def _without_box(line: str) -> str | None:
 
 def _stands_alone(text: str, number: re.Match[str]) -> bool:
     """Whether a number is no part of a formula, such as 2 in "2x+" or "2^n"."""
-    before, after = text[: number.start()].strip(), text[number.end() :].strip(" .*")
+    before = text[: number.start()].strip()
+    after = text[number.end() :].strip(" .*")
     if re.match(r"[\\(^+*/!_-]", after):
         return False
     return re.search(r"[\d\\)(^+*/_-]$", before) is None

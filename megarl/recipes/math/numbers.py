@@ -35,7 +35,8 @@ def approximate(value: Number) -> Any:
 def add(left: Number, right: Number) -> Number:
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left + right
-    left, right = approximate(left), approximate(right)
+    left = approximate(left)
+    right = approximate(right)
     total = left + right
     if abs(total) <= _ZERO * max(abs(left), abs(right)):
         return Fraction(0)
@@ -71,7 +72,8 @@ def power(base: Number, exponent: Number) -> Number:
         if base == 0 and exponent < 0:
             raise NoNumberError("a power of zero")
         return _finite(context.power(base, exponent.numerator if exponent.denominator == 1 else approximate(exponent)))
-    base, exponent = approximate(base), approximate(exponent)
+    base = approximate(base)
+    exponent = approximate(exponent)
     if base == 0 or abs(exponent) * (abs(context.log(abs(base))) + 4) >= _MOST_EXPONENT:
         raise TooLargeError("the power is too large")
     return _finite(context.power(base, exponent))
@@ -108,7 +110,8 @@ def binomial(above: Number, below: Number) -> Number:
 def same_number(left: Number, right: Number) -> bool:
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
-    left, right = approximate(left), approximate(right)
+    left = approximate(left)
+    right = approximate(right)
     return bool(abs(left - right) <= _SAME * max(abs(left), abs(right)))
 
 
@@ -117,7 +120,8 @@ def close_decimal(left: Number, right: Number, last_place: Fraction) -> bool:
 
     They have to agree in six digits: 0.333333 is 1/3, 0.33 is not.
     """
-    left, right = approximate(left), approximate(right)
+    left = approximate(left)
+    right = approximate(right)
     if isinstance(left, context.mpc) or isinstance(right, context.mpc):
         return False
     difference = abs(left - right)

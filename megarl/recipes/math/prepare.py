@@ -61,7 +61,8 @@ def _row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make megarl's data of published parquet files.")
     sources = parser.add_subparsers(dest="source", required=True)
-    gsm8k, dapo_math = sources.add_parser("gsm8k"), sources.add_parser("dapo-math")
+    gsm8k = sources.add_parser("gsm8k")
+    dapo_math = sources.add_parser("dapo-math")
     gsm8k.add_argument("--train", nargs="+", required=True)
     gsm8k.add_argument("--test", nargs="+", required=True)
     dapo_math.add_argument("--files", nargs="+", required=True)

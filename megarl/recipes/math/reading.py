@@ -112,11 +112,10 @@ _SAME_UNITS = {
 }  # fmt: skip
 _NO_UNIT = frozenset({"unit", "square unit", "cubic unit", "sq unit", "unit^2", "unit^3", "each", "total", "in total", "way", "solution"})
 _RELATIONS = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)")
-_LESS, _MORE = {"<": False, "\\le": True, "<=": True}, {">": False, "\\ge": True, ">=": True}
-_OR, _AND = (
-    re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*'),
-    re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*'),
-)
+_LESS = {"<": False, "\\le": True, "<=": True}
+_MORE = {">": False, "\\ge": True, ">=": True}
+_OR = re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*')
+_AND = re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*')
 _VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]+(?:_\{?\w+\}?)?'*\s*\([A-Za-z0-9, ]*\)|\|?[A-Z]{1,3}\|?|\\angle [A-Z]+")
 _ALL_REALS = re.compile(r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals", re.IGNORECASE)
 
@@ -158,7 +157,9 @@ def _as_words(text: str) -> str:
 
 def split(text: str, separator: str = ",") -> list[str]:
     """Splits text at commas that are in no bracket, and in no number such as 1,000."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     thousands = (
         {at for found in re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", text) for at in range(*found.span())}
         if separator == ","
@@ -281,7 +282,8 @@ def _relation(text: str) -> Answer | None:
     parts = _RELATIONS.split(text)
     if len(parts) == 1 or _unbalanced(parts[0]) or text.startswith("\\{"):
         return None
-    sides, signs = [part.strip() for part in parts[::2]], parts[1::2]
+    sides = [part.strip() for part in parts[::2]]
+    signs = parts[1::2]
     if not sides[0] and signs[0] in ("=", "\\approx") and len(sides) == 2:
         return _read(sides[1])
     if not all(sides):
@@ -318,7 +320,8 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
         upper = is_below == (at == 0)
         return Union((Interval(None, value[0], False, includes) if upper else Interval(value[0], None, includes, False),))
     if len(sides) == 3 and ends[1] is None:
-        left, right = ends[0], ends[2]
+        left = ends[0]
+        right = ends[2]
         assert left is not None
         assert right is not None
         if all(sign in _LESS for sign in signs):

@@ -27,7 +27,9 @@ from megarl.recipes.math.reading import Answer, Items, Unread, read
 from megarl.rewards.encodable import refuse_unencodable
 
 LIMIT_S = 2.0  # of the processor, for one comparison by Math-Verify
-_LONGEST, _LONGEST_FOR_MATH_VERIFY = 2000, 500  # characters of an answer that is read
+# characters of an answer that is read
+_LONGEST = 2000
+_LONGEST_FOR_MATH_VERIFY = 500
 # Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high powers, factorials of large
 # numbers, long sums.
 _HUGE = re.compile(r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)", re.DOTALL)
@@ -118,7 +120,8 @@ class _TooSlow(BaseException):
 
 
 def _verified(truth: str, answer: str) -> bool:
-    left, right = _parsed(truth), _parsed(answer)
+    left = _parsed(truth)
+    right = _parsed(answer)
     if not left or not right:
         return False
     return bool(_within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)))

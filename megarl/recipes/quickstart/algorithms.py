@@ -52,7 +52,8 @@ def table(names: Sequence[str]) -> str:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():
             continue
         summary = json.loads((OUTPUT_DIR / name / SUMMARY).read_text(encoding="utf-8"))
-        before, after = summary["validation"]["before"], summary["validation"]["after"]
+        before = summary["validation"]["before"]
+        after = summary["validation"]["after"]
         gain = f"{100 * (after - before):+.1f} points"
         lines.append(f"| {name} | {before:.1%} | {after:.1%} | {gain} | {summary['samples']:,} | {summary['seconds'] / 60:.1f} |")
     return "\n".join(lines)

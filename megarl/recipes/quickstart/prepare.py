@@ -67,7 +67,8 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
     chance = random.Random(seed)
     problems = _distinct_problems(seed)
     chance.shuffle(problems)
-    held_out, sft_held_out = problems[:NUM_VALIDATION], problems[NUM_VALIDATION : NUM_VALIDATION + NUM_SFT_VALIDATION]
+    held_out = problems[:NUM_VALIDATION]
+    sft_held_out = problems[NUM_VALIDATION : NUM_VALIDATION + NUM_SFT_VALIDATION]
     train = problems[NUM_VALIDATION + NUM_SFT_VALIDATION :]
     _write(made.train, [_prompt_row(problem, "train", index) for index, problem in enumerate(train)])
     _write(made.validation, [_prompt_row(problem, "validation", index) for index, problem in enumerate(held_out)])

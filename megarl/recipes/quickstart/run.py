@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megarl.recipes.quickstart.stages import run_stages
 
 OUTPUT_DIR = Path("outputs/quickstart")
-SEED, RUN_DIR = "trainer.seed=", "trainer.output_dir="
+SEED = "trainer.seed="
+RUN_DIR = "trainer.output_dir="
 
 
 class WarmedUp(NamedTuple):

@@ -12,7 +12,8 @@ import random
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NUM_TRAIN, NUM_VALIDATION = 512, 64
+NUM_TRAIN = 512
+NUM_VALIDATION = 64
 
 
 def rows() -> list[dict[str, str]]:

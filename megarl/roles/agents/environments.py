@@ -76,8 +76,12 @@ class Environments:
         phase_time_limit_s: float,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
     ) -> None:
-        self._pools, self._worker, self._wait = tuple(pools), worker, wait
-        self._restart_limit, self._hang_limit_s, self._phase_time_limit_s = restart_limit, hang_limit_s, phase_time_limit_s
+        self._pools = tuple(pools)
+        self._worker = worker
+        self._wait = wait
+        self._restart_limit = restart_limit
+        self._hang_limit_s = hang_limit_s
+        self._phase_time_limit_s = phase_time_limit_s
         self._spans: list[Span] = []
         self.num_restarts = 0
         self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
@@ -126,7 +130,9 @@ class Environments:
         for process in self._processes:
             if process.future is None and (process.orders or process.ended or process.unanswered):
                 process.future = process.group.call(EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S)
-                process.orders, process.ended, process.is_interrupted = [], [], False
+                process.orders = []
+                process.ended = []
+                process.is_interrupted = False
             elif process.future is not None and (process.orders or process.ended) and not process.is_interrupted:
                 process.is_interrupted = True
                 process.group.call_beside(EnvironmentWorker.interrupt)
@@ -146,7 +152,8 @@ class Environments:
                     continue
                 process.future = None
                 if heard or not process.is_up:
-                    process.heard_s, process.is_up = time.monotonic(), True
+                    process.heard_s = time.monotonic()
+                    process.is_up = True
                 process.unanswered -= {report.episode for report in heard}
                 reports += heard
             elif process.is_up and process.unanswered and time.monotonic() - process.heard_s > self._hang_limit_s:
@@ -169,7 +176,8 @@ class Environments:
     def drain_spans(self) -> list[Span]:
         for number, process in enumerate(self._processes):
             self._spans += [span._replace(rank=number) for span in process.group.drain_spans()]
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def shutdown(self) -> None:

@@ -66,7 +66,10 @@ class EpisodeRunner:
     def __init__(
         self, scheduler: RequestScheduler, environments: Environments, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._scheduler, self._environments, self._limits, self._clock = scheduler, environments, limits, clock
+        self._scheduler = scheduler
+        self._environments = environments
+        self._limits = limits
+        self._clock = clock
         self._waited_s = self._played_s = 0.0  # for episodes that have ended since `drain_wait`
         self._numbers = itertools.count()  # Numbers are never reused, so that late answers are recognized.
         self._running: dict[int, _RunningEpisode] = {}
@@ -132,7 +135,8 @@ class EpisodeRunner:
 
     def waiting(self) -> list[RequestState]:
         """Returns the episodes that wait for an answer. Any thread may call it."""
-        now_s, all_running = self._clock(), list(self._running.values())
+        now_s = self._clock()
+        all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
         return [RequestState(uid, None, now_s - since_s, waits_for_tools=True) for uid, since_s in since if since_s is not None]
 
@@ -167,8 +171,10 @@ class EpisodeRunner:
             running.end(running.replica, running.episode.trajectory)
 
     def _wrote(self, number: int, place: TurnPlace, replica: int, finished: FinishedRequest) -> None:
-        running, sample = self._running[number], finished.sample
-        running.request_number, running.replica = None, replica
+        running = self._running[number]
+        sample = finished.sample
+        running.request_number = None
+        running.replica = replica
         if running.episode.wrote(place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason):
             self._advance(number)
 

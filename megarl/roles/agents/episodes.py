@@ -58,9 +58,12 @@ class EpisodeRollout(Rollout):
         requests = self.requests(prompts, sampling, step, generation)
         rows = prompts.repeat(sampling.n)
         self._weights.bring_in()
-        version, n = self._weights.version, sampling.n
+        version = self._weights.version
+        n = sampling.n
         ended: dict[int, Trajectory] = {}
-        missing, whole = [n] * len(prompts), list[int]()  # missing samples of each prompt, and the prompts that wait to be scored
+        # missing samples of each prompt, and the prompts that wait to be scored
+        missing = [n] * len(prompts)
+        whole = list[int]()
 
         def end(row: int, replica: int, trajectory: Trajectory) -> None:
             if trajectory.weight_versions != (version,):
@@ -166,5 +169,6 @@ def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory]
 
 
 def _answer_mask(trajectory: Trajectory) -> list[bool]:
-    length, last = len(trajectory.token_ids), len(trajectory.segments[-1])
+    length = len(trajectory.token_ids)
+    last = len(trajectory.segments[-1])
     return [False] * (length - last) + [True] * last

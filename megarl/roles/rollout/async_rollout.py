@@ -49,7 +49,10 @@ class AsyncRollout:
         on_update: OnUpdate,
         make_staleness: Callable[[int], StalenessController],
     ) -> None:
-        self._rollout, self._weights, self._prompts, self._rules = rollout, weights, prompts, rules
+        self._rollout = rollout
+        self._weights = weights
+        self._prompts = prompts
+        self._rules = rules
         self._on_update = on_update
         self._make_buffer = lambda version: RolloutBuffer(rollout, weights, prompts, scoring, rules, make_staleness(version))
         self._buffer: RolloutBuffer | None = None
@@ -141,7 +144,8 @@ class AsyncRollout:
             buffer = self._make_buffer(self._weights.version)
             buffer.restore(self._stored, self._trained)
             buffer.begin()
-            self._buffer, self._stored = buffer, {}
+            self._buffer = buffer
+            self._stored = {}
             self._thread.start()
         return self._buffer
 
@@ -182,7 +186,8 @@ class AsyncRollout:
             self._condition.notify_all()
 
     def _run_once(self, buffer: RolloutBuffer) -> None:
-        rollout, scheduler = self._rollout, self._rollout.scheduler
+        rollout = self._rollout
+        scheduler = self._rollout.scheduler
         buffer.score()
         if self._is_requested and not (self._finishes_first and (rollout.is_at_work or buffer.awaits_scores)):
             scheduler.pause()

@@ -100,7 +100,8 @@ class Replicas:
 
     def _start(self, number: int) -> RoleGroup:
         pool, environment = self._places[number]
-        limit_s, at_work = self._phase_time_limit_s, self._at_work
+        limit_s = self._phase_time_limit_s
+        at_work = self._at_work
         return RayWorkerGroup(pool, self._worker, role="rollout", phase_time_limit_s=limit_s, environment=environment, at_work=at_work)
 
     # ---- weights
@@ -227,7 +228,8 @@ class Replicas:
         """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank. See RoleGroup.drain_spans."""
         for number in range(len(self.groups)):
             self._keep_spans(number)
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
 

@@ -138,7 +138,9 @@ class Rollout:
         version = self._weights.version
         samples: dict[int, Sample] = {}
         n = sampling.n
-        missing, whole = [n] * len(prompts), []  # samples of each prompt, and the prompts that wait to be scored
+        # samples of each prompt, and the prompts that wait to be scored
+        missing = [n] * len(prompts)
+        whole = []
         for arrived in self._finished(requests):
             for replica, (number, sample) in arrived:
                 if sample.weight_versions != (version,):
@@ -240,7 +242,8 @@ class Rollout:
         request, averaged over replicas) and, per replica, `rollout/replica_<number>/tokens_per_s` while samples were being generated.
         """
         with self._replicas.exclusive():
-            before, now = self._reported, _Reported(self._replicas.num_restarts, self.scheduler.totals())
+            before = self._reported
+            now = _Reported(self._replicas.num_restarts, self.scheduler.totals())
             self._reported = now
             metrics = {
                 "rollout/num_restarts": float(now.num_restarts - before.num_restarts),

@@ -145,8 +145,12 @@ class RolloutBuffer:
         rules: GroupRules,
         staleness: StalenessController,
     ) -> None:
-        self._rollout, self._weights, self._loader, self._scoring = rollout, weights, prompts, scoring
-        self._rules, self.staleness = rules, staleness
+        self._rollout = rollout
+        self._weights = weights
+        self._loader = prompts
+        self._scoring = scoring
+        self._rules = rules
+        self.staleness = staleness
         self._prompts: _Prompts | None = None  # contains the prompt of the next group
         self._place = 0
         self._groups: dict[int, _Group] = {}  # by their number in the staleness controller, until their step is taken
@@ -173,7 +177,8 @@ class RolloutBuffer:
 
         It is called after groups were taken or dropped and after weights were pushed, so that what it starts does not depend on timing.
         """
-        staleness, version = self.staleness, self._weights.version
+        staleness = self.staleness
+        version = self._weights.version
         while staleness.may_admit(version):
             prompts, place = self._next_prompt()
             uid = str(prompts.rows.non_tensor_batch["uid"][place])
@@ -191,7 +196,8 @@ class RolloutBuffer:
             else:
                 number = staleness.admit(version)
                 self._groups[number] = group = _Group(prompts, place, version)
-                deliver, on_failure = self._deliver_to(number), partial(self._fail, number)
+                deliver = self._deliver_to(number)
+                on_failure = partial(self._fail, number)
                 group.cancel = self._rollout.begin(prompts.rows, place, prompts.requests[place], deliver, on_failure)
 
     def score(self) -> None:
@@ -248,7 +254,8 @@ class RolloutBuffer:
         Groups that still match the run's configuration are not generated again, nor are prompts in `trained` (see position).
         """
         self._trained = dict.fromkeys(trained, math.inf)
-        kind, size = self._rollout.kind, self._rules.size
+        kind = self._rollout.kind
+        size = self._rules.size
         self._stored = {
             uid: group
             for uid, group in groups.items()
@@ -259,21 +266,25 @@ class RolloutBuffer:
 
     def _next_prompt(self) -> tuple[_Prompts, int]:
         if self._prompts is None or self._place == len(self._prompts.rows):
-            size, sampling = self.staleness.prompts_per_step, self._rules.sampling
-            position, serial = self._loader.state_dict(), self._loader.num_served
+            size = self.staleness.prompts_per_step
+            sampling = self._rules.sampling
+            position = self._loader.state_dict()
+            serial = self._loader.num_served
             step, first = divmod(serial, size)  # as in a run that drops no prompt, counted from 0
             rows = self._loader.take(size - first)
             requests = _by_prompt(self._rollout.requests(rows, sampling, step + 1, first=first), sampling.n)
             if self._rules.greedy:
                 greedy = self._rollout.requests(rows, GREEDY, step + 1, first=first)
                 requests = [[*own, one._replace(request_id=sampling.n)] for own, one in zip(requests, greedy, strict=True)]
-            self._prompts, self._place = _Prompts(rows, serial, position, requests), 0
+            self._prompts = _Prompts(rows, serial, position, requests)
+            self._place = 0
         self._place += 1
         return self._prompts, self._place - 1
 
     def _deliver_to(self, number: int) -> Deliver:
         def deliver(replica: int, place: int, sample: RolloutOutput) -> None:
-            group, versions = self._groups[number], sample.weight_versions
+            group = self._groups[number]
+            versions = sample.weight_versions
             if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun with version "
@@ -337,6 +348,7 @@ def _rows_of(groups: Sequence[_Group]) -> DataProto:
     parts = []
     for _, together in groupby(groups, key=lambda group: group.prompts.serial):
         of_it = list(together)
-        rows, places = of_it[0].prompts.rows, [group.place for group in of_it]
+        rows = of_it[0].prompts.rows
+        places = [group.place for group in of_it]
         parts.append(rows if places == list(range(len(rows))) else rows.select_idxs(places))
     return parts[0] if len(parts) == 1 else DataProto.concat(parts)

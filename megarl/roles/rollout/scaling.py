@@ -45,8 +45,12 @@ class ReplicaScaling:
         reserve: Callable[[int], RayResourcePool],
         num_ranks: int,
     ) -> None:
-        self._replicas, self._scheduler, self._sync = replicas, scheduler, sync
-        self._planned, self._reserve, self._num_ranks = planned, reserve, num_ranks
+        self._replicas = replicas
+        self._scheduler = scheduler
+        self._sync = sync
+        self._planned = planned
+        self._reserve = reserve
+        self._num_ranks = num_ranks
         self._pools: list[RayResourcePool] = []  # the pools of replicas beyond the planned ones
 
     def scale(self, count: int) -> None:

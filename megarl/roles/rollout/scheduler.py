@@ -140,7 +140,8 @@ class RequestScheduler:
         self._readmit = readmit
         self._can_readmit = can_readmit
         self._limits = limits
-        self._clock, self._wait = clock, wait
+        self._clock = clock
+        self._wait = wait
         self._numbers = itertools.count()  # Numbers are never reused, so that late samples are recognized.
         self._pending: dict[int, _PendingRequest] = {}
         self._queue: RequestRouter[GenerationRequest] = RequestRouter(len(replicas), limits.max_concurrency)
@@ -149,8 +150,11 @@ class RequestScheduler:
         self._tasks: dict[int, _Task] = {}
         self._losses: Counter[int] = Counter()  # unfinished request -> number of replicas that were lost while they had it
         self._last_sample_s = [0.0] * len(replicas)  # or the time of its first request
-        self._num_tokens, self._busy_s = [0] * len(replicas), [0.0] * len(replicas)
-        self._num_resent, self._generating_s, self._counted_s = 0, 0.0, clock()
+        self._num_tokens = [0] * len(replicas)
+        self._busy_s = [0.0] * len(replicas)
+        self._num_resent = 0
+        self._generating_s = 0.0
+        self._counted_s = clock()
         self.may_readmit = True  # If False, restarted replicas stay without weights.
 
     @property
@@ -235,7 +239,8 @@ class RequestScheduler:
 
         The requests of replicas that left go to the others.
         """
-        count, before = len(self._replicas), len(self._groups)
+        count = len(self._replicas)
+        before = len(self._groups)
         for replica in range(count, before):
             self._lose(replica)
             self._tasks.pop(replica, None)
@@ -254,7 +259,9 @@ class RequestScheduler:
         Any thread may call it during a `poll`. Each part is copied atomically, so a request that moves meanwhile is seen at its old or
         at its new place.
         """
-        orders, in_flight, now_s = self._pending.copy(), self._queue.in_flight(), self._clock()
+        orders = self._pending.copy()
+        in_flight = self._queue.in_flight()
+        now_s = self._clock()
         at = {number: replica for replica, numbers in enumerate(in_flight) for number in numbers}
         requests = [RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s)) for number, order in orders.items()]
         silent_s = [now_s - last_s for last_s in self._last_sample_s]
@@ -266,7 +273,8 @@ class RequestScheduler:
 
     def totals(self) -> SchedulerTotals:
         """Returns the totals up to now. Any thread may call it."""
-        now_s, counted_s = self._clock(), self._counted_s
+        now_s = self._clock()
+        counted_s = self._counted_s
         since = [now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight()]
         busy_s = tuple(before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0))
         return SchedulerTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
@@ -400,7 +408,8 @@ def _is_lost(start: WorkerFuture[Any]) -> bool:
 
 def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
     """Raises EngineFaultError for a sample that cannot be what was requested."""
-    sampling, count = request.sampling, len(sample.token_ids)
+    sampling = request.sampling
+    count = len(sample.token_ids)
     faults = []
     if not 1 <= count <= sampling.max_new_tokens:
         faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")

@@ -84,7 +84,8 @@ def engine_slices(architecture: Architecture, size: int, expert_parallel_size: i
         return list(_tensor_parallel_slices(architecture, size, expert_parallel_size))
     # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many parts as there are heads.
     widened = replace(architecture, num_key_value_heads=size)
-    shapes, widened_shapes = _shapes(architecture), _shapes(widened)
+    shapes = _shapes(architecture)
+    widened_shapes = _shapes(widened)
     whole_heads = _tensor_parallel_slices(architecture, heads, 1)
     return [
         {

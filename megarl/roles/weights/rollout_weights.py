@@ -106,7 +106,8 @@ class RolloutWeights:
 
     def drain_metrics(self) -> dict[str, float]:
         """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
-        report, self._report = self._report, None
+        report = self._report
+        self._report = None
         return {} if report is None else report.metrics()
 
 
@@ -114,7 +115,8 @@ class FolderWeights:
     """A folder that all nodes of the replicas see; `manifest`: of the tensors in its files, all of which are loaded."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+        self._folder = folder
+        self._manifest = manifest
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
         """As WeightSync.push; there is no report, as no trainer sends anything."""

@@ -36,8 +36,10 @@ class TransferSession:
         limit_s: float,
     ) -> None:
         self._source = source
-        self._trainer_places, self._replica_places = trainer_places, replica_places
-        self._transport, self._limit_s = transport, limit_s
+        self._trainer_places = trainer_places
+        self._replica_places = replica_places
+        self._transport = transport
+        self._limit_s = limit_s
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[TensorSlices] = []  # of the ranks of a replica
@@ -76,7 +78,8 @@ class TransferSession:
 
     def close(self) -> None:
         """Lets go of all."""
-        joined, self._joined = self._joined, {}
+        joined = self._joined
+        self._joined = {}
         leaving = [replica.call_rank(0, RolloutWorker.leave_weights) for replica in joined.values() if not replica.has_ended]
         if joined:
             gather(*leaving, *(self._source.group.call_rank(rank, WeightExport.end_weights) for rank in self._ranks))

@@ -56,7 +56,8 @@ class WeightSource:
         num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size  # of a stage's experts
         calls = []
         for rank, place in enumerate(self.group.mesh):
-            dense, experts = place.dp == place.cp == 0, rank % self.parallel.stage_size < num_holders
+            dense = place.dp == place.cp == 0
+            experts = rank % self.parallel.stage_size < num_holders
             if dense or experts:
                 calls.append(self.group.call_rank(rank, WeightExport.weight_checksums, dense, experts))
         return calls

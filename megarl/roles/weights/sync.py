@@ -75,9 +75,13 @@ class WeightSync:
     ) -> None:
         if transport is Transport.auto:
             raise ValueError("transport auto is to be resolved from the placement before weights are sent")
-        self._source, self._trainer_places, self._limit_s = source, trainer_places, limit_s
-        self._transport, self._verify = transport, verify
-        self._scratch_dir, self._config_dir = Path(scratch_dir), Path(config_dir)
+        self._source = source
+        self._trainer_places = trainer_places
+        self._limit_s = limit_s
+        self._transport = transport
+        self._verify = verify
+        self._scratch_dir = Path(scratch_dir)
+        self._config_dir = Path(config_dir)
         self._session = TransferSession(source, trainer_places, replica_places, transport, limit_s)
         self._verified: list[RoleGroup] = []
 
@@ -192,8 +196,10 @@ class _Push:
         lost: dict[int, Exception],
     ) -> None:
         self._trainers = trainers
-        self._sending, self._receiving = sending, receiving
-        self._replicas, self._lost = list(receiving), lost
+        self._sending = sending
+        self._receiving = receiving
+        self._replicas = list(receiving)
+        self._lost = lost
         self.failure: WorkerError | PhaseTimeoutError | None = None
         self._reports: list[SendReport] = []
         self._next_look_s = time.monotonic() + _LOOK_S

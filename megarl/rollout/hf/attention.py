@@ -62,15 +62,19 @@ class _LayerCache:
     """Buffers `keys` and `values` of one layer, (B, K, capacity, D), of which the first `_length` tokens are written."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
-        self._length, self._room = 0, _ROOM
+        self.keys = keys[:, :, :0]
+        self.values = values[:, :, :0]
+        self._length = 0
+        self._room = _ROOM
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        begin, end = self._length, self._length + keys.shape[2]
+        begin = self._length
+        end = self._length + keys.shape[2]
         if end > self.keys.shape[2]:
             self.keys, self.values = (self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values))
             self._room *= 2
-        self.keys[:, :, begin:end], self.values[:, :, begin:end] = keys, values
+        self.keys[:, :, begin:end] = keys
+        self.values[:, :, begin:end] = values
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -126,11 +130,14 @@ class SharedPrompts:
 
     def _arranged(self, prompts: list[int], rows: list[list[int]]) -> SharedPrompts:
         """prompts: (G',) of the G. rows: of each of these, N' at most."""
-        num_slots, device = max(map(len, rows)), self.bias.device
+        num_slots = max(map(len, rows))
+        device = self.bias.device
         slots = [[*own, *([0] * (num_slots - len(own)))] for own in rows]
         place_of = {row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)}
         places = torch.tensor([place_of[row] for row in range(len(place_of))], device=device)
-        keys, values, bias = self.keys, self.values, self.bias
+        keys = self.keys
+        values = self.values
+        bias = self.bias
         if prompts != list(range(len(bias))):
             chosen = torch.tensor(prompts, device=device)
             keys, values = ([each.index_select(0, chosen) for each in layers] for layers in (keys, values))

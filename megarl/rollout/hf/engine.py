@@ -43,7 +43,8 @@ class HFEngine(RolloutEngine):
     """
 
     def __init__(self, spec: RolloutEngineSpec, is_ended: Callable[[list[int]], bool] | None = None) -> None:
-        path, trusted = spec.model.path, spec.model.trust_remote_code
+        path = spec.model.path
+        trusted = spec.model.trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)

@@ -169,7 +169,8 @@ def _batch_decode_attention() -> None:
     """One attention over the padded batch per layer, instead of a Python loop over its sequences."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
-    init_forward_metadata, one_by_one = Backend.init_forward_metadata, Backend._run_sdpa_forward_decode
+    init_forward_metadata = Backend.init_forward_metadata
+    one_by_one = Backend._run_sdpa_forward_decode
 
     def init(self: Any, forward_batch: Any) -> None:
         init_forward_metadata(self, forward_batch)
@@ -193,11 +194,13 @@ def _batch_decode_attention() -> None:
             return one_by_one(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *arguments, **keywords)
         if self.megarl_padded is None:
             self.megarl_padded = _pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
-        scaling, grouped = keywords.get("scaling"), keywords.get("enable_gqa", False)
+        scaling = keywords.get("scaling")
+        grouped = keywords.get("enable_gqa", False)
         output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling, grouped))
         return output
 
-    Backend.init_forward_metadata, Backend._run_sdpa_forward_decode = init, decode
+    Backend.init_forward_metadata = init
+    Backend._run_sdpa_forward_decode = decode
 
 
 def padded_decode_attention(
@@ -215,7 +218,8 @@ def _release_memory_for_real() -> None:
     """Storages of weights and cache are emptied and made again, in place: every tensor and view of them stays what it is."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 
-    release, resume = Manager.release_memory_occupation, Manager.resume_memory_occupation
+    release = Manager.release_memory_occupation
+    resume = Manager.resume_memory_occupation
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # by tag; a process has one manager, and the class has slots
 
     def release_for_real(self: Any, request: Any) -> Any:
@@ -231,7 +235,8 @@ def _release_memory_for_real() -> None:
                 refill_storages(released.pop(tag))
         return resume(self, request)
 
-    Manager.release_memory_occupation, Manager.resume_memory_occupation = release_for_real, resume_for_real
+    Manager.release_memory_occupation = release_for_real
+    Manager.resume_memory_occupation = resume_for_real
 
 
 def _sleep_while_paused() -> None:

@@ -167,7 +167,8 @@ class SGLangEngine(RolloutEngine):
         return collected
 
     def failed(self) -> list[FailedRequest]:
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         return failed
 
     def interrupt(self) -> None:

@@ -62,7 +62,8 @@ class SGLangParser:
         self._tools = [Tool.model_validate(tool) for tool in tools]
         self._make: Callable[[list[Any], str], Any] = FunctionCallParser
         detector = self._make(self._tools, name).detector
-        begin, end = detector.bot_token.strip(), detector.eot_token.strip()
+        begin = detector.bot_token.strip()
+        end = detector.eot_token.strip()
         # A bracket is no mark of a call: texts have others.
         self.tags = CallTags(begin, end if len(end) > 1 else "") if len(begin) > 1 else None
 

@@ -106,7 +106,9 @@ class RankLoader:
             raise WeightTransferError(
                 "SGLang has sliced its parameters differently since it was asked where its tensors go: restart the engine"
             )
-        self._plan, self._has_moved, self._must_zero = plan, True, True
+        self._plan = plan
+        self._has_moved = True
+        self._must_zero = True
 
 
 _rank_loader: RankLoader | None = None
@@ -142,7 +144,8 @@ class LoaderClient:
     """
 
     def __init__(self, send: Send, num_ranks: int) -> None:
-        self._send, self._num_ranks = send, num_ranks
+        self._send = send
+        self._num_ranks = num_ranks
         self._answers = Path(tempfile.mkdtemp(prefix="megarl-loader-"))
         self._number = 0
         self._manifest: Manifest = {}
@@ -171,7 +174,8 @@ class LoaderClient:
         if manifest != self._manifest or not self._is_recorded:
             self._is_recorded = False  # if it fails, the ranks have plans for the refused manifest
             self._record(manifest)
-            self._is_recorded, self._must_zero = True, True
+            self._is_recorded = True
+            self._must_zero = True
         if self._must_zero:
             self._ask("zero")
             self._must_zero = False
@@ -200,7 +204,8 @@ class LoaderClient:
             raise WeightTransferError(
                 f"{len(faults)} faults: the tensors are not those of the engine's model: " + "; ".join(faults[:_MAX_NAMED])
             )
-        self._manifest, self._not_followed = manifest, not_followed
+        self._manifest = manifest
+        self._not_followed = not_followed
         self._slices = [
             {name: [decode_slice(tensor_slice) for tensor_slice in slices] for name, slices in answer["slices"].items()}
             for answer in answers
@@ -210,7 +215,8 @@ class LoaderClient:
         """Whether all ranks have received everything; False after a while, to be called again. Raises WeightTransferError where a
         trainer is gone, and for tensors that cannot be received in pieces."""
         self._check_followed()
-        is_first, waiting = not self._waiting, self._waiting or set(range(self._num_ranks))
+        is_first = not self._waiting
+        waiting = self._waiting or set(range(self._num_ranks))
         self._waiting = set()  # after a failure nothing is under way
         answers = self._ask("receive", time_limit=True, ranks=sorted(waiting), is_first=is_first)
         self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
@@ -235,7 +241,8 @@ class LoaderClient:
         """
         self._check_followed()
         answers = self._ask("checksums")
-        sums, differing = {}, []
+        sums = {}
+        differing = []
         for name in self._manifest:
             found = defaultdict(set)
             for answer in answers:

@@ -29,7 +29,9 @@ class ServerBackend(Backend):
     """start_limit_s: for the process to serve."""
 
     def __init__(self, server_args: dict[str, Any], host: str, start_limit_s: float) -> None:
-        self._server_args, self._host, self._start_limit_s = server_args, host, start_limit_s
+        self._server_args = server_args
+        self._host = host
+        self._start_limit_s = start_limit_s
         self._key = secrets.token_urlsafe(32)
 
     def start(self) -> None:

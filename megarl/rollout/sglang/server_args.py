@@ -83,7 +83,9 @@ _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever 
 
 def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     """All arguments of the engine but those of the HTTP server. Raises ConfigError as `refuse_own_server_args`."""
-    model, rollout, on_cpu = spec.model, spec.rollout, spec.device is Device.cpu
+    model = spec.model
+    rollout = spec.rollout
+    on_cpu = spec.device is Device.cpu
     refuse_own_server_args(rollout.sglang.server_args)
     longest = context_length(model.path)
     arguments: dict[str, Any] = {

@@ -14,7 +14,10 @@ from megarl.tracking.report.page import compressed_part, manifest, page
 from megarl.tracking.report.run_folder import RunFolder
 
 _HOST = "127.0.0.1"
-_HTML, _JSON, _BYTES, _TEXT = "text/html; charset=utf-8", "application/json", "application/octet-stream", "text/plain; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
+_JSON = "application/json"
+_BYTES = "application/octet-stream"
+_TEXT = "text/plain; charset=utf-8"
 
 
 class LiveReport:

@@ -33,7 +33,8 @@ def write_page(runs: Sequence[RunFolder], path: Path) -> int:
 
 def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
     """is_live: the page fetches its data, and again when they are others."""
-    style, script = _joined(_STYLES), _joined(_SCRIPTS)
+    style = _joined(_STYLES)
+    script = _joined(_SCRIPTS)
     policy = "; ".join(
         [
             "default-src 'none'",

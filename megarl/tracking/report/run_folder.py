@@ -26,7 +26,11 @@ from megarl.tracking.timeline import TIMELINE_FILE
 
 _MAX_TOKENS = 1_000_000  # of all samples that are in a page
 _MAX_GENERATIONS = 2_000  # the newest
-_ABOUT, _METRICS, _TIMELINE, _GENERATIONS, _SAMPLES = "about", "metrics", "timeline", "generations", "samples/"
+_ABOUT = "about"
+_METRICS = "metrics"
+_TIMELINE = "timeline"
+_GENERATIONS = "generations"
+_SAMPLES = "samples/"
 _SCHEMAS: dict[RunKind, type[RunConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
@@ -40,7 +44,10 @@ class RunFolder:
 
     def __init__(self, path: Path, name: str, plan: Callable[[Path], Any], max_tokens: int = _MAX_TOKENS) -> None:
         """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known. max_tokens: of its samples."""
-        self.path, self.name, self._plan, self._max_tokens = path, name, plan, max_tokens
+        self.path = path
+        self.name = name
+        self._plan = plan
+        self._max_tokens = max_tokens
         if not path.is_dir():
             raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):

@@ -41,11 +41,13 @@ def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
 
 
 def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
-    left, whole = max_tokens, 0
+    left = max_tokens
+    whole = 0
     uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
     for row, uid in enumerate(uids):
         if row == 0 or uid != uids[row - 1]:
-            whole, left = row, left - prompts[row]
+            whole = row
+            left = left - prompts[row]
         left -= lengths[row]
         if left < 0:
             return rows.slice(0, whole or max(1, row))
@@ -56,7 +58,8 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
     ids = _flat(rows, "response_ids")
     unique, places = np.unique(ids, return_inverse=True)
     is_wide = len(unique) >= _WIDE_FROM
-    rollout, advantages = _flat(rows, "rollout_log_probs"), _flat(rows, "advantages")
+    rollout = _flat(rows, "rollout_log_probs")
+    advantages = _flat(rows, "advantages")
     own = rollout if rows["log_probs"].null_count else _flat(rows, "log_probs")
     gaps = np.full_like(own, np.nan) if rows["log_probs"].null_count else own - rollout
     prompts = list(dict.fromkeys(rows["prompt"].to_pylist()))
@@ -90,7 +93,8 @@ def _flat(rows: pa.Table, name: str) -> np.ndarray:
 
 
 def _most_of_each(values: np.ndarray, lengths: list[int]) -> list[float | None]:
-    found, start = [], 0
+    found = []
+    start = 0
     for length in lengths:
         most = float(values[start : start + length].max()) if length else math.nan
         found.append(None if math.isnan(most) else float(f"{most:.4g}"))

@@ -59,7 +59,8 @@ class DeviceSender(Sender):
     """
 
     def __init__(self, p2p: P2PGroup, rank: int) -> None:
-        self._p2p, self._rank = p2p, rank
+        self._p2p = p2p
+        self._rank = rank
         self._relayed: dict[int, dict[int, TransferSchedule]] = {}  # by replica and by the trainer rank beside its target
         self._receive_buffer: _DeviceReceiveBuffer | None = None
         self._buffers = PackBuffers()
@@ -119,7 +120,8 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
     """The IPC buffers of the engine rank on this device."""
 
     def __init__(self, replica: int, sources: PeerTransfers, rank: int, dtype: torch.dtype, device: torch.device, device_name: str) -> None:
-        self.replica, self.sources = replica, sources
+        self.replica = replica
+        self.sources = sources
         self.own = rank if rank in sources.schedules else None
         self.ipc = IPCWriter(max(1, sources.largest) * dtype.itemsize, NUM_IPC_BUFFERS, device, device_name)
         self._dtype = dtype

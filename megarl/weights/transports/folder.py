@@ -49,7 +49,9 @@ class FolderSender(Sender):
     """
 
     def __init__(self, p2p: P2PGroup | None, rank: int, part: RankExport, folder: Path, durable: bool = True) -> None:
-        self._p2p, self._rank, self._part = p2p, rank, part
+        self._p2p = p2p
+        self._rank = rank
+        self._part = part
         self._output = _Output(folder, durable)
 
     def open(self, shards: Shards, replicas: Collection[int] = ()) -> Opened:
@@ -79,7 +81,8 @@ class _FolderReceiveBuffer(ReceiveBuffer):
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
         self.sources = PeerTransfers(part.receives)
         self.own = rank if rank in self.sources.schedules else None
-        self._windows, self._output = part.windows, output
+        self._windows = part.windows
+        self._output = output
         self._round_buffers = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
         self._buffers = torch.empty(NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device)
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))  # elements before each round
@@ -159,7 +162,8 @@ class _Output:
     """Writes windows into their files, one after another, in a thread of its own. After a failure it writes nothing more."""
 
     def __init__(self, folder: Path, durable: bool) -> None:
-        self._folder, self._durable = folder, durable
+        self._folder = folder
+        self._durable = durable
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-to-file")
         self._file: SafetensorsFile | None = None
         self._is_whole = True
@@ -176,7 +180,8 @@ class _Output:
             self._file = None
 
     def _write(self, window: Window, data: torch.Tensor) -> None:
-        was_whole, self._is_whole = self._is_whole, False
+        was_whole = self._is_whole
+        self._is_whole = False
         if not was_whole:
             return
         if self._file is None:
@@ -184,6 +189,7 @@ class _Output:
         for chunk, elements in zip(window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True):
             self._file.write(chunk, elements)
         if window.is_last:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             file.close()
         self._is_whole = True

@@ -119,7 +119,8 @@ class DestinationViews:
 
     def __init__(self, sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]], dtype: torch.dtype, places: Places) -> None:
         _check(sources, needed)
-        self.sources, self.dtype = sources, dtype
+        self.sources = sources
+        self.dtype = dtype
         self._places = places
         self._targets: dict[Part, list[torch.Tensor]] = {}  # no views of a receive buffer, which they would keep alive
         self.received_bytes = 0

@@ -102,7 +102,8 @@ def test_an_answer_that_takes_too_long_ends_an_episode_with_what_the_model_wrote
 
 
 def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up() -> None:
-    played, limits = episode(), LIMITS
+    played = episode()
+    limits = LIMITS
     seeds = [played.next.seed]  # type: ignore[union-attr]
     write(played, [10])
     late = played.next

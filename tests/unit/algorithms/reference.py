@@ -6,13 +6,15 @@ import math
 def gae_row(rewards, values, mask, gamma, lam):
     """Advantages and returns of one row by the backward recursion, over the valid tokens only."""
     valid = [t for t, keep in enumerate(mask) if keep]
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    advantages = [0.0] * len(mask)
+    returns = [0.0] * len(mask)
     next_value = next_advantage = 0.0
     for t in reversed(valid):
         delta = rewards[t] + gamma * next_value - values[t]
         next_advantage = delta + gamma * lam * next_advantage
         next_value = values[t]
-        advantages[t], returns[t] = next_advantage, next_advantage + values[t]
+        advantages[t] = next_advantage
+        returns[t] = next_advantage + values[t]
     return advantages, returns
 
 
@@ -54,8 +56,11 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
     mean_advantage = sum(advantages[t] for t in valid) / max(len(valid), 1)
     losses = {}
     for t in valid:
-        ratio, frozen, advantage = math.exp(new[t] - old[t]), math.exp(at[t] - old[t]), advantages[t]
-        low, high = 1 - config.clip_low, 1 + config.clip_high
+        ratio = math.exp(new[t] - old[t])
+        frozen = math.exp(at[t] - old[t])
+        advantage = advantages[t]
+        low = 1 - config.clip_low
+        high = 1 + config.clip_high
         if kind == "ppo_clip":
             losses[t] = ppo_token(new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual)
         elif kind == "gspo":
@@ -85,7 +90,8 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
 
 
 def dppo_token(kind, new, at, old, advantage, config):
-    p, q = math.exp(at), math.exp(old)
+    p = math.exp(at)
+    q = math.exp(old)
     distance = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     away = (at > old and distance > config.clip_high) if advantage > 0 else (at < old and distance > config.clip_low)
     weight = p / q if config.clip_dual is None else min(p / q, config.clip_dual)

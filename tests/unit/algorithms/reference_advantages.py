@@ -10,7 +10,9 @@ EPSILON = 1e-6
 
 def advantages(kind, batch, config):
     """Advantages and returns, lists of lists. batch: a dictionary of lists by the names of AdvantageInputs."""
-    rewards, mask, uid = batch["token_level_rewards"], batch["response_mask"], batch["uid"]
+    rewards = batch["token_level_rewards"]
+    mask = batch["response_mask"]
+    uid = batch["uid"]
     rows = range(len(rewards))
     scores = [sum(reward for reward, keep in zip(rewards[i], mask[i], strict=True) if keep) for i in rows]
     group = [[j for j in rows if uid[j] == uid[i] and any(mask[j])] or [i] for i in rows]
@@ -94,7 +96,8 @@ def gdpo(parts, weights, mask, group, rows):
 
 
 def optimal_token_baseline(batch, mask, group, to_go):
-    log_probs, squares = batch["old_log_probs"], batch["sum_pi_squared"]
+    log_probs = batch["old_log_probs"]
+    squares = batch["sum_pi_squared"]
     tokens = [[t for t, keep in enumerate(row) if keep] for row in mask]
     energy = [
         [sum(max(1 - 2 * math.exp(log_probs[i][u]) + squares[i][u], 0.0) for u in own[: n + 1]) for n in range(len(own))]

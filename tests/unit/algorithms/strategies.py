@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 @st.composite
 def masks(draw, min_rows=1, max_rows=5, max_tokens=9):
     """(B, R) bool; a row may have holes or be empty."""
-    num_rows, num_tokens = draw(st.integers(min_rows, max_rows)), draw(st.integers(1, max_tokens))
+    num_rows = draw(st.integers(min_rows, max_rows))
+    num_tokens = draw(st.integers(1, max_tokens))
     row = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
     return torch.tensor(draw(st.lists(row, min_size=num_rows, max_size=num_rows)))
 

@@ -15,7 +15,8 @@ from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row
 from tests.unit.algorithms.strategies import masks, normal, poison
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 KINDS = list(AdvantageEstimator)
 COMPARING = [kind for kind in KINDS if kind.needs.compares_samples]
 INPUTS_OF = {
@@ -30,7 +31,8 @@ FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
 def test_gae_by_hand():
     # gamma = 0.5, lam = 0.5. delta = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A = [1/16 * -1, 1/4 * -1, -1]
-    rewards, values = torch.tensor([[0.0, 0.0, 3.0]]), torch.tensor([[1.0, 2.0, 4.0]])
+    rewards = torch.tensor([[0.0, 0.0, 3.0]])
+    values = torch.tensor([[1.0, 2.0, 4.0]])
     advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 0.5, 0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-1 / 16, -1 / 4, -1.0]]))
     torch.testing.assert_close(returns, torch.tensor([[15 / 16, 7 / 4, 3.0]]))
@@ -40,7 +42,8 @@ def test_gae_skips_a_hole():
     """Tool output between two turns: the result is that of the row without the hole."""
     whole = gae(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.3, 0.2, 0.1]]), torch.ones(1, 3, dtype=torch.bool), 0.9, 0.8)
     mask = torch.tensor([[True, False, False, True, True, False]])
-    rewards, values = torch.tensor([[0.0, NAN, 7.0, 1.0, 2.0, INF]]), torch.tensor([[0.3, 9.0, NAN, 0.2, 0.1, NAN]])
+    rewards = torch.tensor([[0.0, NAN, 7.0, 1.0, 2.0, INF]])
+    values = torch.tensor([[0.3, 9.0, NAN, 0.2, 0.1, NAN]])
     holed = gae(rewards, values, mask, 0.9, 0.8)
     for a, b in zip(holed, whole, strict=True):
         torch.testing.assert_close(a[mask], b[0])
@@ -50,7 +53,8 @@ def test_gae_skips_a_hole():
 @settings(max_examples=60, deadline=None)
 @given(mask=masks(), seed=st.integers(0, 1000), gamma=FRACTIONS, lam=FRACTIONS)
 def test_gae_is_the_backward_recursion(mask, seed, gamma, lam):
-    rewards, values = normal(mask, seed), normal(mask, seed + 1)
+    rewards = normal(mask, seed)
+    values = normal(mask, seed + 1)
     advantages, returns = gae(poison(rewards, mask), poison(values, mask, INF), mask, gamma, lam)
     for row in range(len(mask)):
         expected = gae_row(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
@@ -59,7 +63,8 @@ def test_gae_is_the_backward_recursion(mask, seed, gamma, lam):
 
 def test_gae_stays_accurate_over_long_rows_in_float32():
     mask = torch.ones(2, 3000, dtype=torch.bool)
-    rewards, values = normal(mask, 0), normal(mask, 1)
+    rewards = normal(mask, 0)
+    values = normal(mask, 1)
     exact, _ = gae_row(rewards[1].tolist(), values[1].tolist(), mask[1].tolist(), 1.0, 1.0)
     advantages, _ = gae(rewards.float(), values.float(), mask, 1.0, 1.0)
     assert advantages.dtype == torch.float32
@@ -205,7 +210,8 @@ def poisoned(batch, value=NAN):
 @settings(max_examples=30, deadline=None)
 @given(mask=masks(max_rows=7), seed=st.integers(0, 1000), by_std=st.booleans(), gamma=FRACTIONS, lam=FRACTIONS)
 def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed, by_std, gamma, lam):
-    batch, config = batch_of(mask, seed), AdvantageConfig(estimator=kind, normalize_by_std=by_std, gamma=gamma, lam=lam)
+    batch = batch_of(mask, seed)
+    config = AdvantageConfig(estimator=kind, normalize_by_std=by_std, gamma=gamma, lam=lam)
     got = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), config)
     expected = reference_advantages.advantages(kind.value, {key: x.tolist() for key, x in batch.items()}, config)
     for ours, theirs in zip(got, expected, strict=True):
@@ -297,7 +303,8 @@ def test_a_response_that_fills_its_length_is_like_any_other(kind):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_rewards_that_are_no_numbers_are_refused_with_the_uid(value):
-    rewards, mask = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]]), torch.tensor([[True, True], [True, True], [True, False]])
+    rewards = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]])
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
     uid = np.array(["good", "bad", "masked"], dtype=object)
     with pytest.raises(ValueError, match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*fix the reward function"):
         AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=uid)

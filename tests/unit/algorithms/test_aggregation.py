@@ -22,7 +22,8 @@ NORM_TOKENS = 4  # read by sequence_mean_token_sum_norm only
     ],
 )
 def test_by_hand(kind, expected):
-    per_token, mask = torch.tensor([[1.0, 3.0, 5.0], [9.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    per_token = torch.tensor([[1.0, 3.0, 5.0], [9.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
     assert float(aggregate(per_token, mask, kind, denominator(mask, kind), NORM_TOKENS)) == expected
 
 
@@ -42,7 +43,8 @@ def test_any_split_adds_up_in_value_and_gradient(kind, mask, seed, cut):
     x = normal(mask, seed).requires_grad_()
     whole_denominator = denominator(mask, kind)
     aggregate(x, mask, kind, whole_denominator, NORM_TOKENS).backward()
-    whole, x.grad = x.grad, None
+    whole = x.grad
+    x.grad = None
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
     parts = order.split(min(cut, len(mask)))
     sum(aggregate(x[rows], mask[rows], kind, whole_denominator, NORM_TOKENS) for rows in parts).backward()
@@ -54,7 +56,8 @@ def test_any_split_adds_up_in_value_and_gradient(kind, mask, seed, cut):
 def test_filler_rows_change_nothing(kind):
     mask = torch.tensor([[True, True], [True, False]])
     x = normal(mask, 0)
-    padded_mask, padded = torch.cat([mask, torch.zeros(1, 2).bool()]), torch.cat([x, torch.full((1, 2), 7.0)])
+    padded_mask = torch.cat([mask, torch.zeros(1, 2).bool()])
+    padded = torch.cat([x, torch.full((1, 2), 7.0)])
     assert denominator(padded_mask, kind) == denominator(mask, kind)
     whole = aggregate(x, mask, kind, denominator(mask, kind), NORM_TOKENS)
     assert aggregate(padded, padded_mask, kind, denominator(padded_mask, kind), NORM_TOKENS) == whole

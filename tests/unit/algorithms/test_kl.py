@@ -14,11 +14,13 @@ from megarl.algorithms.kl import (
 )
 from megarl.config.schema import KLConfig, KLControllerConfig, KLControllerKind, KLEstimator
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def test_estimators_by_hand():
-    log_probs, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    log_probs = torch.tensor([math.log(0.5)])
+    reference = torch.tensor([math.log(0.25)])
     k3 = 0.5 - 1 + math.log(2)
     expected = {
         KLEstimator.k1: math.log(2),
@@ -111,14 +113,16 @@ def test_gradients_are_right(kind):
 
 
 def test_penalty_by_hand():
-    scores, mask = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[True, True, False]])
+    scores = torch.tensor([[0.0, 1.0, NAN]])
+    mask = torch.tensor([[True, True, False]])
     rewards = apply_kl_penalty(scores, torch.tensor([[-1.0, -2.0, NAN]]), torch.tensor([[-3.0, -1.0, NAN]]), mask, 0.1, KLEstimator.k1)
     torch.testing.assert_close(rewards.token_level_rewards, torch.tensor([[-0.2, 1.1, 0.0]]))
     assert rewards.mean_kl == 0.5
 
 
 def test_sequence_mean_kl_by_hand():
-    old, mask = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]) - 7, torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
+    old = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]) - 7
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
     assert sequence_mean_kl(old, torch.full((3, 2), -7.0), mask, KLEstimator.k1) == 3.0  # rows: 2, 4, and one without tokens
 
 

@@ -111,7 +111,8 @@ def test_critic_loss_by_hand():
 def test_the_value_loss_is_aggregated_as_the_policy_loss_is(aggregation):
     """Rows of 3, 1 and 0 tokens, in two micro-batches."""
     mask = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
-    new, rows = torch.tensor([[1.0, 2.0, 3.0], [9.0, 4.0, 9.0], [9.0] * 3]), {"values": torch.zeros(3, 3), "returns": torch.zeros(3, 3)}
+    new = torch.tensor([[1.0, 2.0, 3.0], [9.0, 4.0, 9.0], [9.0] * 3])
+    rows = {"values": torch.zeros(3, 3), "returns": torch.zeros(3, 3)}
     per_token = 0.5 * new.square()  # 0.5, 2, 4.5 and 8
     expected = {
         Aggregation.token_mean: 15 / 4,
@@ -208,7 +209,8 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         return gradients, values_of(merge_metrics([share.metrics for share in shares]))
 
-    whole, split = run([torch.arange(len(mask))]), run(parts)
+    whole = run([torch.arange(len(mask))])
+    split = run(parts)
     torch.testing.assert_close(split, whole)
     assert all(torch.isfinite(gradient).all() for gradient in whole[0])
 

@@ -26,7 +26,8 @@ def test_moments_by_hand():
 
 def test_what_is_read_is_not_written():
     """Also of float64, in which moments are summed."""
-    x, mask = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
     whiten(x, mask)
     assert x.tolist() == [[1.0, 2.0]]
     assert whiten(x, mask, out=x) is not None

@@ -14,7 +14,8 @@ from megarl.config.schema import CovarianceConfig, PolicyLossConfig, PolicyLossK
 from tests.unit.algorithms.reference import policy_row
 from tests.unit.algorithms.strategies import masks, normal, poison
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 KINDS = list(PolicyLossKind)
 
 
@@ -28,7 +29,8 @@ def losses_of(config, ratios, advantages, old=None, selected=None):
     """TokenLosses of rows without a masked token. old: probabilities, 0.1 where not given."""
     ratios = torch.tensor(ratios)
     old = torch.full_like(ratios, 0.1).log() if old is None else torch.tensor(old).log()
-    advantages, mask = torch.tensor(advantages), torch.ones(ratios.shape, dtype=torch.bool)
+    advantages = torch.tensor(advantages)
+    mask = torch.ones(ratios.shape, dtype=torch.bool)
     selected = None if selected is None else torch.tensor(selected)
     inputs = PolicyInputs.of(old + ratios.log(), old, advantages, mask, selected)
     return POLICY_LOSSES[config.kind].per_token(inputs, config)
@@ -41,7 +43,8 @@ def test_registry_covers_every_kind():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
     """`clip_dual` changes it, or would be refused; the old log-probs change it, or more than one update would be."""
-    ratios, advantages = [[1.0, 1.5, 0.5, 10.0]], [[2.0, 2.0, -2.0, -2.0]]
+    ratios = [[1.0, 1.5, 0.5, 10.0]]
+    advantages = [[2.0, 2.0, -2.0, -2.0]]
     plain, dual = (losses_of(config_of(kind, clip_dual=clip_dual), ratios, advantages).loss for clip_dual in (None, 3.0))
     assert kind.needs.dual_clip == (not torch.equal(plain, dual))
     near, far = (losses_of(config_of(kind), [[new / old]], [[-1.0]], [[old]]).loss for new, old in ((0.2, 0.2), (0.2, 0.1)))
@@ -49,7 +52,8 @@ def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
 
 
 def test_ppo_clip_by_hand():
-    ratios, advantages = [[1.0, 1.5, 0.5, 1.5, 0.5, 10.0]], [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]]
+    ratios = [[1.0, 1.5, 0.5, 1.5, 0.5, 10.0]]
+    advantages = [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]]
     result = losses_of(PolicyLossConfig(clip_low=0.2, clip_high=0.3), ratios, advantages)
     torch.testing.assert_close(result.loss, torch.tensor([[-2.0, -2.6, -1.0, 3.0, 1.6, 20.0]]))
     assert result.bounded.tolist() == [[False, True, False, False, True, False]]
@@ -98,7 +102,9 @@ def test_gpg_by_hand():
 
 
 def test_selected_tokens_by_hand():
-    ratios, advantages, selected = [[1.1, 1.1, 2.0]], [[1.0, 1.0, 1.0]], [[True, False, False]]
+    ratios = [[1.1, 1.1, 2.0]]
+    advantages = [[1.0, 1.0, 1.0]]
+    selected = [[True, False, False]]
     clip = losses_of(PolicyLossConfig(kind=PolicyLossKind.clip_cov), ratios, advantages, selected=selected)
     torch.testing.assert_close(clip.loss, torch.tensor([[0.0, -1.1, -1.2]]))
     assert clip.bounded.tolist() == [[True, False, True]]
@@ -110,7 +116,8 @@ def test_selected_tokens_by_hand():
 
 def test_dppo_by_hand():
     # p: 0.5 -> 0.6 (TV 0.1), 0.5 -> 0.9 (0.4), 0.001 -> 0.01 (a ratio of 10, TV 0.009); each with A > 0, then with A < 0
-    old, ratios = [[0.5, 0.5, 0.001] * 2], [[1.2, 1.8, 10.0] * 2]
+    old = [[0.5, 0.5, 0.001] * 2]
+    ratios = [[1.2, 1.8, 10.0] * 2]
     advantages = [[1.0] * 3 + [-1.0] * 3]
     config = PolicyLossConfig(kind=PolicyLossKind.dppo_tv, clip_low=0.2, clip_high=0.2)
     result = losses_of(config, ratios, advantages, old)
@@ -133,7 +140,8 @@ def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
     config = config_of(kind, clip_dual=clip_dual)
     old = -0.1 - normal(mask, seed).abs()
     new = (old + 0.5 * normal(mask, seed + 1)).clamp(max=-0.05)
-    advantages, selected = normal(mask, seed + 2), normal(mask, seed + 3) > 0.5
+    advantages = normal(mask, seed + 2)
+    selected = normal(mask, seed + 3) > 0.5
     leaf = poison(new, mask).requires_grad_()
     inputs = PolicyInputs.of(leaf, poison(old, mask, INF), poison(advantages, mask, -INF), mask, selected)
     losses = POLICY_LOSSES[kind].per_token(inputs, config).loss
@@ -169,7 +177,8 @@ def test_gradcheck(kind):
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(kind):
     """Of every kind, as none of its limits is in force at a ratio of 1; those of a whole response spread it over its tokens."""
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
-    leaf, advantages = poison(normal(mask, 0), mask).requires_grad_(), torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)
+    leaf = poison(normal(mask, 0), mask).requires_grad_()
+    advantages = torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)
     inputs = PolicyInputs.of(leaf, None, advantages, mask)
     assert torch.equal(inputs.ratio, torch.ones(3, 3, dtype=torch.float64))
     losses = POLICY_LOSSES[kind].per_token(inputs, config_of(kind))
@@ -181,7 +190,8 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_pol
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collapsed_token_stays_finite(kind):
     leaf = torch.tensor([[0.0, -500.0]], requires_grad=True)
-    old, mask = torch.tensor([[-500.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    old = torch.tensor([[-500.0, 0.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
     for sign in (1.0, -1.0):
         inputs = PolicyInputs.of(leaf, old, torch.full((1, 2), sign), mask)
         loss = POLICY_LOSSES[kind].per_token(inputs, config_of(kind)).loss
@@ -224,7 +234,8 @@ def test_clip_cov_draws_between_the_bounds(mask, seed, share):
     poisoned = {key: poison(x, mask) for key, x in clean.items()}
     bounds = {"share": share, "low": -0.2, "high": 0.5}
     selected = selection(PolicyLossKind.clip_cov, poisoned, mask, seed, **bounds)
-    covariance, num_tokens = token_covariance(clean, mask), int(mask.sum())
+    covariance = token_covariance(clean, mask)
+    num_tokens = int(mask.sum())
     candidates = mask & (covariance > -0.2) & (covariance < 0.5)
     assert not (selected & ~candidates).any()
     assert int(selected.sum()) == min(int(candidates.sum()), max(1, int(share * num_tokens)))

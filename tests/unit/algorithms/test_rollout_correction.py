@@ -19,7 +19,8 @@ from megarl.config.schema import (
 )
 from tests.unit.algorithms.strategies import masks, normal, poison
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 LEVELS = [level for level in CorrectionLevel if level is not CorrectionLevel.none]
 # Ratios of the trainer's to the rollout's probabilities: 2 and 0.25, then 4 on the only token of the second row; the third is empty.
 MASK = torch.tensor([[True, True], [True, False], [False, False]])
@@ -118,7 +119,8 @@ def test_diagnostics_by_hand():
 
 def test_estimates_have_the_expectations_that_they_claim():
     """Over all tokens of a distribution, each as often as the rollout draws it (10 rows stand for 10 draws)."""
-    rollout, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    rollout = torch.tensor([0.5, 0.3, 0.2])
+    trainer = torch.tensor([0.2, 0.5, 0.3])
     token = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)[:, None]
     got = diagnostics(trainer.log()[token], rollout.log()[token], torch.ones(10, 1, dtype=torch.bool))
     kl, reverse = (float((p * (p / q).log()).sum()) for p, q in ((rollout, trainer), (trainer, rollout)))
@@ -131,7 +133,8 @@ def test_estimates_have_the_expectations_that_they_claim():
 @settings(max_examples=20, deadline=None)
 @given(mask=masks(), seed=st.integers(0, 1000))
 def test_weights_match_a_loop_whatever_stands_in_masked_slots_and_in_any_order(level, kind, mask, seed):
-    old, rollout = normal(mask, seed), normal(mask, seed + 1)
+    old = normal(mask, seed)
+    rollout = normal(mask, seed + 1)
     config = RolloutCorrectionConfig(level=level, kind=kind, low=0.5, high=1.5)
     weights = correct(poison(old, mask), poison(rollout, mask, -INF), mask, config).weights
     for row in range(len(mask)):
@@ -159,7 +162,8 @@ def test_equal_log_probs_have_weights_of_one_and_no_distance(level):
 
 def test_a_collapsed_token_stays_finite():
     mask = torch.ones(1, 3, dtype=torch.bool)
-    old, rollout = torch.tensor([[0.0, 0.0, -500.0]]), torch.tensor([[-500.0, -500.0, 0.0]])
+    old = torch.tensor([[0.0, 0.0, -500.0]])
+    rollout = torch.tensor([[-500.0, -500.0, 0.0]])
     result = correct(old, rollout, mask, RolloutCorrectionConfig(level=CorrectionLevel.sequence, high=5.0))
     assert result.weights.tolist() == [[5.0] * 3]
     assert all(math.isfinite(value) for value in result.metrics.values())

@@ -116,7 +116,8 @@ def majority_of(answers, scores):
 @settings(max_examples=60, deadline=None)
 @given(answers=st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), data=st.data())
 def test_what_k_samples_achieve_is_the_mean_over_all_subsets(answers, data):
-    number, k = len(answers), data.draw(st.integers(1, len(answers)))
+    number = len(answers)
+    k = data.draw(st.integers(1, len(answers)))
     by_answer = {answer: data.draw(st.sampled_from([0.0, 0.5, 1.0])) for answer in sorted(set(answers))}
     scores = [by_answer[answer] for answer in answers]
     subsets = all_subsets(number, k)

@@ -90,7 +90,8 @@ def same_tokens(found: Column, expected: Column, mask: Tensor) -> None:
 @settings(max_examples=15, deadline=None)
 @given(case=CASES)
 def test_estimators(kind: AdvantageEstimator, case: Case) -> None:
-    config, mask = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8), case.dense["response_mask"]
+    config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+    mask = case.dense["response_mask"]
     expected, found = (ADVANTAGE_ESTIMATORS[kind](case.inputs(columns), config) for columns in (case.dense, case.rows))
     for name in ("advantages", "returns"):
         same_tokens(getattr(found, name), getattr(expected, name), mask)
@@ -144,7 +145,8 @@ def test_a_function_of_the_user_gets_tensors(tmp_path: Path) -> None:
     )
     case = Case([2, 4, 1], seed=0)
     config = AdvantageConfig(function=f"{tmp_path / 'own.py'}:own")
-    made, mask = estimator_of(config)(case.inputs(case.rows), config), case.rows["response_mask"].padded()
+    made = estimator_of(config)(case.inputs(case.rows), config)
+    mask = case.rows["response_mask"].padded()
     rewards = case.dense["token_level_scores"][:, :4]
     assert isinstance(made.advantages, RaggedTensor)
     assert made.advantages.lengths.tolist() == [2, 4, 1]

@@ -12,7 +12,9 @@ INF = float("inf")
 
 def test_value_loss_by_hand():
     # V = 2, 2, 0.1; V_old = 1, 1, 0; R = 2, 0, 0; c = 0.5 -> near V = 1.5, 1.5, 0.1
-    values, old, returns = torch.tensor([[2.0, 2.0, 0.1]]), torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[2.0, 0.0, 0.0]])
+    values = torch.tensor([[2.0, 2.0, 0.1]])
+    old = torch.tensor([[1.0, 1.0, 0.0]])
+    returns = torch.tensor([[2.0, 0.0, 0.0]])
     mask = torch.ones(1, 3, dtype=torch.bool)
     result = clipped_value_loss(values, old, returns, mask, 0.5)
     torch.testing.assert_close(result.loss, torch.tensor([[0.125, 2.0, 0.005]]))

@@ -60,7 +60,8 @@ def test_micro_batches_replicas_and_updates_by_hand() -> None:
 
 
 def test_a_mean_weighs_parts_by_their_counts_and_updates_alike() -> None:
-    ones, twelve = Metric.mean(torch.ones(3), torch.ones(3).bool()), Metric.mean(torch.tensor([12.0]), torch.tensor([True]))
+    ones = Metric.mean(torch.ones(3), torch.ones(3).bool())
+    twelve = Metric.mean(torch.tensor([12.0]), torch.tensor([True]))
     update = merge_metrics([{"x": ones}, {"x": twelve}])
     assert values_of(update) == {"x": 15 / 4}
     assert over_updates([update, merge_metrics([{"x": ones}])]) == {"x": (15 / 4 + 1) / 2}

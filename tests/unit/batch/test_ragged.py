@@ -36,7 +36,8 @@ def ragged_rows(lengths: list[int], on_left: bool = False) -> RaggedTensor:
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, on_left=st.booleans(), seed=st.integers(0, 99))
 def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: bool, seed: int) -> None:
-    expected, found = padded_rows(lengths, on_left=on_left), ragged_rows(lengths, on_left)
+    expected = padded_rows(lengths, on_left=on_left)
+    found = ragged_rows(lengths, on_left)
     assert found.shape == (len(lengths), max(lengths))
     assert torch.equal(found.padded(6), expected)
     generator = torch.Generator().manual_seed(seed)
@@ -181,7 +182,8 @@ def test_rows_come_from_lists_and_arrays() -> None:
 
 def test_what_a_user_has_padded_is_taken_in() -> None:
     """A mask and advantages of his own beside rows of tokens; or a batch that is padded altogether."""
-    mask, advantages = torch.tensor([[True, False], [True, False]]), torch.tensor([[1.0, 2.0], [3.0, NAN]])
+    mask = torch.tensor([[True, False], [True, False]])
+    advantages = torch.tensor([[1.0, 2.0], [3.0, NAN]])
     batch = tokens().union(DataProto.from_dict({"response_mask": mask, "advantages": advantages}))
     expected = {"response_mask": [[True, False], [True]], "advantages": [[1.0, 2.0], [3.0]]}
     columns = of_one_form(batch.columns)

@@ -149,7 +149,8 @@ FILE_CALLS = {"stat", "lstat", "open", "scandir", "listdir", "rename", "replace"
 
 def save_while_the_folder_goes_away(folder: CheckpointFolder, before_call: int) -> Exception | None:
     """The error of a save of step 6 when the folder is renamed before that call of the save to the file system; None without one."""
-    best, num_calls = BestCheckpoint(2, "val/loss", 0.5), 0
+    best = BestCheckpoint(2, "val/loss", 0.5)
+    num_calls = 0
 
     def look(frame: object, event: str, function: Any) -> None:
         nonlocal num_calls

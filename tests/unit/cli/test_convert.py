@@ -107,7 +107,8 @@ def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> N
 
 def test_an_interrupt(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes when the first bytes are written."""
-    save, once = torch.save, threading.Lock()
+    save = torch.save
+    once = threading.Lock()
 
     def interrupted(value: object, file: Any) -> None:
         save(value, file)

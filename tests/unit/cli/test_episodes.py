@@ -65,7 +65,8 @@ def test_a_model_calls_a_tool_and_answers_with_its_result(model: Path, capsys: p
     assert (episode["text"], episode["end"], episode["num_turns"], episode["call_errors"]) == ("42", "done", 2, {})
     assert [message["role"] for message in episode["conversation"]] == ["assistant", "tool", "assistant"]
     # What the engine was given and drew is one row, in which the tool's tokens are nobody's draw; log-probs are those of one forward.
-    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert tokenizer.decode(episode["token_ids"]) == f"{CALL}<end><tool>42<end><assistant>42<end>"
     mask = episode["response_mask"]
     drawn = [token for token, is_models in zip(episode["token_ids"], mask, strict=True) if is_models]

@@ -25,7 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def greedy(model: Path, prompts: list[str], num_tokens: int) -> list[str]:
     """By transformers."""
-    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     texts = []
     for prompt in prompts:
         chat = [{"role": "user", "content": prompt}]
@@ -57,7 +58,8 @@ def test_samples_with_their_log_probs(model: Path, capsys: pytest.CaptureFixture
     ]
     assert answers == generate(capsys, model, *PROMPTS[:2], *sampled, "--seed", "5")
     assert answers != generate(capsys, model, *PROMPTS[:2], *sampled, "--seed", "6")
-    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     first = answers[0]
     prompt = tokenizer.apply_chat_template(first["messages"], add_generation_prompt=True, return_dict=False)
     logits = policy(torch.tensor([prompt + first["token_ids"]])).logits[0, len(prompt) - 1 : -1]

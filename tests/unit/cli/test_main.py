@@ -158,7 +158,8 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
 
     def run(path: str, overrides: list[str], verbose: bool) -> int:
         with run_context_of(PPOConfig()) as context:
-            context.output_dir, context.position = tmp_path, Position(step=3, phases=["step", "adv"])
+            context.output_dir = tmp_path
+            context.position = Position(step=3, phases=["step", "adv"])
             refuse_unusable("the sum of token_level_rewards", torch.tensor([0.0, math.nan]), np.array(["0-1", "0-2"], dtype=object))
         return 0
 

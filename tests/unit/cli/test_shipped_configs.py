@@ -135,12 +135,14 @@ def test_weights_do_not_go_through_files(run: str) -> None:
     """Engines beside trainers get them there, others over the network; all engines get all of the model. Of models with experts four
     layers, for the sake of time."""
     config = load(run)
-    plan, policy = plan_placement(config), read_architectures(config)[0]["actor"]
+    plan = plan_placement(config)
+    policy = read_architectures(config)[0]["actor"]
     if policy.experts is not None:
         policy = replace(policy, num_hidden_layers=4, experts=replace(policy.experts, layers=tuple(range(4))))
     assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
     assert (forecast := forecast_weights(config, plan, policy)) is not None
-    num_replicas, size = config.rollout.num_replicas, 2 * num_parameters(policy)
+    num_replicas = config.rollout.num_replicas
+    size = 2 * num_parameters(policy)
     assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.003  # norms, routers and some keys are on several ranks
     assert sum(forecast.sent) == sum(forecast.received)
 

@@ -44,7 +44,8 @@ def test_lengths_have_the_mean_and_the_most_that_are_asked_for() -> None:
 
 def test_a_step_takes_what_it_takes_by_hand() -> None:
     """Two engines of two slots, and samples of 10 tokens: a step of four is written in 10 s, and trained in 6."""
-    work, times = Work(lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2), Times(training_s=6.0, token_s=1.0)
+    work = Work(lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2)
+    times = Times(training_s=6.0, token_s=1.0)
     split = Split(trainer_devices=4, num_engines=2, of=1.0)
     at_0 = forecast(work, times, split, 0)
     assert (at_0.step_s, at_0.trainer_idle, at_0.slots_in_use, at_0.mean_age) == (16.0, 10 / 16, 20 / 16 / 2, 0.0)

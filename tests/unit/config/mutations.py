@@ -50,7 +50,9 @@ def mishaps(seeds: range, folder: Path) -> list[str]:
     """Of `megarl check`, in this process, of a mutation of each seed: what is no answer, and what takes too long."""
     found = []
     for seed in seeds:
-        arguments, err, began_s = mutation(seed, folder), io.StringIO(), time.process_time()
+        arguments = mutation(seed, folder)
+        err = io.StringIO()
+        began_s = time.process_time()
         with redirect_stdout(io.StringIO()), redirect_stderr(err):
             try:
                 status = main(["check", "--fast", *arguments])

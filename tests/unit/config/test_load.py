@@ -130,7 +130,8 @@ def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
 
 @pytest.mark.parametrize("name", ["async_grpo", "async_dapo", "async_ppo"])
 def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: str, groups: Path) -> None:
-    path, plain = write_yaml(groups / "run.yaml", MINIMAL), name.removeprefix("async_")
+    path = write_yaml(groups / "run.yaml", MINIMAL)
+    plain = name.removeprefix("async_")
     config, other = (load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"algorithm={each}"]) for each in (name, plain))
     assert replace(config.algorithm, rollout_correction=other.algorithm.rollout_correction) == other.algorithm
     assert config.algorithm.rollout_correction.level is CorrectionLevel.token
@@ -189,7 +190,8 @@ def test_code_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatc
 
 
 def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_they_are_only_a_rest(tmp_path: Path) -> None:
-    package, beside = tmp_path / "megarl", tmp_path / "configs"
+    package = tmp_path / "megarl"
+    beside = tmp_path / "configs"
     assert configs_dir(package) == beside
     (package / "configs" / "algorithm").mkdir(parents=True)  # as a checkout of an earlier version leaves untracked files
     assert configs_dir(package) == beside

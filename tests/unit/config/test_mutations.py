@@ -18,6 +18,7 @@ def test_each_gets_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_seed_is_one_mutation(tmp_path: Path) -> None:
-    one, file = mutation(7, tmp_path), (tmp_path / "run.yaml").read_bytes()
+    one = mutation(7, tmp_path)
+    file = (tmp_path / "run.yaml").read_bytes()
     assert (mutation(7, tmp_path), (tmp_path / "run.yaml").read_bytes()) == (one, file)
     assert mutation(8, tmp_path) != one or (tmp_path / "run.yaml").read_bytes() != file

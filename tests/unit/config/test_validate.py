@@ -289,8 +289,10 @@ def test_dynamic_sampling_ahead_of_training_needs_reward_functions() -> None:
 
 
 def test_what_is_compared_must_be_a_metric_of_validation() -> None:
-    early_stop, best = EarlyStopConfig(metric="score"), KeepBestConfig(metric="val/score/mean")
-    trainer, of_ppo = TrainerConfig(early_stop=early_stop, validate_every_steps=2), CheckpointConfig(keep_best=best)
+    early_stop = EarlyStopConfig(metric="score")
+    best = KeepBestConfig(metric="val/score/mean")
+    trainer = TrainerConfig(early_stop=early_stop, validate_every_steps=2)
+    of_ppo = CheckpointConfig(keep_best=best)
     (found,) = validation_metrics(PPOConfig(trainer=trainer, checkpoint=of_ppo))
     assert str(found) == (
         "trainer.early_stop.metric: no validation of this run measures 'score'; the metrics are val/score/mean, val/reward/error_rate"
@@ -320,7 +322,8 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     ],
 )
 def test_compared_metrics_are_those_that_the_configuration_measures(metric: str, said: str | None) -> None:
-    trainer, checkpoint = TrainerConfig(validate_every_steps=2), CheckpointConfig(keep_best=KeepBestConfig(metric=metric))
+    trainer = TrainerConfig(validate_every_steps=2)
+    checkpoint = CheckpointConfig(keep_best=KeepBestConfig(metric=metric))
     rollout = RolloutConfig(validation=SamplingConfig(n=4))
     found = [str(each) for each in validation_metrics(PPOConfig(trainer=trainer, checkpoint=checkpoint, rollout=rollout))]
     if said is None:
@@ -439,7 +442,8 @@ def changed(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """A section with other values, by their dotted keys."""
     new = {}
     for entry in fields(section):
-        value, key = getattr(section, entry.name), f"{prefix}{entry.name}"
+        value = getattr(section, entry.name)
+        key = f"{prefix}{entry.name}"
         if is_dataclass(value):
             new[entry.name] = changed(value, values, f"{key}.")
         elif isinstance(value, list):

@@ -15,7 +15,9 @@ def wait_inside(release: threading.Event, entered: threading.Event) -> None:
 
 
 def test_a_hanging_thread_is_described_from_outside() -> None:
-    activity, release, entered = Activity(), threading.Event(), threading.Event()
+    activity = Activity()
+    release = threading.Event()
+    entered = threading.Event()
 
     def work() -> None:
         with activity.call("update"), activity.phase("forward"), activity.phase("reduce"):

@@ -122,7 +122,8 @@ def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
 
 
 def test_fused_roles_share_processes(fused: dict) -> None:
-    critic, reward = fused["critic"].call(EchoWorker.about), fused["reward"].call(EchoWorker.about)
+    critic = fused["critic"].call(EchoWorker.about)
+    reward = fused["reward"].call(EchoWorker.about)
     assert [one["pid"] for one in critic] == [one["pid"] for one in reward]
     assert [(one["role"], one["label"]) for one in critic + reward] == [("critic", "c")] * 2 + [("reward", "r")] * 2
     assert fused["critic"].world_size == 2

@@ -19,7 +19,8 @@ from megarl.data.tables import Fingerprint
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.chats import TEMPLATE, assistant, character_tokenizer, prompt_row, user, write
 
-MONDAY, TUESDAY = datetime(2026, 3, 2, 23, 59, 59), datetime(2026, 3, 3, 0, 0, 1)
+MONDAY = datetime(2026, 3, 2, 23, 59, 59)
+TUESDAY = datetime(2026, 3, 3, 0, 0, 1)
 DATED = "<|start|>system\n{{ strftime_now('%Y %m %d') }}<|end|>\n" + TEMPLATE
 ROWS = [prompt_row("a"), prompt_row("b", extra_info={"index": 1})]
 CHATS = [{"messages": user("a") + assistant("b")}, {"messages": user("c") + assistant("d")}]

@@ -163,7 +163,8 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
 
 def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
     """In each format and for each file by itself; where there is a mapping, that is read."""
-    tokenizer, row = character_tokenizer(), {"prompt": "a", "data_source": "sums"}
+    tokenizer = character_tokenizer()
+    row = {"prompt": "a", "data_source": "sums"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"ground_truth": "5"}) + "\n")
     files = [
         str(tmp_path / "rows.jsonl"),

@@ -74,7 +74,9 @@ def test_a_resumed_walk_is_the_uninterrupted_one(size, batch_size, before):
     def loader():
         return BatchLoader(Numbers(size), batch_size, shuffle=True, seed=1)
 
-    whole, first, second = loader(), loader(), loader()
+    whole = loader()
+    first = loader()
+    second = loader()
     expected = take(whole, before + 5)
     take(first, before)
     second.load_state_dict(first.state_dict())
@@ -83,7 +85,8 @@ def test_a_resumed_walk_is_the_uninterrupted_one(size, batch_size, before):
 
 def test_resuming_with_another_batch_size_continues_with_the_next_row():
     straight = sum(take(BatchLoader(Numbers(7), 1, shuffle=True, seed=2), 12), [])
-    first, second = BatchLoader(Numbers(7), 3, shuffle=True, seed=2), BatchLoader(Numbers(7), 2, shuffle=True, seed=2)
+    first = BatchLoader(Numbers(7), 3, shuffle=True, seed=2)
+    second = BatchLoader(Numbers(7), 2, shuffle=True, seed=2)
     begun = sum(take(first, 2), [])
     second.load_state_dict(first.state_dict())
     assert begun + sum(take(second, 3), []) == straight
@@ -128,13 +131,16 @@ def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
     def loader(batch_size=5):
         return BatchLoader(Numbers(sum(sizes)), batch_size, shuffle=True, seed=1, parts=parts)
 
-    whole, first, second = loader(), loader(), loader()
+    whole = loader()
+    first = loader()
+    second = loader()
     expected = take(whole, before + 5)
     take(first, before)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert take(second, 5) == expected[before:]
     served = sum(expected, [])
-    start, total = 0, sum(part.weight for part in parts)
+    start = 0
+    total = sum(part.weight for part in parts)
     for part in parts:
         own = [row for row in served if start <= row < start + part.num_rows]
         assert abs(len(own) - len(served) * part.weight / total) <= 1

@@ -99,7 +99,8 @@ def test_by_hand():
 
 def test_samples_of_a_prompt_stay_together():
     """8 rows of two prompts and 2 alone: by tokens of their own they would be dealt in turns."""
-    lengths, prompts = [12] * 4 + [11] * 4 + [30, 30], [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
+    lengths = [12] * 4 + [11] * 4 + [30, 30]
+    prompts = [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
     assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [(0, 1, 2, 3, 8), (4, 5, 6, 7, 9)]
     apart = plan_micro_batches(lengths, 2, max_tokens=60)
@@ -108,7 +109,8 @@ def test_samples_of_a_prompt_stay_together():
 
 def test_a_prompt_is_split_where_work_or_room_wants_it():
     """One prompt of 10 tokens with 8 responses of 30: half for each rank; and of what a rank has no two fit into 60 tokens with it."""
-    lengths, prompts = [40] * 8, [RowPrompt(0, 10)] * 8
+    lengths = [40] * 8
+    prompts = [RowPrompt(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
     assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)

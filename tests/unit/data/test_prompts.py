@@ -37,7 +37,8 @@ def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
 def test_extra_info_may_be_absent_or_null(tmp_path, tokenizer):
     row = prompt_row()
     del row["extra_info"]
-    absent, null = write(tmp_path / "a.parquet", [row]), write(tmp_path / "b.parquet", [prompt_row(), prompt_row(extra_info=None)])
+    absent = write(tmp_path / "a.parquet", [row])
+    null = write(tmp_path / "b.parquet", [prompt_row(), prompt_row(extra_info=None)])
     prompts = dataset([absent, null], tokenizer)
     assert [prompts[i].extra_info for i in range(3)] == [{}, {"index": 0}, {}]
 

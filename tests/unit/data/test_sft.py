@@ -26,7 +26,8 @@ def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
     whole = [tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row].bool()]) for row in range(2)]
     assert whole[0] == "<|start|>user\n2 + 3<|end|>\n<|start|>assistant\n5<|end|>"
     assert batch["response_mask"].dtype == torch.bool
-    num_prompt, num_response = batch["prompts"].shape[1], batch["responses"].shape[1]
+    num_prompt = batch["prompts"].shape[1]
+    num_response = batch["responses"].shape[1]
     assert num_response == 4
     assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["position_ids"].shape == (2, num_prompt + num_response)
     assert batch["position_ids"][1, num_prompt : num_prompt + 4].tolist() == [num_prompt - 4 + k for k in range(4)]

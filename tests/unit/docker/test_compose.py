@@ -27,7 +27,8 @@ def start_options(service: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_head_and_two_workers_that_join_it(services: dict[str, Any]) -> None:
     assert set(services) == {"head", "worker"}
-    head, worker = start_options(services["head"]), start_options(services["worker"])
+    head = start_options(services["head"])
+    worker = start_options(services["worker"])
     assert head["head"]
     assert head["block"]
     assert worker["address"] == f"head:{head['port']}"

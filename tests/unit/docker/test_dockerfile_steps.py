@@ -26,7 +26,8 @@ CMD ["cat", "said.txt"]
 
 
 def steps(tmp_path: Path, text: str, **build_args: str) -> DockerfileSteps:
-    context, folder = tmp_path / "context", tmp_path / "image"
+    context = tmp_path / "context"
+    folder = tmp_path / "image"
     (context / "inner" / "__pycache__").mkdir(parents=True)
     (context / "left_out").mkdir()
     folder.mkdir()

@@ -54,7 +54,9 @@ def pins(*files: str) -> dict[str, str]:
     return found
 
 
-CPU, CUDA, LOCK = pins("cpu.txt", "sglang.txt"), pins("cuda.txt"), pins("cuda.lock")
+CPU = pins("cpu.txt", "sglang.txt")
+CUDA = pins("cuda.txt")
+LOCK = pins("cuda.lock")
 
 
 def dockerfile(name: str) -> DockerfileParser:
@@ -106,7 +108,8 @@ def test_the_lock_has_what_cuda_txt_asks_for() -> None:
 
 def test_the_lock_has_what_the_libraries_declare() -> None:
     """By the metadata of what is installed here in the lock's version: all that SGLang, Megatron-Core, Ray and the others ask for."""
-    asked, problems = 0, []
+    asked = 0
+    problems = []
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"])
         if LOCK.get(name) != distribution.version.partition("+")[0]:

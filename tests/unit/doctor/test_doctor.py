@@ -73,7 +73,8 @@ def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tm
 
 
 def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
-    found, tested = software.probe(), tested_versions()
+    found = software.probe()
+    tested = tested_versions()
     assert only(software.judge(found, SGLANG)).message.endswith(": tested")
     newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}  # the second is the same release
     warning = only(software.judge(replace(found, python="3.13.2", versions={**found.versions, **newer}), SGLANG))

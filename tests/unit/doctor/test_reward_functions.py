@@ -92,7 +92,8 @@ def test_rows_to_try_are_the_same_each_time_and_hold_every_source(tmp_path: Path
     lines = [{"prompt": str(number), "data_source": "sums", "ground_truth": str(number)} for number in range(1500)]
     lines[1400] |= {"data_source": "words"}
     lines[1300] |= {"ground_truth": None}
-    train, held_out = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    train = tmp_path / "train.jsonl"
+    held_out = tmp_path / "val.jsonl"
     train.write_text("".join(json.dumps(line) + "\n" for line in lines))
     held_out.write_text(json.dumps(lines[0] | {"data_source": "held out"}) + "\n")
     data = DataConfig(train_files=[str(train)], val_files=[str(held_out)])

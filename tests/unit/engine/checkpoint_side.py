@@ -53,7 +53,9 @@ def _loss(outputs: Any, rows: Any) -> Any:
 
 def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
     """Each step has a batch of its own, the same for every layout."""
-    groups, losses, statistics = engine.groups, [], []
+    groups = engine.groups
+    losses = []
+    statistics = []
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
         metrics = engine.forward_backward(take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)

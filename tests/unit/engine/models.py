@@ -145,7 +145,8 @@ def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int =
 
     prompts = draw(1, prompt_length + 1, (num_rows,))
     responses = draw(1, response_length + 1, (num_rows,))
-    prompts[0], responses[0] = prompt_length, response_length
+    prompts[0] = prompt_length
+    responses[0] = response_length
     responses[1] = 1
     column = torch.arange(prompt_length + response_length)
     mask = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
@@ -172,7 +173,8 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        prompt, response = int(mask[:prompt_length].sum()), int(mask[prompt_length:].sum())
+        prompt = int(mask[:prompt_length].sum())
+        response = int(mask[prompt_length:].sum())
         output = of_row(ids[mask][None])[prompt - 1 : prompt + response - 1]
         rows.append(torch.cat([output, output.new_zeros(response_length - response, *output.shape[1:])]))
     return torch.stack(rows)

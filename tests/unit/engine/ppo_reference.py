@@ -100,17 +100,22 @@ def _returns_and_advantages(
     scores: Sequence[float], old: Tensor, ref: Tensor, values: Tensor, mask: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """KL-penalised rewards, GAE over the tokens the model wrote, advantages whitened over the batch."""
-    returns, advantages = torch.zeros_like(values), torch.zeros_like(values)
+    returns = torch.zeros_like(values)
+    advantages = torch.zeros_like(values)
     found = []
     for row, score in enumerate(scores):
-        advantage, next_value, last = 0.0, 0.0, True
+        advantage = 0.0
+        next_value = 0.0
+        last = True
         for token in reversed(_valid(mask, row)):
             reward = (score if last else 0.0) - settings.beta * float(old[row, token] - ref[row, token])
             value = float(values[row, token])
             advantage = reward + settings.gamma * next_value - value + settings.gamma * settings.lam * advantage
-            returns[row, token], advantages[row, token] = advantage + value, advantage
+            returns[row, token] = advantage + value
+            advantages[row, token] = advantage
             found.append(advantage)
-            next_value, last = value, False
+            next_value = value
+            last = False
     mean = sum(found) / len(found)
     variance = sum((advantage - mean) ** 2 for advantage in found) / (len(found) - 1)
     return returns, torch.where(mask, (advantages - mean) / math.sqrt(variance + 1e-8), 0.0)
@@ -123,44 +128,63 @@ def _nearest_in(value: Tensor, low: float, high: float) -> float | None:
 
 def _actor_loss(new: Tensors, old: Tensor, advantages: Tensor, mask: Tensor, settings: Settings) -> tuple[Tensor, Tensor, float]:
     """The clipped policy loss without and with the entropy bonus, and the share of clipped tokens."""
-    policy, entropy, clipped, count = torch.zeros(()), torch.zeros(()), 0, 0
+    policy = torch.zeros(())
+    entropy = torch.zeros(())
+    clipped = 0
+    count = 0
     for row in range(len(mask)):
         for token in _valid(mask, row):
-            ratio, advantage = (new["log_probs"][row, token] - old[row, token]).exp(), advantages[row, token]
+            ratio = (new["log_probs"][row, token] - old[row, token]).exp()
+            advantage = advantages[row, token]
             term = ratio * advantage
             limit = _nearest_in(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
             if limit is not None and limit * advantage < term:
-                term, clipped = limit * advantage, clipped + 1
-            policy, entropy, count = policy - term, entropy + new["entropy"][row, token], count + 1
+                term = limit * advantage
+                clipped = clipped + 1
+            policy = policy - term
+            entropy = entropy + new["entropy"][row, token]
+            count = count + 1
     return policy / count, (policy - settings.entropy_coefficient * entropy) / count, clipped / count
 
 
 def _critic_loss(new: Tensor, old: Tensor, returns: Tensor, mask: Tensor, settings: Settings) -> tuple[Tensor, float]:
-    total, clipped, count = torch.zeros(()), 0, 0
+    total = torch.zeros(())
+    clipped = 0
+    count = 0
     for row in range(len(mask)):
         for token in _valid(mask, row):
-            value, before, target = new[row, token], float(old[row, token]), returns[row, token]
+            value = new[row, token]
+            before = float(old[row, token])
+            target = returns[row, token]
             error = (value - target) ** 2
             limit = _nearest_in(value, before - settings.value_clip, before + settings.value_clip)
             if limit is not None and (limit - target) ** 2 > error:
-                error, clipped = (limit - target) ** 2, clipped + 1
-            total, count = total + 0.5 * error, count + 1
+                error = (limit - target) ** 2
+                clipped = clipped + 1
+            total = total + 0.5 * error
+            count = count + 1
     return total / count, clipped / count
 
 
 def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settings: Settings) -> Outcome:
     """The whole step; `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the rows' outcomes."""
-    actor, frozen, critic = load_lm(Path(folders["lm"])), load_lm(Path(folders["reference"])), load_critic(Path(folders["critic"]))
+    actor = load_lm(Path(folders["lm"]))
+    frozen = load_lm(Path(folders["reference"]))
+    critic = load_critic(Path(folders["critic"]))
     mask = batch["response_mask"]
 
     def score(model: torch.nn.Module, rows: Tensors) -> Tensors:
         return scores_of(reference_logits(model, rows) / settings.temperature, rows)
 
     with torch.no_grad():
-        old, ref, values = score(actor, batch)["log_probs"], score(frozen, batch)["log_probs"], reference_values(critic, batch)
+        old = score(actor, batch)["log_probs"]
+        ref = score(frozen, batch)["log_probs"]
+        values = reference_values(critic, batch)
     returns, advantages = _returns_and_advantages(scores, old, ref, values, mask, settings)
-    actor_optimizer, critic_optimizer = _AdamW(actor, settings), _AdamW(critic, settings)
-    actor_updates, critic_updates = [], []
+    actor_optimizer = _AdamW(actor, settings)
+    critic_optimizer = _AdamW(critic, settings)
+    actor_updates = []
+    critic_updates = []
     for _ in range(settings.epochs):
         for rows in map(list, settings.mini_batches):
             part = {key: value[rows] for key, value in batch.items()}
@@ -169,6 +193,7 @@ def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settin
             policy, loss, clipped = _actor_loss(score(actor, part), old[rows], advantages[rows], mask[rows], settings)
             actor_updates.append(Update(float(policy.detach()), actor_optimizer.step(loss), clipped))
     with torch.no_grad():
-        new_log_probs, new_values = score(actor, batch)["log_probs"], reference_values(critic, batch)
+        new_log_probs = score(actor, batch)["log_probs"]
+        new_values = reference_values(critic, batch)
     weights = [{name: parameter.detach() for name, parameter in model.named_parameters()} for model in (actor, critic)]
     return Outcome(*weights, actor_updates, critic_updates, new_log_probs, new_values)

@@ -150,7 +150,8 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     from megarl.weights.shards import Shards, held_slices
 
     _check_copies(engine, named)
-    spec, layout = engine.spec, engine.layout
+    spec = engine.spec
+    layout = engine.layout
     shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
     own = {
         (name, tensor_slice): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))]).float().cpu()
@@ -179,7 +180,8 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
     from megarl.models.tensor_table import OUTPUT_LAYER
     from megarl.weights.shard_layout import held_weights
 
-    architecture, groups = engine.spec.architecture, engine.groups
+    architecture = engine.spec.architecture
+    groups = engine.groups
     for weight in held_weights(architecture, engine.layout, engine.spec.head):
         if weight.cut is Cut.replicated:
             mine = named[weight.megatron_name].contiguous()

@@ -33,7 +33,8 @@ from tests.unit.engine.checkpoint_side import (
 from tests.unit.engine.models import FAMILIES, save_critic, save_model
 from tests.unit.engine.rank_side import EXPERT_LAYOUTS, LAYOUTS
 
-STEPS, AFTER = 2, 3
+STEPS = 2
+AFTER = 3
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,8 @@ def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_pa
     want = saved(rank_pool, one, tmp_path / "384")
     got = loaded(rank_pool, two, tmp_path / "384", again=tmp_path / "512")
     assert got[0].after.losses == pytest.approx(want[0].after.losses, rel=1e-5)
-    small, large = stored_tensors(tmp_path / "384"), stored_tensors(tmp_path / "512")
+    small = stored_tensors(tmp_path / "384")
+    large = stored_tensors(tmp_path / "512")
     keys = [key for key in small if small[key].shape != large[key].shape]
     assert len(keys) == 2 * 4  # embedding and output layer: weights, masters, moments
     for key in keys:
@@ -170,7 +172,8 @@ def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path:
     """What is offloaded is saved as what is not, and stays where it is; a load leaves it away, too."""
     for layout, dtype in (("DP2", torch.bfloat16), ("TP1", torch.float32)):
         settings = Settings(LAYOUTS[layout], folders["qwen2"], dtype=dtype)
-        plain, moved = tmp_path / f"{layout} plain", tmp_path / f"{layout} moved"
+        plain = tmp_path / f"{layout} plain"
+        moved = tmp_path / f"{layout} moved"
         results = rank_pool.run(
             save_what_is_offloaded, world_size=settings.parallel.world_size, settings=settings, plain=plain, moved=moved
         )
@@ -203,7 +206,8 @@ def test_another_layout_keeps_its_random_numbers(rank_pool: RankPool, folders: d
 
 
 def damage(folder: Path, kind: str) -> None:
-    first, second = folder / "__0_0.distcp", folder / "__1_0.distcp"
+    first = folder / "__0_0.distcp"
+    second = folder / "__1_0.distcp"
     index = read_index(folder)
     chunk = index.tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[-1]
     if kind == "a flipped bit":

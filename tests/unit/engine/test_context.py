@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextParallelRank, own_tokens, pieces, whole_order
 
-LENGTHS, SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(2, 5)
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
+SIZES = st.integers(2, 5)
 
 
 def test_by_hand() -> None:

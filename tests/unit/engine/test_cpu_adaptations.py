@@ -129,7 +129,9 @@ def linear_parameters() -> dict[str, list[str]]:
     platform.activate(Device.cpu)
     from megatron.core.tensor_parallel import layers
 
-    input, weight, bias = torch.ones(2, 1, 3), torch.arange(6.0).reshape(2, 3), torch.ones(2)
+    input = torch.ones(2, 1, 3)
+    weight = torch.arange(6.0).reshape(2, 3)
+    bias = torch.ones(2)
     unused = {LINEAR[0]: (None, 0, None, None), LINEAR[1]: (None, None, None, None)}
     for name in LINEAR:
         output = getattr(layers, name)(input, weight, bias, False, False, False, *unused[name])

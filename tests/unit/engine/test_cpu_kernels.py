@@ -10,7 +10,9 @@ import torch
 from megarl.engine import cpu_kernels
 from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, gated_linear, linear, product, product_and_sum, product_over_rows
 
-SMALL, LARGE = (3, 5, 7), (70, 130, 150)  # M, K, N
+# M, K, N
+SMALL = (3, 5, 7)
+LARGE = (70, 130, 150)
 
 
 def test_sizes_stand_on_both_sides_of_the_threshold():
@@ -38,7 +40,8 @@ def test_product_over_rows(shape: tuple[int, int, int], wide: bool, by_onednn: b
     monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, few, many = shape
     torch.manual_seed(0)
-    left, right = torch.randn(rows, many if wide else few), torch.randn(rows, few if wide else many)
+    left = torch.randn(rows, many if wide else few)
+    right = torch.randn(rows, few if wide else many)
     expected = left.double().t() @ right.double()
     torch.testing.assert_close(product_over_rows(left, right).double(), expected, rtol=1e-5, atol=2e-5)
 
@@ -47,7 +50,9 @@ def test_product_over_rows(shape: tuple[int, int, int], wide: bool, by_onednn: b
 def test_product_and_sum(shape: tuple[int, int, int]):
     rows, inner, columns = shape
     torch.manual_seed(0)
-    left, right, summand = torch.randn(rows, inner), torch.randn(inner, columns).t(), torch.randn(rows, columns)
+    left = torch.randn(rows, inner)
+    right = torch.randn(inner, columns).t()
+    summand = torch.randn(rows, columns)
     expected = left.double() @ right.double().t() + summand.double()
     torch.testing.assert_close(product_and_sum(left, right, summand).double(), expected, rtol=1e-5, atol=2e-5)
 
@@ -82,12 +87,15 @@ def test_a_gradient_is_added_to_megatrons_buffer(
     rows, inner, columns = LARGE
     torch.manual_seed(0)
     dtype = torch.bfloat16 if of_half_precision else torch.float32
-    hidden, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(2 * columns, inner, dtype=dtype).requires_grad_()
+    hidden = torch.randn(rows, inner, dtype=dtype)
+    weight = torch.randn(2 * columns, inner, dtype=dtype).requires_grad_()
     before = torch.randn(2 * columns, inner)
     call = (lambda: gated_linear(hidden, weight)) if gated else (lambda: linear(hidden, weight, None))
     (reference,) = torch.autograd.grad(call().sum(), weight)
     buffered: Any = weight
-    buffered.main_grad, buffered.grad_added_to_main_grad, buffered.zero_out_wgrad = before.clone(), False, embeds
+    buffered.main_grad = before.clone()
+    buffered.grad_added_to_main_grad = False
+    buffered.zero_out_wgrad = embeds
     for passes in (1, 2):
         (returned,) = torch.autograd.grad(call().sum(), weight)
         added = (buffered.main_grad - before).double()
@@ -115,7 +123,9 @@ def test_linear_has_the_gradients_of_torch(shape: tuple[int, int, int], dtype: t
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
 def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> None:
     """An expert without a token, a micro-batch without a row: its ranks must not fail where the others wait for them."""
-    hidden, weight, bias = torch.empty(shape, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True)
+    hidden = torch.empty(shape, requires_grad=True)
+    weight = torch.randn(5, 8, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True)
     output = linear(hidden, weight, bias)
     assert output.shape == (*shape[:-1], 5)
     output.sum().backward()

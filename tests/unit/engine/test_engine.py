@@ -46,7 +46,8 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
     batch = make_batch()
     scores = join_rows(range(7), engine.forward(batch, deal(7, 2)), 7)
     dtypes = {value.dtype for value in engine.parameters().values()}
-    before, after_one = hf_weights(engine), {}
+    before = hf_weights(engine)
+    after_one = {}
     for step in range(num_steps):
         engine.forward_backward(take(batch, [1, 2]), [[0, 1]], negative_log_likelihood)
         engine.step()
@@ -58,7 +59,8 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
 def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: str) -> None:
     """Each update is an eighth of the distance between neighbouring bfloat16 numbers in [0.5, 1), so that it is lost when it is
     added to them; twenty-four are three such distances, and the float32 masters keep them."""
-    lr, num_steps = 2.0**-8 / 8, 24
+    lr = 2.0**-8 / 8
+    num_steps = 24
     runs: dict[torch.dtype, list[Trained]] = {
         dtype: rank_pool.run(
             train,
@@ -71,7 +73,8 @@ def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: s
         )
         for dtype in (torch.bfloat16, torch.float32)
     }
-    low, high = runs[torch.bfloat16], runs[torch.float32]
+    low = runs[torch.bfloat16]
+    high = runs[torch.float32]
     assert low[0].dtypes == {torch.bfloat16}
     name = "model.norm.weight"  # near 1, above which neighbours are twice as far apart
     before, after_one, after_all = (merge([getattr(rank, key) for rank in low])[name] for key in ("before", "after_one", "after_all"))
@@ -114,7 +117,8 @@ def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomput
     return Recomputed(hf_gradients(engine), {key: number // len(micro_batches) for key, number in calls.items()})
 
 
-SELECTIVE, FULL = Recompute.selective, Recompute.full
+SELECTIVE = Recompute.selective
+FULL = Recompute.full
 RECOMPUTATIONS = [  # and which parts of the first layer, and whether the last, then run twice
     (Recomputation(SELECTIVE), {"attention"}),
     (Recomputation(SELECTIVE, (RecomputeModule.core_attn, RecomputeModule.mlp)), {"attention", "mlp"}),
@@ -167,8 +171,10 @@ def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
 
 def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, folder: str) -> None:
     """Of all rows in one micro-batch. That the numbers are the same is test_parity's."""
-    mask, responses = make_batch()["attention_mask"], make_batch()["response_mask"]
-    tokens, predicting = int(mask.sum()), int(responses.sum())
+    mask = make_batch()["attention_mask"]
+    responses = make_batch()["response_mask"]
+    tokens = int(mask.sum())
+    predicting = int(responses.sum())
     assert predicting < tokens - 14
     (alone,) = rank_pool.run(count_tokens, world_size=1, parallel=LAYOUTS["TP1"], folder=folder)
     assert alone == {"first": tokens, "last": predicting, "norm": predicting}
@@ -186,7 +192,8 @@ def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, f
 def run_beside(folder: str) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     """In one rank: a trained and a frozen engine that share their groups."""
     groups = start(ParallelConfig())
-    batch, cut = make_batch(), deal(7, 3)
+    batch = make_batch()
+    cut = deal(7, 3)
     actor = build(groups, folder, optim=OptimConfig(lr=1e-2))
     reference = build(groups, folder)
     actor.forward_backward(batch, cut, negative_log_likelihood)
@@ -194,7 +201,8 @@ def run_beside(folder: str) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     actor.forward_backward(batch, cut, negative_log_likelihood)
     second = hf_gradients(actor)
     actor.step()
-    trained, frozen = actor.forward(batch, cut), reference.forward(batch, cut)
+    trained = actor.forward(batch, cut)
+    frozen = reference.forward(batch, cut)
     assert trained is not None
     assert frozen is not None
     return first, second, trained, frozen

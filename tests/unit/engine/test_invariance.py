@@ -67,7 +67,8 @@ def by_hand(*micro_batches: tuple[int, ...]) -> BatchPlan:
 
 def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
     """Several per layout; the pipeline with virtual stages wants an even number of micro-batches."""
-    dp, multiple = parallel.data_parallel_size, 2 if parallel.virtual_pipeline_parallel_size else 1
+    dp = parallel.data_parallel_size
+    multiple = 2 if parallel.virtual_pipeline_parallel_size else 1
 
     def plan(**limit: int) -> BatchPlan:
         return plan_micro_batches(lengths, dp, multiple_of=multiple, **limit)
@@ -192,7 +193,8 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
 
 @pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2", "CP2"])
 def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layout: str, rank_pool: RankPool) -> None:
-    lengths, parallel = setting.batch["attention_mask"].sum(1).tolist(), ALL_LAYOUTS[layout]
+    lengths = setting.batch["attention_mask"].sum(1).tolist()
+    parallel = ALL_LAYOUTS[layout]
     splits = splits_of(parallel, lengths)
     if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
         assert any(micro_batch.is_filler for rank in splits["one row each"].plan.ranks for micro_batch in rank.micro_batches)
@@ -210,7 +212,8 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
 def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, rank_pool: RankPool) -> None:
     """Nor on which activations are computed again: in a pipeline, a micro-batch's backward pass comes after the next one's forward."""
     assert with_experts.whole["lm"].metrics["aux_loss"] > 1.1
-    lengths, parallel = with_experts.batch["attention_mask"].sum(1).tolist(), EXPERT_LAYOUTS[layout]
+    lengths = with_experts.batch["attention_mask"].sum(1).tolist()
+    parallel = EXPERT_LAYOUTS[layout]
     every = splits_of(parallel, lengths)
     names = ("one row each", "two rows each, padded", "all rows, shared", "a budget of 40 tokens, shared")
     splits = {name: every[name] for name in names if name in every}
@@ -230,7 +233,8 @@ def test_nan_in_masked_slots_changes_nothing(setting: Setting, layout: str, rank
     results = run(rank_pool, setting, LAYOUTS[layout], splits)
     for head in setting.folders:
         for way in WAYS:
-            clean, poisoned = results[head, f"{way} False"], results[head, f"{way} True"]
+            clean = results[head, f"{way} False"]
+            poisoned = results[head, f"{way} True"]
             assert clean.metrics == poisoned.metrics
             for name, gradient in clean.gradients.items():
                 assert torch.equal(poisoned.gradients[name], gradient), name

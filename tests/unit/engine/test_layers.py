@@ -24,7 +24,9 @@ from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import max_difference
 
-HEADS, GROUPS, DIM = 4, 2, 8
+HEADS = 4
+GROUPS = 2
+DIM = 8
 
 
 class Attended(NamedTuple):
@@ -88,7 +90,8 @@ def slow_varlen_attn(
     assert window_size == (-1, 0)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    lengths, mixed = (cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()), []
+    lengths = (cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist())
+    mixed = []
     for queries, keys, values in zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True):
         mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))  # causal at the lower right
         sequence = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
@@ -111,11 +114,13 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
     if way == "packed":
         mixed = core(query, key, value, packed_seq_params=packed)
     elif way == "varlen":
-        kernel, layers.varlen_attn = layers.varlen_attn, slow_varlen_attn
+        kernel = layers.varlen_attn
+        layers.varlen_attn = slow_varlen_attn
         mixed = core._attend_varlen(query, key, value, packed)
         layers.varlen_attn = kernel
     else:
-        count, length = len(lengths), lengths[0]
+        count = len(lengths)
+        length = lengths[0]
         as_batch = (tensor.view(count, length, -1, DIM).transpose(0, 1) for tensor in (query, key, value))
         mixed = core(*as_batch).transpose(0, 1).flatten(0, 1)
     (mixed * heads.weight).sum().backward()
@@ -142,7 +147,8 @@ UNEVEN = [5, 1, 9, 130, 2, 200, 8, 64]
 )
 @pytest.mark.parametrize("num_heads", [HEADS, GROUPS])
 def test_attention_stays_inside_its_sequence(lengths: list[int], way: str, num_heads: int, rank_pool: RankPool) -> None:
-    heads, scale = make_heads(sum(lengths), num_heads), 0.3
+    heads = make_heads(sum(lengths), num_heads)
+    scale = 0.3
     (got,) = rank_pool.run(attend, world_size=1, heads=heads, lengths=lengths, scale=scale, way=way)
     for key, value in dense_attention(heads, lengths, scale)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
@@ -153,7 +159,8 @@ class SlowVarlenOperators:
     again from a log-sum-exp that it is given, as flash attention's does, and knows of the forward pass nothing else."""
 
     def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Any:
-        output, log_sum = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
+        output = torch.empty_like(query)
+        log_sum = torch.empty(query.shape[1], query.shape[0])
         for queries, _, scores, values in self._sequences(query, key, value, *bounds, scale):
             output[queries] = (scores.softmax(-1) @ values).transpose(0, 1)
             log_sum[:, queries] = scores.logsumexp(-1)
@@ -166,7 +173,8 @@ class SlowVarlenOperators:
         assert int(state) == 7
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for queries, keys, scores, values in self._sequences(query, key, value, *bounds, scale):
-            weights, grad = (scores - log_sum[:, queries, None]).exp(), gradient[queries].transpose(0, 1)
+            weights = (scores - log_sum[:, queries, None]).exp()
+            grad = gradient[queries].transpose(0, 1)
             inner = weights * (grad @ values.transpose(1, 2) - (gradient * output).sum(-1)[queries].t()[..., None]) * scale
             repeats = query.shape[1] // key.shape[1]
             totals[0][queries] = (inner @ key[keys].transpose(0, 1).repeat_interleave(repeats, 0)).transpose(0, 1)
@@ -263,7 +271,8 @@ SHARING: list[tuple[list[int], list[int | None]]] = [
 def test_responses_attend_to_the_prompt_they_share(
     lengths: list[int], prompt_of: list[int | None], way: str, num_heads: int, rank_pool: RankPool
 ) -> None:
-    heads, scale = make_heads(sum(lengths), num_heads), 0.3
+    heads = make_heads(sum(lengths), num_heads)
+    scale = 0.3
     (got,) = rank_pool.run(attend_sharing, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
     for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
@@ -274,7 +283,8 @@ def test_responses_attend_to_the_prompt_they_share(
 def test_ranks_that_share_rows_attend_to_all_that_stands_before(
     lengths: list[int], prompt_of: list[int | None], way: str, rank_pool: RankPool
 ) -> None:
-    heads, scale = make_heads(sum(lengths), HEADS), 0.3
+    heads = make_heads(sum(lengths), HEADS)
+    scale = 0.3
     (got,) = rank_pool.run(attend_among_ranks, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
     for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
@@ -345,7 +355,8 @@ def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool, tmp_pat
     (got,) = rank_pool.run(frequencies, world_size=1, architecture=architecture)
     torch.testing.assert_close(got, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0.0)
     (plain,) = rank_pool.run(frequencies, world_size=1, architecture=replace(architecture, rope_scaling=None))
-    kept, slowed = int((got == plain).sum()), int(torch.isclose(got, plain / 8).sum())
+    kept = int((got == plain).sum())
+    slowed = int(torch.isclose(got, plain / 8).sum())
     assert kept > 20
     assert slowed > 20
     assert kept + slowed < 64  # a band between is blended

@@ -56,7 +56,8 @@ def allocated(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, 
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
     trim_heap()  # what the rank freed before this test is not counted as what the first part gives back
-    moved, given_back = [], []
+    moved = []
+    given_back = []
     for part in PARTS:
         before = resident_bytes()
         moved.append(engine.offload(StatePart(part)))
@@ -81,7 +82,9 @@ def predicted(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_every_rank_holds_what_was_planned(layout: str, family: str, dtype: DType, rank_pool: RankPool, tmp_path: Path) -> None:
     save_model(family, tmp_path / "model")
-    folder, parallel, optim = str(tmp_path / "model"), LAYOUTS[layout], OptimConfig(lr=1e-3)
+    folder = str(tmp_path / "model")
+    parallel = LAYOUTS[layout]
+    optim = OptimConfig(lr=1e-3)
     torch_dtype = getattr(torch, dtype.value)
     ranks = rank_pool.run(
         allocated, world_size=parallel.world_size, folder=folder, parallel=parallel, optim=optim, dtype=torch_dtype, trained=False
@@ -104,7 +107,9 @@ def test_resident_memory_falls_by_what_was_planned(trains: bool, rank_pool: Rank
 
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-ROWS, ROW_TOKENS, CHUNK_TOKENS = 2, 512, 256
+ROWS = 2
+ROW_TOKENS = 512
+CHUNK_TOKENS = 256
 
 
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
@@ -142,7 +147,8 @@ def test_activations_are_estimated_from_above_and_not_far(
     """Of a stage that is computed again, the sum counts the head and a layer, which are not in memory together."""
     shape = type(FAMILIES[family])(max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE)
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    folder, parallel = str(tmp_path / "model"), LAYOUTS[layout]
+    folder = str(tmp_path / "model")
+    parallel = LAYOUTS[layout]
     measured = rank_pool.run(peak_of_training, world_size=parallel.world_size, folder=folder, parallel=parallel, recompute=recompute)
     config = SFTConfig(
         model=ModelConfig(path=folder),

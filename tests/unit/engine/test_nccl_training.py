@@ -18,7 +18,8 @@ from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_model
 from tests.unit.engine.rank_side import ALL_LAYOUTS, build, deal, replica_rows, start, take
 
-NUM_ROWS, NUM_STEPS = 4, 2
+NUM_ROWS = 4
+NUM_STEPS = 2
 
 
 class Trained(NamedTuple):
@@ -30,7 +31,8 @@ class Trained(NamedTuple):
 
 def change_default_group(backend: str, rendezvous: str) -> None:
     """And end all others. gloo's connecting fails where a peer leaves at once, so nobody does."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size)

@@ -17,7 +17,8 @@ from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, replica_rows, start, take
 
-NUM_STEPS, NUM_ROWS = 3, 8
+NUM_STEPS = 3
+NUM_ROWS = 8
 PARTS = ("gradients", "optimizer", "parameters")
 
 
@@ -48,8 +49,11 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple
     from megarl.engine.offload import StatePart
 
     rows = replica_rows(groups, NUM_ROWS)
-    batch, cut = take(make_batch(NUM_ROWS), rows), deal(len(rows), 2)
-    statistics, losses, scores = [], [], None
+    batch = take(make_batch(NUM_ROWS), rows)
+    cut = deal(len(rows), 2)
+    statistics = []
+    losses = []
+    scores = None
     for _ in range(NUM_STEPS):
         losses += [metric.value for metric in engine.forward_backward(batch, cut, negative_log_likelihood).values()]
         step = engine.step()
@@ -84,7 +88,8 @@ def test_a_run_with_everything_moved_between_its_steps_is_the_same(
         assert (before.statistics, before.losses) == (after.statistics, after.losses)
         assert (before.scores is None) == (after.scores is None)
         assert all(torch.equal(value, after.scores[key]) for key, value in (before.scores or {}).items())
-    weights, same = merge([rank.weights for rank in plain]), merge([rank.weights for rank in moved])
+    weights = merge([rank.weights for rank in plain])
+    same = merge([rank.weights for rank in moved])
     assert weights.keys() == same.keys()
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
@@ -105,7 +110,8 @@ def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, 
     from megarl.engine import offload
 
     start(parallel)
-    of_cpu, made = offload._new_host_buffer, []
+    of_cpu = offload._new_host_buffer
+    made = []
 
     def make() -> offload._PinnedMemory:
         made.append(offload._PinnedMemory())
@@ -236,7 +242,8 @@ def fill_the_disk(folder: str) -> tuple[str, bool]:
     from megarl.engine.offload import StatePart
 
     batch = take(make_batch(), [1, 2])
-    before, message = engine.forward(batch, [[0, 1]]), ""
+    before = engine.forward(batch, [[0, 1]])
+    message = ""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))

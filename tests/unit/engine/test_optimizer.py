@@ -16,7 +16,8 @@ from tests.unit.engine.models import make_batch, save_model
 from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, start, take
 
 FAMILY = "qwen2"
-LR, MIN_LR = 1e-3, 1e-4
+LR = 1e-3
+MIN_LR = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int)
     """In one rank: steps on the same two rows."""
     groups = start(ParallelConfig())
     engine = build(groups, folder, optim=optim, total_optimizer_steps=total_steps)
-    batch, statistics, before = take(make_batch(), [1, 2]), [], hf_weights(engine)
+    batch = take(make_batch(), [1, 2])
+    statistics = []
+    before = hf_weights(engine)
     after_first: Tensors = {}
     for step in range(num_steps):
         engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)
@@ -132,7 +135,8 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
     engine = build(groups, folder, optim=OptimConfig(lr=LR, warmup_steps=4))
     from megarl.engine.optimizer import TrainingDivergedError
 
-    batch, cut = take(make_batch(), [1, 2, 3, 4]), deal(4, 2)
+    batch = take(make_batch(), [1, 2, 3, 4])
+    cut = deal(4, 2)
 
     def bad(outputs: Any, rows: Any) -> Any:
         loss, metrics = negative_log_likelihood(outputs, rows)
@@ -140,7 +144,8 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
 
     engine.forward_backward(batch, cut, negative_log_likelihood)
     engine.step()
-    before, message = hf_weights(engine), ""
+    before = hf_weights(engine)
+    message = ""
     engine.forward_backward(batch, cut, bad)
     try:
         engine.step()
@@ -156,7 +161,8 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
 def test_divergence_is_raised_on_every_rank_and_changes_nothing(layout: str, value: float, rank_pool: RankPool, folder: str) -> None:
     parallel = LAYOUTS[layout]
     ranks = rank_pool.run(run_divergence, world_size=parallel.world_size, parallel=parallel, folder=folder, value=value)
-    before, after = merge([rank.before for rank in ranks]), merge([rank.after for rank in ranks])
+    before = merge([rank.before for rank in ranks])
+    after = merge([rank.after for rank in ranks])
     assert all(torch.equal(after[name], before[name]) for name in before)
     for rank in ranks:
         assert "no update was made" in rank.message

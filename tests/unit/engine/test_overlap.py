@@ -104,7 +104,8 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     engine = build(start(parallel), folder, head=head, optim=UNCLIPPED, recomputation=Recomputation(recompute), total_optimizer_steps=8)
     from megarl.engine.offload import StatePart
 
-    batch, statistics = make_batch(8), []
+    batch = make_batch(8)
+    statistics = []
 
     def step(number: int) -> None:
         rows = replica_rows(engine.groups, 8)

@@ -56,7 +56,9 @@ OUTPUT_TOLERANCE = 1e-5  # absolute
 GRADIENT_TOLERANCE = 1e-4  # of the tensor's norm
 GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
 TEMPERATURE = 0.7
-AUX_COEFFICIENT, Z_COEFFICIENT = 100.0, 10.0  # so that they make much of the routers' gradients
+# so that they make much of the routers' gradients
+AUX_COEFFICIENT = 100.0
+Z_COEFFICIENT = 10.0
 
 
 class Case(NamedTuple):
@@ -134,7 +136,8 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
-    part, micro_batches = take(batch, rows), deal(len(rows), 2)
+    part = take(batch, rows)
+    micro_batches = deal(len(rows), 2)
     results = {}
     for name, case in ((name, CASES[name]) for name in names):
         engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
@@ -160,7 +163,8 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
             recorded = record_routers(model)
             logits = reference_logits(model, batch)
             outputs = scores_of(logits / case.spec.get("temperature", 1.0), batch)
-        loss, routers = sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys), {}
+        loss = sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys)
+        routers = {}
         if "experts" in case.spec and case.spec["experts"].aux_loss_coefficient:
             losses = router_losses(recorded, model.config.num_experts_per_tok)
             loss = loss + len(recorded) * (AUX_COEFFICIENT * losses.aux_loss + Z_COEFFICIENT * losses.z_loss)
@@ -188,7 +192,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp(request.param)
     save_model(request.param, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
-    folders, batch = {key: str(folder / key) for key in ("lm", "critic")}, weighted_batch()
+    folders = {key: str(folder / key) for key in ("lm", "critic")}
+    batch = weighted_batch()
     names = OF_EXPERTS if request.param in EXPERT_FAMILIES else OF_DENSE
     return Reference(folders, batch, run_reference(folders, batch, names))
 

@@ -56,7 +56,8 @@ def algorithm() -> AlgorithmConfig:
 
 def add_advantages(batch: Tensors) -> Tensors:
     """What the driver does between scoring and updating."""
-    config, mask = algorithm(), batch["response_mask"]
+    config = algorithm()
+    mask = batch["response_mask"]
     rewards, _ = apply_kl_penalty(
         place_scores(SCORES, mask), batch["old_log_probs"], batch["ref_log_prob"], mask, config.kl.coefficient, config.kl.estimator
     )
@@ -107,7 +108,8 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     }
     batch = add_advantages(batch)
     config = algorithm()
-    actor_updates, critic_updates = [], []
+    actor_updates = []
+    critic_updates = []
     for _ in range(SETTINGS.epochs):
         for mini_batch in map(list, SETTINGS.mini_batches):
             counts = MiniBatchCounts.of(batch["response_mask"][mini_batch])
@@ -151,7 +153,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_step_gives_the_weights_of_the_reference(reference: Reference, layout: str, rank_pool: RankPool) -> None:
-    parallel, want = LAYOUTS[layout], reference.after
+    parallel = LAYOUTS[layout]
+    want = reference.after
     ranks: list[Outcome] = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
@@ -160,7 +163,8 @@ def test_step_gives_the_weights_of_the_reference(reference: Reference, layout: s
         batch=reference.batch,
     )
     for model, before in zip(("actor", "critic"), reference.before, strict=True):
-        got, expected = merge([getattr(rank, model) for rank in ranks]), getattr(want, model)
+        got = merge([getattr(rank, model) for rank in ranks])
+        expected = getattr(want, model)
         assert got.keys() == before.keys()
         changes = ({name: weights[name] - before[name] for name in before} for weights in (got, expected))
         assert_same(*changes, CHANGE_TOLERANCE)

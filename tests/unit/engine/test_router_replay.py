@@ -35,7 +35,9 @@ from tests.unit.engine.rank_side import (
 )
 
 NUM_ROWS = 11
-ROW, PLACE = 0, 8  # of the token that goes elsewhere, in every layer: in a response
+# of the token that goes elsewhere, in every layer: in a response
+ROW = 0
+PLACE = 8
 LAYOUTS = {
     **EXPERT_LAYOUTS,
     "PP2xVPP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
@@ -82,7 +84,8 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         if router is routers[0]:
             rows.append([])
         if disturbed and len(rows) == ROW + 1:
-            experts, scores = experts.clone(), scores.clone()
+            experts = experts.clone()
+            scores = scores.clone()
             experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]  # the next best
             own = logits[PLACE].softmax(-1)[experts[PLACE]]
             scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
@@ -131,7 +134,8 @@ def run_engine(parallel: ParallelConfig, folder: str, batch: Tensors, routes: li
     """In a rank. Outputs are those of the whole batch; gradients those of the rank's stage."""
     groups = start(parallel)
     rows = replica_rows(groups, NUM_ROWS)
-    part, micro_batches = take(batch, rows), deal(len(rows), 2)
+    part = take(batch, rows)
+    micro_batches = deal(len(rows), 2)
     plain, replaying = (
         build(groups, folder, optim=OptimConfig(), share_prompts=True, recomputation=recomputation, routing_replay=replay)
         for replay in (RoutingReplay.off, RoutingReplay.trainer)
@@ -150,7 +154,8 @@ def run_engine(parallel: ParallelConfig, folder: str, batch: Tensors, routes: li
     chosen = routes_of_all(rows, replaying.forward(part, micro_batches))
     column = RaggedTensor.of_rows([chosen[row] for row in rows], route_dtype(8))
     given = RaggedTensor.of_rows([routes[row] for row in rows], route_dtype(8))
-    again, by_given = {**part, ROUTED_EXPERTS: column}, {**part, ROUTED_EXPERTS: given}
+    again = {**part, ROUTED_EXPERTS: column}
+    by_given = {**part, ROUTED_EXPERTS: given}
     cut = RaggedTensor.packed_rows(given.flat(), given.lengths - 1)
     for engine, columns, said in (
         (replaying, part, r"no routed_experts, which actor\.old_log_probs\(batch, step\) gives"),

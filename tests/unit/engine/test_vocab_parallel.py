@@ -14,7 +14,9 @@ from megarl.config.schema import Device
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import max_difference
 
-VOCAB_SIZE, HIDDEN, TOKENS = 199, 5, 23
+VOCAB_SIZE = 199
+HIDDEN = 5
+TOKENS = 23
 ROWS_PER_MULTIPLE = 128  # with 4 ranks, ranks 2 and 3 hold only padding
 TOLERANCE = 1e-5
 
@@ -60,7 +62,8 @@ def make_inputs(scale: float = 1.0, tokens: int = TOKENS, log_prob: float = 1.0,
 
 
 def reference(inputs: Inputs, case: Case) -> Scored:
-    hidden, weight = inputs.hidden.double().requires_grad_(), inputs.weight.double().requires_grad_()
+    hidden = inputs.hidden.double().requires_grad_()
+    weight = inputs.weight.double().requires_grad_()
     log_softmax = (hidden @ weight.T / case.temperature).log_softmax(-1)
     log_probs = log_softmax.gather(1, inputs.targets[:, None])[:, 0]
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -76,7 +79,8 @@ def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torc
     from megarl.engine import vocab_parallel
     from megarl.engine.vocab_parallel import token_scores
 
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     rows = -(-VOCAB_SIZE // (ROWS_PER_MULTIPLE * size)) * ROWS_PER_MULTIPLE
     padded = torch.full((rows * size, HIDDEN), 50.0)  # padding that would win every softmax it reached
     padded[:VOCAB_SIZE] = inputs.weight
@@ -125,7 +129,8 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
     platform.activate(Device.cpu)
     from megarl.engine.vocab_parallel import token_scores
 
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     rows = -(-VOCAB_SIZE // size)
     weight = torch.nn.functional.pad(inputs.weight, (0, 0, 0, rows * size - VOCAB_SIZE))[rank * rows : (rank + 1) * rows]
     found = {}
@@ -157,7 +162,8 @@ def test_extras_are_made_where_they_are_asked_for(size: int, rank_pool: RankPool
 
 def test_logits_in_the_thousands(rank_pool: RankPool) -> None:
     """Probabilities that underflow leave everything finite."""
-    inputs, cases = make_inputs(scale=1000.0), {"large": Case()}
+    inputs = make_inputs(scale=1000.0)
+    cases = {"large": Case()}
     want = reference(inputs, Case())
     assert float(want.log_probs.min()) < -1000
     for results in rank_pool.run(run_scores, world_size=2, inputs=inputs, cases=cases):
@@ -197,7 +203,8 @@ def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
         sizes.append(tensor.numel())
         return tensor
 
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_scores(
             hidden,
@@ -212,6 +219,7 @@ def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
 
 
 def test_logits_of_one_chunk_at_most_are_kept_for_the_backward_pass(rank_pool: RankPool) -> None:
-    tokens, chunk = 256, 16
+    tokens = 256
+    chunk = 16
     (largest,) = rank_pool.run(largest_saved_tensor, world_size=1, inputs=make_inputs(tokens=tokens), chunk_tokens=chunk)
     assert largest <= chunk * VOCAB_SIZE

@@ -141,9 +141,11 @@ def test_every_key_of_a_path_is_known() -> None:
 
 
 def leaves(section: type, prefix: str = "") -> list[str]:
-    hints, found = get_type_hints(section), []
+    hints = get_type_hints(section)
+    found = []
     for entry in fields(section):
-        key, hint = f"{prefix}{entry.name}", hints[entry.name]
+        key = f"{prefix}{entry.name}"
+        hint = hints[entry.name]
         inner = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
         found += leaves(inner, f"{key}.") if isinstance(inner, type) else [key]
     return found

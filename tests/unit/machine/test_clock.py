@@ -11,7 +11,8 @@ from megarl.machine.clock import Began
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_what_passed_is_not_what_the_clock_of_the_day_says(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, of_day = Began(), time.time
+    began = Began()
+    of_day = time.time
     monkeypatch.setattr(time, "time", lambda: of_day() + jump_s)
     assert 0 <= began.seconds() < 60
     assert 0 <= began.now_s() - began.start_s < 60

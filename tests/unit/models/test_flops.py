@@ -14,7 +14,11 @@ from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, training_flops
 from tests.unit.config.folders import model_folder
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 4, 48, 4, 101  # of the tests' model; its heads are 12 wide, two of them of keys and values
+# of the tests' model; its heads are 12 wide, two of them of keys and values
+LAYERS = 4
+WIDTH = 48
+HEADS = 4
+VOCABULARY = 101
 
 
 EXPERTS = {
@@ -31,7 +35,8 @@ EXPERTS = {
 @pytest.mark.parametrize(("prompt", "changes"), [(1, {}), (5, EXPERTS)], ids=["dense", "experts"])
 def test_it_is_what_a_model_of_hugging_face_does(prompt: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Its own attention makes all pairs of a row, and its output layer all places: both are put in their places here."""
-    folder, response = model_folder(tmp_path / "model", **changes), 8
+    folder = model_folder(tmp_path / "model", **changes)
+    response = 8
     length = prompt + response
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(folder), attn_implementation="eager", experts_implementation="eager"

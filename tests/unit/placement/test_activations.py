@@ -12,8 +12,14 @@ from megarl.placement.activations import WorkingMemory, working_memory
 from megarl.placement.memory import model_state, second_moments
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
-TOKENS, HIDDEN = 4096, 3584  # of a micro-batch, which is two rows of 2,048
-QUERY, KEY, GATE, ROWS = 28 * 128 // 4, 4 * 128 // 4, 18944 // 4, 152064 // 4  # with four tensor-parallel ranks
+# of a micro-batch, which is two rows of 2,048
+TOKENS = 4096
+HIDDEN = 3584
+# with four tensor-parallel ranks
+QUERY = 28 * 128 // 4
+KEY = 4 * 128 // 4
+GATE = 18944 // 4
+ROWS = 152064 // 4
 # Inputs and outputs of the norms; the product of queries, keys and values, the first two turned, values once more, what is attended and a
 # float32 number of each of seven heads; gate, up and their product.
 LAYER = 4 * HIDDEN + 3 * QUERY + 4 * KEY + 2 * 7 + 3 * GATE
@@ -69,7 +75,8 @@ def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
     gather the tokens stays."""
     run = with_recompute(Recompute.full)
     cut = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, sequence_parallel=True)))
-    whole, parts = of_actor(run), of_actor(cut)
+    whole = of_actor(run)
+    parts = of_actor(cut)
     assert parts.stays - whole.stays == TOKENS * HIDDEN * 2
     assert whole.train - parts.train == TOKENS * 2 * (30 * HIDDEN * 3 // 4 - HIDDEN)
 

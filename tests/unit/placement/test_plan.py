@@ -199,7 +199,8 @@ def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
 
 def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
     # Nodes of 4 and 2 actor devices: of 3 each, one would be left over on both.
-    actor, rollout = ParallelConfig(tensor_parallel_size=2, data_parallel_size=3), RolloutConfig(num_replicas=2, tensor_parallel_size=2)
+    actor = ParallelConfig(tensor_parallel_size=2, data_parallel_size=3)
+    rollout = RolloutConfig(num_replicas=2, tensor_parallel_size=2)
     plan = plan_placement(hybrid(actor, rollout, num_nodes=2, devices_per_node=4))
     assert places(plan, "actor") == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
     assert places(plan, "rollout") == [(0, 0, 1), (0, 2, 3)]

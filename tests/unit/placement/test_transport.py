@@ -18,8 +18,13 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
-SPLIT, HYBRID, COLLOCATE = PlacementStrategy.split_collocate, PlacementStrategy.hybrid, PlacementStrategy.fully_collocate
-DEVICE, GROUP, FOLDER, AUTO = Transport.device, Transport.group, Transport.folder, Transport.auto
+SPLIT = PlacementStrategy.split_collocate
+HYBRID = PlacementStrategy.hybrid
+COLLOCATE = PlacementStrategy.fully_collocate
+DEVICE = Transport.device
+GROUP = Transport.group
+FOLDER = Transport.folder
+AUTO = Transport.auto
 
 
 def config(strategy: PlacementStrategy, num_nodes: int, transport: Transport = AUTO, num_replicas: int = 2) -> PPOConfig:

@@ -40,7 +40,8 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
     prepare.save_model(tmp_path, seed=0)
     for name, of_it in (("prompts", row), ("chats", chat)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(of_it) + "\n")
-    tokenizer, tool = load_tokenizer(str(tmp_path)), FunctionTool(price)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tool = FunctionTool(price)
     trained = SFTDataset([str(tmp_path / "chats.jsonl")], tokenizer, SFTDataConfig(train_files=["-"], max_length=32))[0]
     (prompt,) = PromptDataset([str(tmp_path / "prompts.jsonl")], tokenizer, DataConfig(train_files=["-"]), [dict(tool.schema)])
     template = TurnTemplate(tokenizer, [tool.schema], 16)

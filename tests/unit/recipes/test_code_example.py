@@ -30,7 +30,8 @@ def test_a_right_program_passes_and_a_slip_never_does() -> None:
     assert question(TASK) == "add 3, times 2, subtract 4"
     assert program(TASK) == "def f(x):\n    return (x + 3) * 2 - 4"
     assert unit_tests(TASK)[0] == {"call": "f(2)", "returns": 6}
-    tasks, chance = make_tasks(0), random.Random(0)
+    tasks = make_tasks(0)
+    chance = random.Random(0)
     assert len(set(tasks)) == prepare.NUM_TASKS
     shown = [(task, demonstration(task, chance)) for task in tasks[:500]]
     assert all(passes(program(task), task) for task, _ in shown)
@@ -68,7 +69,8 @@ def test_each_stage_is_a_command_and_its_configuration_is_good(
     assert stages[2][3:] == ["examples/code/grpo.yaml", "trainer.seed=1", "data.seed=1", "trainer.seed=1", "trainer.total_steps=2"]
     monkeypatch.setattr(prepare, "NUM_TASKS", 200)
     prepare.prepare(tmp_path, seed=0)
-    model, files = f"model.path={tmp_path}/model", {name: f"[{tmp_path}/{name}.jsonl]" for name in ("train", "validation")}
+    model = f"model.path={tmp_path}/model"
+    files = {name: f"[{tmp_path}/{name}.jsonl]" for name in ("train", "validation")}
     given = [model, f"data.train_files={files['train']}", f"data.val_files={files['validation']}", f"trainer.output_dir={tmp_path}/run"]
     assert main(["check", str(FOLDER / "grpo.yaml"), *given]) == 0, capsys.readouterr().err
     given = [each.replace("/train.jsonl", "/sft_train.jsonl").replace("/validation.jsonl", "/sft_validation.jsonl") for each in given]

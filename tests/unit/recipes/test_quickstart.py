@@ -38,7 +38,8 @@ def _problems(path):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(made, tmp_path):
-    again, other = prepare(tmp_path / "again", seed=3), prepare(tmp_path / "other", seed=4)
+    again = prepare(tmp_path / "again", seed=3)
+    other = prepare(tmp_path / "other", seed=4)
     assert _digests(again) == _digests(made)
     differ = [one != two for one, two in zip(_digests(other), _digests(made), strict=True)]
     assert differ == [True, False, True, True, True, True]  # only the tokenizer is the same

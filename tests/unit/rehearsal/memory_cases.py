@@ -19,7 +19,9 @@ from megarl.rehearsal.record import RankRecord, RankRequest
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FROZEN = "-"  # recomputes nothing
-HELD, PEAK = 0.05, 0.10  # how far the plan may be above what is measured
+# how far the plan may be above what is measured
+HELD = 0.05
+PEAK = 0.10
 _COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Megatron's buffers
 
 
@@ -73,7 +75,8 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
         size.append("data.max_response_length=64")
     known, _ = with_published_models(load_config(schema, path, size), path)
     name = overrides[0].partition(".")[0] if overrides else "actor"
-    architecture, parallel = read_architectures(known)[0][name], role_of(known, name).parallel
+    architecture = read_architectures(known)[0][name]
+    parallel = role_of(known, name).parallel
     half = max(1, architecture.num_hidden_layers // _pieces(parallel) // 2)
     config = load_config(schema, path, [*size, *(override.format(half=half) for override in overrides)])
     return with_published_models(config, path)[0]

@@ -44,7 +44,8 @@ def another_order_on_rank_one(rank: int) -> None:
     score = engine.MegatronEngine._score
 
     def planted(self: Any, *arguments: Any) -> Any:
-        numbers, flags = torch.ones(3, device="cuda"), torch.ones(5, device="cuda")
+        numbers = torch.ones(3, device="cuda")
+        flags = torch.ones(5, device="cuda")
         for tensor in (flags, numbers) if rank == 1 else (numbers, flags):
             dist.all_reduce(tensor, group=self.groups.tensor)
         return score(self, *arguments)

@@ -21,7 +21,9 @@ LAYOUTS = {
     "TP2+SPxPP2": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True),
     "PP2xVPP2xCP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, context_parallel_size=2),
 }
-MICRO_BATCHES, LAYERS = 2, 2  # on each stage
+# on each stage
+MICRO_BATCHES = 2
+LAYERS = 2
 RANKS = [0, 3]  # one of each stage, and not the same of its groups
 PHASES = ("build", "score", "train", "step", "offload", "restore")
 
@@ -67,7 +69,8 @@ def test_a_rehearsal_makes_the_calls_of_a_real_run(layout: str, models: dict[str
 
 def beside_those_of(one: list[Collective], other: list[Collective]) -> list[Collective] | None:
     """What `other` has beside the calls of `one`, if it has those in their order; None if not."""
-    left, beside = list(one), []
+    left = list(one)
+    beside = []
     for call in other:
         if left and call._replace(place="") == left[0]._replace(place=""):  # from other lines: it is another linear layer
             left.pop(0)

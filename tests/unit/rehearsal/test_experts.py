@@ -36,7 +36,9 @@ SMALL = ParallelConfig(
     tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True, expert_parallel_size=2, expert_tensor_parallel_size=1
 )
 LARGE = replace(SMALL, tensor_parallel_size=4, data_parallel_size=8, expert_parallel_size=32)
-MICRO_BATCHES, LAYERS, HIDDEN = 2, 2, 64
+MICRO_BATCHES = 2
+LAYERS = 2
+HIDDEN = 64
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,11 @@ PARALLEL = ParallelConfig(
 )
 
 pytestmark = pytest.mark.usefixtures("warm_rehearsals")
-HIDDEN, LAYERS, CHUNKS, MICRO_BATCHES, TOKENS = 8192, 2, 2, 4, 8192
+HIDDEN = 8192
+LAYERS = 2
+CHUNKS = 2
+MICRO_BATCHES = 4
+TOKENS = 8192
 # Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; cut in eight. Two norms.
 LAYER = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8 + 2 * 8192
 VOCABULARY = 129024 // 8 * 8192

@@ -7,7 +7,8 @@ import pytest
 from megarl.rehearsal.order import deadlock
 from megarl.rehearsal.record import Await, Collective, PhaseRecord, RankRecord
 
-A, B = ("A", (0, 1)), ("B", (0, 1))
+A = ("A", (0, 1))
+B = ("B", (0, 1))
 
 
 def call(group: tuple[str, tuple[int, ...]], kind: str = "all_reduce", batch: int | None = None) -> Collective:
@@ -75,7 +76,8 @@ def test_three_ranks_in_a_circle_hang_and_one_that_leads_there_is_not_named() ->
 
 def messages(number: int, batch: int | None, first: str) -> list[Collective]:
     """A rank of two that sends to the other and receives from it."""
-    send, receive = ("P", (number, 1 - number)), ("P", (1 - number, number))
+    send = ("P", (number, 1 - number))
+    receive = ("P", (1 - number, number))
     both = [call(send, "send", batch), call(receive, "recv", batch)]
     return both if first == "send" else both[::-1]
 

@@ -65,7 +65,8 @@ def test_a_call_that_differs_is_named_with_both_places(mine: Collective, theirs:
 
 def test_messages_are_compared_from_sender_to_receiver() -> None:
     """In each direction by itself: which comes first is the stages' own affair, in a batch."""
-    sent, received = call("send", (0, 1)), call("recv", (0, 1))
+    sent = call("send", (0, 1))
+    received = call("recv", (0, 1))
     back = call("recv", (1, 0), elements=4), call("send", (1, 0), elements=4)
     batches = [[each._replace(batch=7) for each in calls] for calls in ((sent, back[0]), (back[1], received))]
     assert hangs([record(0, *batches[0]), record(1, *batches[1])]) == []

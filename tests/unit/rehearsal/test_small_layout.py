@@ -16,8 +16,12 @@ from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, 
 
 pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 
-MICRO_BATCHES, LAYERS = 2, 1  # on each stage
-HIDDEN, BFLOAT16, FLOAT32 = 64, 2, 4
+# on each stage
+MICRO_BATCHES = 2
+LAYERS = 1
+HIDDEN = 64
+BFLOAT16 = 2
+FLOAT32 = 4
 # Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two. Two norms, which are whole.
 LAYER = (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64
 VOCABULARY = 256 // 2 * 64  # padded, and cut in two
@@ -104,11 +108,13 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
 def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
     """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32; on the way back one sum of
     the head's gradient of the hidden states. The last layer's MLP has two, and has the tokens alone that predict a response's."""
-    hidden, predicting = TOKENS * HIDDEN * BFLOAT16, ROWS * RESPONSE * HIDDEN * BFLOAT16
+    hidden = TOKENS * HIDDEN * BFLOAT16
+    predicting = ROWS * RESPONSE * HIDDEN * BFLOAT16
     chunks = ROWS * RESPONSE // 128
     scores = MICRO_BATCHES * chunks * 128 * (1 + 4) * FLOAT32
     for record, train in phases(records[4:], "train"):
-        sums, fewer = MICRO_BATCHES * (4 * LAYERS + 1), MICRO_BATCHES * 3
+        sums = MICRO_BATCHES * (4 * LAYERS + 1)
+        fewer = MICRO_BATCHES * 3
         found = calls(train)
         assert found["all_reduce", "tensor", "bfloat16"] == (sums, (sums - fewer) * hidden + fewer * predicting), record.rank
         assert found["all_reduce", "tensor", "float32"] == (2 * chunks * MICRO_BATCHES, scores)

@@ -124,7 +124,8 @@ def test_ground_truths_that_can_be_passed():
 
 
 def test_expected_values_do_not_enter_the_process_of_the_program(monkeypatch):
-    streams, sessions = [], {}
+    streams = []
+    sessions = {}
     inner = code.run_program
     monkeypatch.setattr(code, "run_program", lambda *given: streams.append(given) or inner(*given))
     ask = code_interpreters._Interpreter.ask

@@ -36,7 +36,9 @@ def save_reward_model(folder: Path, seed: int = 0, num_labels: int = 1) -> None:
     tokenizer = byte_pair_tokenizer()
     tokenizer.save_pretrained(folder)
     config = copy.deepcopy(FAMILIES[FAMILY])
-    config.vocab_size, config.num_labels, config.pad_token_id = len(tokenizer), num_labels, tokenizer.pad_token_id
+    config.vocab_size = len(tokenizer)
+    config.num_labels = num_labels
+    config.pad_token_id = tokenizer.pad_token_id
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():

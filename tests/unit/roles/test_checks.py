@@ -43,7 +43,8 @@ def test_only_the_first_batch_is_looked_at() -> None:
 
 
 def test_tokens_by_older_weights_are_not_compared() -> None:
-    gate, old = LogProbGate(0.2), batch(9.0, 9.0, 9.0, version=5)
+    gate = LogProbGate(0.2)
+    old = batch(9.0, 9.0, 9.0, version=5)
     assert not gate.wants(old)
     gate(old)
     assert not gate.passed  # it has seen nothing

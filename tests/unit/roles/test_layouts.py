@@ -142,7 +142,8 @@ def log_prob_gap(actor: Actor, rollout: Rollout, temperature: float) -> float:
 
 
 def observe(models: Models, rollout: Rollout, folder: Path, source: Path) -> Observed:
-    batch, rows = uneven_batch(), training_batch()
+    batch = uneven_batch()
+    rows = training_batch()
     scored = batch.union(models.actor.log_probs(batch), models.reference.log_probs(batch), models.critic.values(batch))
     cool = models.cool_actor.log_probs(batch).get().tensors["old_log_probs"]
     single_row = models.actor.log_probs(batch[:1]).get().tensors["old_log_probs"]
@@ -291,7 +292,8 @@ def greedy_by_transformers(folder: Path) -> list[list[int]]:
 
 
 def test_rollout_generates_with_the_weights_that_are_trained(live: Live, folders: Folders) -> None:
-    before, after = live.observed.generated, live.observed.generated_after
+    before = live.observed.generated
+    after = live.observed.generated_after
     assert before.greedy == greedy_by_transformers(folders.policy)
     assert after.greedy == greedy_by_transformers(live.observed.folder)
     assert before.greedy != after.greedy

@@ -46,7 +46,8 @@ def test_every_pass_has_each_row_once_in_an_order_of_its_own() -> None:
     plan = UpdatePlan(updates_per_step=3, epochs_per_batch=2, seed=5)
     mini_batches = rows_of(plan, 12, step=1)
     assert [len(rows) for rows in mini_batches] == [4] * 6
-    first, second = sum(mini_batches[:3], []), sum(mini_batches[3:], [])
+    first = sum(mini_batches[:3], [])
+    second = sum(mini_batches[3:], [])
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
     assert mini_batches == rows_of(plan, 12, step=1)
@@ -162,7 +163,8 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
 
 def batch_to_update(**extra: torch.Tensor) -> DataProto:
     tensors = make_batch(num_rows=4)
-    shape, generator = tensors["response_mask"].shape, torch.Generator().manual_seed(0)
+    shape = tensors["response_mask"].shape
+    generator = torch.Generator().manual_seed(0)
     made = {key: torch.randn(shape, generator=generator) for key in ("old_log_probs", "advantages", "ref_log_prob", "entropys")}
     return DataProto.from_dict({**tensors, **made, **extra}, {"uid": list("aabb")})
 

@@ -27,7 +27,9 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import unshared
 from megarl.roles.weights.rollout_weights import RolloutWeights
 
-GRADIENTS, OPTIMIZER, PARAMETERS = StatePart.gradients, StatePart.optimizer, StatePart.parameters
+GRADIENTS = StatePart.gradients
+OPTIMIZER = StatePart.optimizer
+PARAMETERS = StatePart.parameters
 EVERYTHING = {GRADIENTS, OPTIMIZER, PARAMETERS}
 
 
@@ -45,7 +47,8 @@ class FakeGroup:
     """Of one rank. It notes the calls that change something in `log`, and refuses what a worker would refuse."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def call(self, method: RemoteMethod, *arguments: Any) -> Any:
         results = [getattr(self, method.name)(*arguments)]
@@ -58,7 +61,8 @@ class FakeGroup:
 class FakeTrainer(FakeGroup):
     def __init__(self, name: str, log: list[str], parts: set[StatePart]) -> None:
         super().__init__(name, log)
-        self.parts, self.held = frozenset(parts), set(parts)
+        self.parts = frozenset(parts)
+        self.held = set(parts)
 
     def offload_state(self, parts: Sequence[StatePart]) -> None:
         self._move(self.held & set(parts), "-", self.held.difference_update)
@@ -72,12 +76,15 @@ class FakeTrainer(FakeGroup):
 
 
 class FakeEngine(FakeGroup):
-    awake, version = True, None
+    awake = True
+    version = None
     has_cache = True
 
     def sleep(self) -> None:
         assert self.awake
-        self.awake, self.has_cache, self.version = False, False, None
+        self.awake = False
+        self.has_cache = False
+        self.version = None
         self.log.append(f"{self.name} sleeps")
 
     def wake(self) -> None:
@@ -96,7 +103,8 @@ class FakeReplicas:
 
     def __init__(self, log: list[str], count: int = 2) -> None:
         self.exclusive = unshared
-        self.log, self.groups = log, [FakeEngine(f"engine{number}", log) for number in range(count)]
+        self.log = log
+        self.groups = [FakeEngine(f"engine{number}", log) for number in range(count)]
         self.starting: set[int] = set()
 
     @property
@@ -177,7 +185,8 @@ class World:
         return None, lost
 
     def taken(self) -> list[str]:
-        taken, self.log[:] = list(self.log), []
+        taken = list(self.log)
+        self.log[:] = []
         return taken
 
     def send(self) -> None:
@@ -385,7 +394,8 @@ def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins
             self.waited = True
             return super().get(timeout)
 
-    scoring, fused = Late([]), Late([])
+    scoring = Late([])
+    fused = Late([])
     world.schedule.runs("old_log_prob", fused)
     world.run("ref")  # in the actor's process: it queues
     assert not fused.waited

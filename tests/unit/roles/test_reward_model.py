@@ -110,7 +110,9 @@ class Ranks:
     """What the handle asks of a worker group, by ranks of the pool."""
 
     def __init__(self, pool: RankPool, parallel: ParallelConfig, **arguments: Any) -> None:
-        self._pool, self._parallel, self._arguments = pool, parallel, arguments
+        self._pool = pool
+        self._parallel = parallel
+        self._arguments = arguments
 
     def call(self, method: RemoteMethod, parts: list[DataProto]) -> RemoteFuture:
         assert method is RewardModelWorker.score_conversations
@@ -156,7 +158,8 @@ def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str
 
 
 def test_the_oldest_tokens_are_left_out_and_told(rank_pool: RankPool, folders: dict[str, str]) -> None:
-    longest, limit = "a long one", 25
+    longest = "a long one"
+    limit = 25
     scores = score(rank_pool, folders, ParallelConfig(), max_length=limit, overlong=OverlongConversation.truncate)
     expected = reference_scores(folders["reward_model"], "right", limit)
     torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)

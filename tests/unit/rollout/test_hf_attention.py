@@ -19,12 +19,14 @@ def states(generator: torch.Generator, rows: int, tokens: int) -> tuple[Tensor, 
 
 def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selections() -> None:
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = KVCache(), DynamicCache()
+    ours = KVCache()
+    theirs = DynamicCache()
     rows = 3
     for step in range(210):  # enlarged at 1, 65 tokens behind the prompt, and so on
         for layer in range(2):
             new = states(generator, rows, 5 if step == 0 else 1)
-            got, expected = ours.append(layer, *new), theirs.update(*new, layer)
+            got = ours.append(layer, *new)
+            expected = theirs.update(*new, layer)
             for mine, true in zip(got, expected, strict=True):
                 assert torch.equal(mine, true)
             assert got[0].shape == (rows, 2, 5 + step, 4)
@@ -49,10 +51,15 @@ class Layer(Module):
 
     def __init__(self, groups: int) -> None:
         super().__init__()
-        self.num_key_value_groups, self.is_causal, self.layer_idx = groups, True, 0
+        self.num_key_value_groups = groups
+        self.is_causal = True
+        self.layer_idx = 0
 
 
-NUM_PROMPTS, WIDTH, WRITTEN, SIZE = 4, 7, 3, 8
+NUM_PROMPTS = 4
+WIDTH = 7
+WRITTEN = 3
+SIZE = 8
 LENGTHS = torch.tensor([7, 2, 5, 1])
 
 

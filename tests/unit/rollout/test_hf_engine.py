@@ -200,7 +200,8 @@ def test_a_folder_without_whole_weights(model: PreTrainedModel, engine: HFEngine
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
-    old, new = random_model(tied=tied, seed=1), random_model(tied=tied, seed=2)
+    old = random_model(tied=tied, seed=1)
+    new = random_model(tied=tied, seed=2)
     engine = engine_for(old, tmp_path)
     push(old, engine, version=4)
     before = engine.generate(PROMPTS, greedy())

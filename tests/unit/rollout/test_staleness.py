@@ -48,7 +48,8 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
             case "finish":
                 staleness.finish(unfinished.pop(chance.randrange(len(unfinished))))
             case "take":
-                in_training, begun = staleness.next_step, staleness.live
+                in_training = staleness.next_step
+                begun = staleness.live
                 trained += [Trained(in_training, group, version - begun[group]) for group in staleness.take(version)]
             case "push":
                 version += in_training is not None and in_training > warmup

@@ -26,16 +26,19 @@ class Model(torch.nn.Module):
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__()
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank = rank
+        self._num_ranks = num_ranks
         shapes = {"qk": (12 // num_ranks, 6), "down": (6, 16 // num_ranks), "embed": (8 // num_ranks, 6), "expert": (2, 6, 3), "norm": (6,)}
         for name, shape in shapes.items():
             setattr(self, name, torch.nn.Parameter(torch.full(shape, 99.0)))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        rank, count = self._rank, self._num_ranks
+        rank = self._rank
+        count = self._num_ranks
         for name, tensor in weights:
             if name in ("q", "k"):
-                rows, first = tensor.shape[0] // count, 0 if name == "q" else 8 // count
+                rows = tensor.shape[0] // count
+                first = 0 if name == "q" else 8 // count
                 self.qk.data.narrow(0, first, rows).copy_(tensor.narrow(0, rank * rows, rows))
             elif name == "down":
                 start, stop = (min((rank + end) * self.down.shape[1], 10) for end in (0, 1))
@@ -81,7 +84,9 @@ class ClientsEngine:
 
     def __init__(self, client: LoaderClient) -> None:
         self._client = client
-        self.needed_slices, self.join_weights, self.begin_weight_update = client.needed_slices, client.join, client.prepare
+        self.needed_slices = client.needed_slices
+        self.join_weights = client.join
+        self.begin_weight_update = client.prepare
 
     def receive_weights(self) -> None:
         while not self._client.receive():
@@ -150,7 +155,8 @@ def test_checksums_tell_which_tensor_is_wrong(client_of: Callable) -> None:
 
 def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
     scheduler = Scheduler([Model(0, 1)])
-    client, manifest = client_of(scheduler), manifest_of(random_weights())
+    client = client_of(scheduler)
+    manifest = manifest_of(random_weights())
     before = {name: parameter.clone() for name, parameter in scheduler.models[0].named_parameters()}
     with pytest.raises(WeightTransferError, match="bias is not a tensor of the engine's model"):
         client.prepare({**manifest, "bias": TensorMeta((6,), torch.float32)})
@@ -310,7 +316,8 @@ class HoldingBack(Model):
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_loader_that_holds_tensors_back_is_followed(client_of: Callable, backwards: bool) -> None:
     weights = dict(sorted(random_weights().items(), reverse=backwards))
-    scheduler, reference = Scheduler([HoldingBack(0, 1)]), Model(0, 1)
+    scheduler = Scheduler([HoldingBack(0, 1)])
+    reference = Model(0, 1)
     client = client_of(scheduler)
     load(client, weights)
     reference.load_weights(weights.items())

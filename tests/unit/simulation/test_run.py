@@ -14,7 +14,8 @@ from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None = None) -> Script:
     """Anything that a run may be, with some prompts without signal where such are dropped."""
-    size, k = chance.randint(1, 3), chance.choice([0, 1, 1, 2, 3])
+    size = chance.randint(1, 3)
+    k = chance.choice([0, 1, 1, 2, 3])
     num_rows = 6 * size * total_steps
     drops = chance.random() < 0.5
     fails = chance.random() < 0.3
@@ -45,7 +46,8 @@ def uids_of(outcome: SimulatedRun) -> list[str]:
 
 def check(one: Script, outcome: SimulatedRun) -> None:
     """Every prompt that can be trained once, in order, with its own samples, and none too old."""
-    size, wanted = one.prompts_per_step, one.prompts_per_step * one.total_steps
+    size = one.prompts_per_step
+    wanted = one.prompts_per_step * one.total_steps
     rows = [row for row in range(len(one.lengths)) if row not in one.without_signal | one.failing][:wanted]
     assert [step.number for step in outcome.steps] == list(range(1, one.total_steps + 1))
     assert uids_of(outcome) == [f"0-{row}" for row in rows]
@@ -110,7 +112,8 @@ def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun
     try:
         return simulation.run(), killed
     except KilledError:
-        saved, before = simulation.saved, simulation.steps
+        saved = simulation.saved
+        before = simulation.steps
     after = Simulation(one, saved).run()
     done = saved.step if saved is not None else 0
     return after._replace(steps=[*before[:done], *after.steps]), True
@@ -123,7 +126,8 @@ def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> No
     for _ in range(20):
         one = script(chance, total_steps=3)
         straight = Simulation(one).run()
-        at, comes_so_far = 0, True
+        at = 0
+        comes_so_far = True
         while comes_so_far:
             outcome, comes_so_far = run_with_kill(one, at, kill_driver)
             check(one, outcome)
@@ -137,7 +141,8 @@ def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> No
 def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice() -> None:
     """Also where the driver is killed: what was trained before its turn is known."""
     chance = random.Random(4)
-    oldest, num_out_of_order = 0, 0
+    oldest = 0
+    num_out_of_order = 0
     for _ in range(40):
         one = replace(script(chance, total_steps=4, on_update=OnUpdate.go_on), late=Late.mask)
         wanted = one.prompts_per_step * one.total_steps

@@ -36,7 +36,10 @@ from megarl.tracking.report.timeline_part import timeline_part
 from megarl.tracking.samples import read_samples, sample_path
 from megarl.tracking.timeline import Span, Timeline
 
-STEPS, SAMPLES, TOKENS, FILES = 20, 64, 6, 4
+STEPS = 20
+SAMPLES = 64
+TOKENS = 6
+FILES = 4
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,8 @@ def opened(path: Path) -> RunFolder:
 
 def problems(path: Path) -> list[str]:
     """Of all parts."""
-    run, found = opened(path), []
+    run = opened(path)
+    found = []
     for name in run.versions():
         content = run.part(name)
         size = int.from_bytes(content[:4], "little")
@@ -202,7 +206,8 @@ def test_what_is_no_run_is_refused_in_a_line(made: Path, tmp_path: Path, capsys:
 
 
 def test_a_page_is_served_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
-    told, pages = tmp_path / "told", []
+    told = tmp_path / "told"
+    pages = []
 
     def look() -> None:
         while not (url := re.search(r"http://\S+/", told.read_text())):

@@ -65,7 +65,8 @@ def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.
     assert "tracking.loggers" not in caplog.text
     files = sorted(run.output_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len(files) == 2
-    ids, logged = set(), []
+    ids = set()
+    logged = []
     for path in files:
         records = whole_records(path)
         described = next(record.run for record in records if record.HasField("run"))

@@ -32,7 +32,8 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 
 def test_all_files_end_with_the_step_and_go_on_after_it(tmp_path: Path) -> None:
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight = tmp_path / "straight"
+    resumed = tmp_path / "resumed"
     log(straight, range(9))
     for steps, resumed_after in ((range(6), None), (range(4, 8), 3), (range(2, 4), 1), (range(4, 9), 3)):  # killed three times
         if resumed_after is not None:

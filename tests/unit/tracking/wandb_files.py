@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wandb.proto.wandb_internal_pb2 import Record
 
-_FILE_HEADER, _BLOCK, _HEADER = 7, 32 * 1024, 7
-_FULL, _FIRST, _LAST = 1, 2, 4
+_FILE_HEADER = 7
+_BLOCK = 32 * 1024
+_HEADER = 7
+_FULL = 1
+_FIRST = 2
+_LAST = 4
 
 
 def read_records(path: Path) -> list[Record]:
@@ -22,7 +26,8 @@ def read_records(path: Path) -> list[Record]:
 
 def _contents(data: bytes) -> Iterator[bytes]:
     """A record may be cut into fragments; a block ends with zeros where no header fits."""
-    position, parts = _FILE_HEADER, b""
+    position = _FILE_HEADER
+    parts = b""
     while position + _HEADER <= len(data):
         left = _BLOCK - position % _BLOCK
         if left < _HEADER:

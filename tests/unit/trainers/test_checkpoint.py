@@ -90,7 +90,9 @@ class Case:
             trainer=SFTTrainerConfig(total_steps=total_steps, early_stop=early_stop or EarlyStopConfig()),
         )
         self.config = config
-        self.folder, self.models, self.monitor = CheckpointFolder(folder / "checkpoints"), FakeModels(), FakeMonitor()
+        self.folder = CheckpointFolder(folder / "checkpoints")
+        self.models = FakeModels()
+        self.monitor = FakeMonitor()
         self.folder.prepare()
         self.said: list[str] = []
         self.losses: dict[int, float] = {}  # of the steps after which there is a validation
@@ -348,7 +350,8 @@ def test_a_folder_that_goes_away_under_the_ranks_is_asked_for(tmp_path: Path) ->
     training = case.train()
     next(training)
     case.models.failure = CheckpointError("step_00000001/actor: No such file or directory")
-    finish, folder = case.models.finish_save, case.folder.path
+    finish = case.models.finish_save
+    folder = case.folder.path
 
     def remove_and_finish(*arguments: Any) -> None:
         shutil.rmtree(folder)

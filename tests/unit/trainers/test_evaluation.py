@@ -124,7 +124,8 @@ def test_what_k_of_four_samples_achieve() -> None:
 
     maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6. maj@4: 7.
     """
-    right, wrong = [1.0, 1.0, 0.0, 0.0], [0.0] * 4
+    right = [1.0, 1.0, 0.0, 0.0]
+    wrong = [0.0] * 4
     samples = [
         *(sample("0", *given) for given in zip(right, "7789", strict=True)),
         *(sample("1", *given) for given in zip(wrong, "1111", strict=True)),

@@ -86,7 +86,8 @@ class Group:
         self.spans: list[Span] = []
 
     def drain_spans(self) -> list[Span]:
-        spans, self.spans = self.spans, []
+        spans = self.spans
+        self.spans = []
         return spans
 
 

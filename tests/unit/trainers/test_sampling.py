@@ -45,7 +45,8 @@ class FakeRollout:
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: object = None) -> DataProto:
         self.asked.append((len(prompts), sampling, step, generation))
-        batch, length = prompts.repeat(sampling.n), generation + 1
+        batch = prompts.repeat(sampling.n)
+        length = generation + 1
         lengths = torch.full((len(batch),), length)
         made = {
             "responses": RaggedTensor.constant(7, lengths, torch.int32),
@@ -60,7 +61,8 @@ class FakeReward:
 
     def __init__(self, mixed: Sequence[int], failed: tuple[int, int] | None = None) -> None:
         """failed: the number of a prompt, and which of its samples could not be scored."""
-        self._mixed, self._failed = mixed, failed
+        self._mixed = mixed
+        self._failed = failed
 
     def finish(self, batch: DataProto) -> Any:
         return self.score(batch)
@@ -84,7 +86,8 @@ class FakeReward:
 def dynamic(
     mixed: Sequence[int], max_generations: int, size: int = 12, failed: tuple[int, int] | None = None
 ) -> tuple[DynamicSampling, BatchLoader, FakeRollout]:
-    rollout, loader = FakeRollout(), BatchLoader(Rows(size), 4, shuffle=False, seed=0)
+    rollout = FakeRollout()
+    loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
     config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
     return DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4), loader, rollout  # type: ignore[arg-type]
 

@@ -101,7 +101,8 @@ def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendRepo
 
 def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
     """Called by every rank of a pool."""
-    p2p, written = CountingWire.of_default_group(CPU), []
+    p2p = CountingWire.of_default_group(CPU)
+    written = []
     for export, folder in exports:
         p2p.sent_bytes = 0
         written.append(Written(write(export, folder, p2p), p2p.sent_bytes))

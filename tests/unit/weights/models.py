@@ -13,8 +13,15 @@ from megarl.models.architecture import Architecture
 from megarl.weights.shard_layout import ShardLayout
 from tests.families import example_architecture, example_config
 
-NUM_LAYERS, HIDDEN, HEADS, KV_HEADS, VOCAB, FFN = 4, 32, 8, 4, 199, 20
-EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 8, 12
+NUM_LAYERS = 4
+HIDDEN = 32
+HEADS = 8
+KV_HEADS = 4
+VOCAB = 199
+FFN = 20
+EXPERTS = 4
+EXPERT_FFN = 8
+SHARED_FFN = 12
 PADDED_VOCAB = 208  # a multiple of 8: divisible by TP 1, 2, 4; with TP 4 the last rank has 9 padded rows
 # Sizes of the examples that are changed: smaller ones, and heads that are not hidden_size / num_attention_heads.
 _SIZES = {
@@ -85,7 +92,8 @@ def slow_shards(
     if holds_embedding:
         shards["embedding.word_embeddings.weight"] = _vocabulary(state["model.embed_tokens.weight"], tensor_parallel_size, rank)
     for layer in layers:
-        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        hf = f"model.layers.{layer}."
+        megatron = f"decoder.layers.{layer}."
         shards[megatron + "input_layernorm.weight"] = state[hf + "input_layernorm.weight"]
         shards[megatron + "pre_mlp_layernorm.weight"] = state[hf + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
@@ -153,7 +161,8 @@ def _vocabulary(matrix: torch.Tensor, tensor_parallel_size: int, rank: int) -> t
 def _qkv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, architecture: Architecture, tensor_parallel_size: int, rank: int
 ) -> torch.Tensor:
-    groups, dim = architecture.num_key_value_heads, architecture.head_dim
+    groups = architecture.num_key_value_heads
+    dim = architecture.head_dim
     heads_per_group = architecture.num_attention_heads // groups
     rows = []
     for group in range(groups):

@@ -59,7 +59,8 @@ def test_equals_a_slow_loop_over_several_blocks() -> None:
 
 @pytest.mark.parametrize("shape", [(70_000,), (3, 40_000), (40, 50, 60)])
 def test_is_the_same_whatever_the_block(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, sums = random(*shape, dtype=torch.bfloat16), set()
+    tensor = random(*shape, dtype=torch.bfloat16)
+    sums = set()
     for block in (1000, *_BLOCK_ELEMENTS.values()):
         monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", block)
         sums |= {checksum(tensor), checksum(tensor.t().contiguous().t() if len(shape) == 2 else tensor)}
@@ -71,7 +72,8 @@ def test_is_the_same_whatever_the_block(shape: tuple[int, ...], monkeypatch: pyt
 def test_adds_up_over_any_cut(shape: tuple[int, int], dtype: torch.dtype) -> None:
     tensor = random(*shape, dtype=dtype)
     strides = row_major_strides(shape)
-    rows, columns = shape[0] // 4, shape[1] // 2
+    rows = shape[0] // 4
+    columns = shape[1] // 2
     parts = [
         checksum(tensor[row : row + rows, column : column + columns].clone(), row * shape[1] + column, strides)
         for row in range(0, shape[0], rows)

@@ -61,7 +61,8 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(("name", "num_files"), [("TP2xEP2", 3), ("TP2xPP2", 4)])
 def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num_files: int) -> None:
     export = Export(LAYOUTS[name], "qwen2", True, 2000, max_file_bytes=40_000)
-    source, target = save(random_model("qwen2", tied=True), tmp_path / "source"), tmp_path / "target"
+    source = save(random_model("qwen2", tied=True), tmp_path / "source")
+    target = tmp_path / "target"
 
     def write_weights(folder: Path) -> None:
         rank_pool.run(write_all, world_size=export.cut.num_ranks, exports=[(export, folder)])
@@ -78,7 +79,8 @@ def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num
 
 def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
     """On one rank no file may have more than 20,000 bytes. Then both write again, over the same wire."""
-    p2p, failure = P2PGroup.of_default_group(CPU), ""
+    p2p = P2PGroup.of_default_group(CPU)
+    failure = ""
     if dist.get_rank() == failing:
         with small_files_only(20_000), pytest.raises(OSError, match="too large") as caught:
             write(export, folder, p2p)
@@ -135,7 +137,8 @@ def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(folder_transport, "PATIENCE_S", 0.0)
     export = Export(Cut(), "qwen2", True, 700)
     end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
-    sending, num_pauses = SendPass(end, export.shards(0), ()), 0
+    sending = SendPass(end, export.shards(0), ())
+    num_pauses = 0
     while sending.run(()) is None:
         num_pauses += 1
     assert num_pauses > 0
@@ -153,7 +156,8 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
     parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()}
     shards = Shards(parameters=parameters, architecture=architecture, layout=layouts[rank])
     plan = plan_export(architecture, layouts, ["node"] * 2, torch.float32, message_bytes=message_bytes, max_file_bytes=80 * 10**6)
-    p2p, reports = P2PGroup.of_default_group(CPU), []
+    p2p = P2PGroup.of_default_group(CPU)
+    reports = []
     for number in range(2):
         (own := folder / f"{rank}-{number}").mkdir()
         end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)

@@ -90,7 +90,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, source) -> None:
 
 def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
     manifest = {name: meta for name, meta in manifest_of(ARCHITECTURE, torch.float32).items() if name == "model.norm.weight"}
-    half, other_half = ChunkMeta("model.norm.weight", 0, 16), ChunkMeta("model.norm.weight", 16, 16)
+    half = ChunkMeta("model.norm.weight", 0, 16)
+    other_half = ChunkMeta("model.norm.weight", 16, 16)
     data = torch.zeros(16)
 
     def written(manifest: Manifest, *chunks: ChunkMeta) -> Callable[[], None]:
@@ -128,7 +129,9 @@ def test_folders_that_are_not_overwritten(tmp_path, source) -> None:
         save_hf_folder(write, files, tmp_path / "home", source)
 
 
-LM, TOKENS, SEQUENCES = "Qwen2ForCausalLM", "Qwen2ForTokenClassification", "Qwen2ForSequenceClassification"
+LM = "Qwen2ForCausalLM"
+TOKENS = "Qwen2ForTokenClassification"
+SEQUENCES = "Qwen2ForSequenceClassification"
 
 
 def source_of(folder: Path, **changes: object) -> Path:

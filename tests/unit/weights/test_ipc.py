@@ -14,7 +14,8 @@ from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.tensors import WeightTransferError
 
 CPU = torch.device("cpu")
-SLOT_BYTES, NUM_IPC_BUFFERS = 40, 3
+SLOT_BYTES = 40
+NUM_IPC_BUFFERS = 3
 F32 = torch.float32
 
 

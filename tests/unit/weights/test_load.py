@@ -82,7 +82,8 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
 
 def test_fused_experts_are_read_each_by_itself(tmp_path: Path) -> None:
     """As they lie in transformers' memory: here the half of each of two experts."""
-    model, architecture = random_model("qwen3_moe"), architecture_of("qwen3_moe")
+    model = random_model("qwen3_moe")
+    architecture = architecture_of("qwen3_moe")
     save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
     layout = Cut(data=4, expert=2, expert_tensor=2).layouts(architecture)[3]
     parameters = loaded(tmp_path, architecture, layout)

@@ -213,7 +213,8 @@ def test_a_model_with_experts_is_planned_in_seconds() -> None:
         return [rank(first + number, slices) for number, slices in enumerate(held * copies)]
 
     whole = {name: [TensorSlice.whole(shape)] for name, shape in matrices.items()}
-    sources, targets = ranks(8, 2, 0), ranks(4, 2, 100)
+    sources = ranks(8, 2, 0)
+    targets = ranks(4, 2, 100)
     plan = plan_transfer(shapes, sources, targets, 2**28)
     total = sum(first * second for first, second in shapes.values())
     assert [plan.received(target) for target in range(8)] == [total // 4] * 8

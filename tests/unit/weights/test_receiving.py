@@ -10,7 +10,8 @@ from megarl.weights.transports.interface import DestinationViews
 
 
 def test_a_buffer_of_one_pass_does_not_outlive_it() -> None:
-    matrix, vector = TensorSlice((0, 2), (2, 5)), TensorSlice((1,), (4,))
+    matrix = TensorSlice((0, 2), (2, 5))
+    vector = TensorSlice((1,), (4,))
     schedule = TransferSchedule([Part("matrix", matrix), Part("vector", vector)], num_rounds=3)
     tensors = {"matrix": torch.zeros(2, 5), "vector": torch.zeros(4)}
     asked: list[Part] = []

@@ -106,7 +106,8 @@ def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
     ],
 )
 def test_ranks_are_counted_as_workers_count_them(parallel: ParallelConfig) -> None:
-    architecture, size = architecture_of("qwen2"), parallel.tensor_parallel_size
+    architecture = architecture_of("qwen2")
+    size = parallel.tensor_parallel_size
     of_replica = layouts_of(architecture, replace(parallel, data_parallel_size=1))
     assert list(layouts_of(architecture, parallel)) == [of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)]
 

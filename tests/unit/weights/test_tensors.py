@@ -16,7 +16,8 @@ from megarl.weights.tensors import (
 
 MANIFEST = {"a": TensorMeta((2, 3), torch.float32), "b": TensorMeta((4,), torch.bfloat16)}
 Arrival = tuple[ChunkMeta, torch.dtype]
-A_HEAD, A_TAIL = (ChunkMeta("a", 0, 4), torch.float32), (ChunkMeta("a", 4, 2), torch.float32)
+A_HEAD = (ChunkMeta("a", 0, 4), torch.float32)
+A_TAIL = (ChunkMeta("a", 4, 2), torch.float32)
 B_WHOLE = (ChunkMeta("b", 0, 4), torch.bfloat16)
 
 
@@ -49,7 +50,8 @@ def test_what_is_wrong_is_named(chunks: list[Arrival], message: str) -> None:
 
 
 def test_intersect_and_move() -> None:
-    a, b = TensorSlice((0, 2), (4, 6)), TensorSlice((3, 0), (9, 3))
+    a = TensorSlice((0, 2), (4, 6))
+    b = TensorSlice((3, 0), (9, 3))
     assert a.intersect(b) == TensorSlice((3, 2), (4, 3))
     assert a.intersect(TensorSlice((4, 0), (5, 9))) is None  # they only touch
     assert TensorSlice((3, 2), (4, 3)).relative_to((3, 0), (10, 20)) == TensorSlice((10, 22), (11, 23))
@@ -57,7 +59,8 @@ def test_intersect_and_move() -> None:
 
 
 def test_tiling_fault_finds_missing_doubled_and_outside() -> None:
-    top, bottom = TensorSlice((0, 0), (2, 3)), TensorSlice((2, 0), (4, 3))
+    top = TensorSlice((0, 0), (2, 3))
+    bottom = TensorSlice((2, 0), (4, 3))
     assert tiling_fault((4, 3), [top, bottom]) is None
     assert tiling_fault((4, 3), [top]) == "6 of 12 elements are missing"
     assert tiling_fault((4, 3), [top, bottom, TensorSlice((1, 1), (3, 2))]) == "[1:2, 1:2] comes twice"

@@ -40,7 +40,8 @@ class Obeying:
     """A rank that does what the test tells it, one call after the other."""
 
     def __init__(self, case: Case, place: Place) -> None:
-        self.case, self.place = case, place
+        self.case = case
+        self.place = place
         self._listener: Any = None
 
     def serve(self) -> None:
@@ -56,7 +57,8 @@ class Obeying:
         return self._listener.getsockname()[1]
 
     def p2p(self, address: P2PAddress, rank: int) -> P2PGroup:
-        listener, self._listener = self._listener, None
+        listener = self._listener
+        self._listener = None
         return P2PGroup.join(address, rank, CPU, listener)
 
 
@@ -107,7 +109,8 @@ class ObeyingEngine(Obeying):
 
     def doom(self, parts: int, number: signal.Signals) -> None:
         """It ends when so many more parts have come."""
-        places, count = self.own.destinations._places, 0
+        places = self.own.destinations._places
+        count = 0
 
         def counted(part: Part) -> Any:
             nonlocal count
@@ -154,8 +157,10 @@ class World(NamedTuple):
         return rank.hear()
 
     def join(self, replica: int) -> None:
-        case, engine = self.case, self.engines[replica]
-        plan, targets = case.plan(), case.engine_ranks[replica]
+        case = self.case
+        engine = self.engines[replica]
+        plan = case.plan()
+        targets = case.engine_ranks[replica]
         if case.transport == "group":
             route = group_route(plan, targets)
             port = self.ask(self.trainers[route.senders[0]], "reserve")
@@ -177,7 +182,10 @@ class World(NamedTuple):
             self.engines[replica].tell(("receive", seed))
         for trainer in self.trainers:
             trainer.tell(("send", seed, replicas))
-        waiting, reports, turns, start_s = list(self.trainers), [], 0, time.monotonic()
+        waiting = list(self.trainers)
+        reports = []
+        turns = 0
+        start_s = time.monotonic()
         while waiting:
             assert time.monotonic() - start_s < LIMIT_S, "a trainer waits for ever"
             turns += 1
@@ -201,7 +209,9 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(), Cut()), transport, 3000, backend)
     functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)]
     with mortal_ranks(tmp_path, functions) as ranks:
-        trainers, first, again = ranks[:NUM_TRAINERS], ranks[NUM_TRAINERS : NUM_TRAINERS + 2], ranks[NUM_TRAINERS + 2 :]
+        trainers = ranks[:NUM_TRAINERS]
+        first = ranks[NUM_TRAINERS : NUM_TRAINERS + 2]
+        again = ranks[NUM_TRAINERS + 2 :]
         made = World(case, trainers, dict(enumerate(first)), dict(enumerate(again)))
         address = None
         if transport == "device":

@@ -36,7 +36,8 @@ class Result(NamedTuple):
 
 def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     """A push of each seed's model to all engines."""
-    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
+    rank = dist.get_rank()
+    num_trainers = case.trainer.num_ranks
     plan = case.plan()
     p2p = trainers_wire(case)
     own = TrainerRank(case, plan, rank, p2p) if rank < num_trainers else EngineRank(case, rank - num_trainers)
@@ -80,8 +81,10 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
 
 def measured(case: Case) -> list[int]:
     """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in its landing."""
-    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
-    plan, p2p = case.plan(), trainers_wire(case)
+    rank = dist.get_rank()
+    num_trainers = case.trainer.num_ranks
+    plan = case.plan()
+    p2p = trainers_wire(case)
     if rank < num_trainers:
         own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, p2p)
         layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]

@@ -72,7 +72,8 @@ class Case(NamedTuple):
     @property
     def engine_ranks(self) -> list[list[int]]:
         """As the plan counts targets."""
-        ends, ranks = 0, []
+        ends = 0
+        ranks = []
         for engine in self.engines:
             ranks.append(list(range(ends, ends + engine.num_ranks)))
             ends += engine.num_ranks
@@ -112,9 +113,12 @@ class TrainerRank:
     """`wire`: among the trainers, None where they need none."""
 
     def __init__(self, case: Case, plan: TransferPlan, rank: int, p2p: P2PGroup | None) -> None:
-        self.case, self.rank = case, rank
+        self.case = case
+        self.rank = rank
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
-        self.group, self.device = GroupSender(), DeviceSender(p2p, rank)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        self.group = GroupSender()
+        self.device = DeviceSender(p2p, rank)
         self.p2p = p2p
         self.end = self.group if case.transport == "group" else self.device
         self.plan = plan
@@ -201,7 +205,8 @@ def trainers_wire(case: Case) -> P2PGroup | None:
 
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
     """What the driver does for one engine; every rank calls it."""
-    rank, num_trainers = dist.get_rank(), case.trainer.num_ranks
+    rank = dist.get_rank()
+    num_trainers = case.trainer.num_ranks
     targets = case.engine_ranks[replica]
     if case.transport == "group":
         route = group_route(plan, targets)

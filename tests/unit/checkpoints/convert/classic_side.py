@@ -66,12 +66,14 @@ def _children_allowed() -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
     settings["daemon"] = False
     try:
         yield
     finally:
-        settings["daemon"], filesystem_async._results_queue = True, before
+        settings["daemon"] = True
+        filesystem_async._results_queue = before
 
 
 def _renamed(state: dict[str, Any]) -> dict[str, Any]:

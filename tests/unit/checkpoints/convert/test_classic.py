@@ -83,7 +83,8 @@ def test_a_distributed_checkpoint_by_megatron_s_writer(
     rank_pool.run(save_distributed, world_size=world_size, **arguments)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     source = open_model(tmp_path, companions=model)
-    expected, found = load_file(model / "model.safetensors"), everything(source)
+    expected = load_file(model / "model.safetensors")
+    found = everything(source)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert source.head == head

@@ -119,12 +119,14 @@ def test_what_an_engine_saved_is_converted_there_and_back(
     assert not any(torch.equal(value, found[name]) for name, value in everything(open_model(models / model)).items())
 
     write_distributed(open_model(tmp_path / "hf"), tmp_path / "back", layout_of(settings.parallel))
-    saved, back = read_index(role), read_index(tmp_path / "back")
+    saved = read_index(role)
+    back = read_index(tmp_path / "back")
     assert back.objects.keys() == {key for key in saved.objects if not key.startswith("rng_state")}
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in back.tensors.items()} == {
         key: (tensor.shape, tensor.dtype) for key, tensor in saved.tensors.items() if not key.startswith("optimizer.")
     }
-    one, other = model_part(saved), model_part(back)
+    one = model_part(saved)
+    other = model_part(back)
     assert one.keys() == other.keys()
     for place, value in one.items():
         rows = slice(None)

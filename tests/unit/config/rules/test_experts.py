@@ -21,7 +21,8 @@ EXPERTS = {
     "shared_expert_intermediate_size": 40,
 }
 _AHEAD = ("rollout.max_staleness=1", "placement.strategy=split_collocate", "algorithm.rollout_correction.level=token")
-_EP, _ETP = "actor.parallel.expert_parallel_size", "actor.parallel.expert_tensor_parallel_size"
+_EP = "actor.parallel.expert_parallel_size"
+_ETP = "actor.parallel.expert_tensor_parallel_size"
 
 
 @pytest.fixture

@@ -32,7 +32,9 @@ from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.workers.environment import TurnOrder, TurnReport
 from tests.unit.roles.rollout.test_async_rollout import MadeUpWeights, Unscored
 
-SAMPLING, PROMPTS, NUM_ROWS = SamplingConfig(n=2), 3, 48
+SAMPLING = SamplingConfig(n=2)
+PROMPTS = 3
+NUM_ROWS = 48
 TOLD = [9, 9]  # what an environment says
 SLOW = 7  # the prompt whose environment takes SLOW_S
 SLOW_S = 4.0
@@ -71,7 +73,8 @@ class ScriptedEnvironments:
         self._lost: list[int] = []
         self._episodes: list[set[int]] = [set(), set()]
         self._unanswered: set[int] = set()
-        self.opened, self.closed = Counter[int](), Counter[int]()
+        self.opened = Counter[int]()
+        self.closed = Counter[int]()
         self.prompts: dict[int, int] = {}
 
     @property
@@ -84,11 +87,13 @@ class ScriptedEnvironments:
         return bool(self._unanswered or self.ended)
 
     def order(self, order: TurnOrder) -> None:
-        number, mine = order.episode, self._episodes[order.episode % 2]
+        number = order.episode
+        mine = self._episodes[order.episode % 2]
         self.opened[number] += number not in mine
         mine.add(number)
         self._unanswered.add(number)
-        place, prompt = order.turn.place, order.task.seed
+        place = order.turn.place
+        prompt = order.task.seed
         answer = TurnAnswer(TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5)
         seconds = SLOW_S if self.prompts[prompt] == SLOW else 0.03 * (1 + number % 3)
 
@@ -107,11 +112,15 @@ class ScriptedEnvironments:
 
     def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
         self._clock.wait([self], wait_s)
-        reports, lost, self._reports, self._lost = self._reports, self._lost, [], []
+        reports = self._reports
+        lost = self._lost
+        self._reports = []
+        self._lost = []
         return reports, lost
 
     def kill(self, process: int) -> None:
-        gone, self._episodes[process] = self._episodes[process], set()
+        gone = self._episodes[process]
+        self._episodes[process] = set()
         self._lost += sorted(gone)
         self._unanswered -= gone
         self._reports = [report for report in self._reports if report.episode not in gone]
@@ -141,7 +150,8 @@ def stage(
 ) -> Iterator[Stage]:
     clock = VirtualClock(on_event)
     engines = ScriptedEngines(clock, 2, length_of, version=version, start_s=0.3, tick_s=0.01)
-    weights, environments = MadeUpWeights(engines, version), ScriptedEnvironments(clock)
+    weights = MadeUpWeights(engines, version)
+    environments = ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
     rollout = EpisodeRollout(engines, weights, tokens, LIMITS, 0, environments, limits)  # type: ignore[arg-type]
     rollout.scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
@@ -258,7 +268,9 @@ def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
 def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
     with stage(2, 8, OnUpdate.drain) as one:
         before = train(one, range(1, 4))
-        position, groups, version = one.async_rollout.state_dict(), one.async_rollout.finished_groups(), one.weights.version
+        position = one.async_rollout.state_dict()
+        groups = one.async_rollout.finished_groups()
+        version = one.weights.version
     stored = from_bytes(to_bytes(groups))
     assert len(groups) == PROMPTS * 2
     with stage(2, 8, OnUpdate.drain, position=position, next_step=4, version=version) as other:

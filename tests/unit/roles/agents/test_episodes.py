@@ -95,7 +95,8 @@ def batch() -> DataProto:
 def test_rows_of_a_batch() -> None:
     made = batch()
     assert made.tensors["responses"].tolist() == [[10, 11, 90, 91, 92, 12], [13, 14, 0, 0, 0, 0], [15, 93, 16, 94, 17, 0]]
-    yes, no = True, False
+    yes = True
+    no = False
     assert made.tensors["response_mask"].tolist() == [[yes, yes, no, no, no, yes], [yes, yes, no, no, no, no], [yes, no, yes, no, yes, no]]
     assert made.tensors["answer_mask"].tolist() == [[no] * 5 + [yes], [yes, yes, no, no, no, no], [no, no, no, no, yes, no]]
     assert made.tensors["environment_rewards"].tolist() == [[0] * 6, [0] * 6, [0.5, 0, 0.5, 0, 0.5, 0]]
@@ -232,7 +233,8 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     sent: list[list[int]] = []
 
     async def play() -> list[int]:
-        responder, bridge = Responder(environment, template, parse_calls, Task()), list[int]()
+        responder = Responder(environment, template, parse_calls, Task())
+        bridge = list[int]()
         await responder.start()
         while (step := episode.next) is not None:
             if isinstance(step, WriteTurn):
@@ -288,7 +290,8 @@ class Writing:
     """Stands in for the request scheduler: a turn is two tokens, at once."""
 
     def __init__(self, end_token_id: int) -> None:
-        self._end, self._waiting = end_token_id, list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
+        self._end = end_token_id
+        self._waiting = list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
         self.seen: list[GenerationRequest] = []
 
     is_at_work = property(lambda self: bool(self._waiting))
@@ -299,7 +302,8 @@ class Writing:
         return [len(self.seen)]
 
     def poll(self, wait_s: float) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for request, deliver in waiting:
             deliver(0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3)))
 
@@ -310,7 +314,8 @@ class Process:
     """Stands in for the group of a process of environments, which is a thread."""
 
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
-        self._thread, self._worker = ThreadPoolExecutor(1), make.cls(*make.args)
+        self._thread = ThreadPoolExecutor(1)
+        self._worker = make.cls(*make.args)
         self._worker._server._limit_s = 4.0  # long beside what others take, on a busy machine too
         self._calls_left = dies_at
 
@@ -388,7 +393,8 @@ def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_no
     rollout, writing = episode_rollout(tmp_path)
     scoring = Scoring()
     made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1, scoring=scoring)
-    ends, turns = made.non_tensor_batch["episode_end"].tolist(), made.non_tensor_batch["num_turns"].tolist()
+    ends = made.non_tensor_batch["episode_end"].tolist()
+    turns = made.non_tensor_batch["num_turns"].tolist()
     for row, (end, num_turns) in enumerate(zip(ends, turns, strict=True)):
         index = row // 2
         if index % 50 == 7:

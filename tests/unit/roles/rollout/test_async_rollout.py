@@ -29,7 +29,8 @@ from megarl.trainers.sampling import DynamicSampling
 from tests.fake_engine import plain_sample
 
 SAMPLING = SamplingConfig(n=2)
-NUM_ROWS, PROMPTS = 64, 3
+NUM_ROWS = 64
+PROMPTS = 3
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
@@ -50,7 +51,8 @@ class MadeUpWeights:
     """Stands in for RolloutWeights."""
 
     def __init__(self, engines: ScriptedEngines, version: int) -> None:
-        self._engines, self.version = engines, version
+        self._engines = engines
+        self.version = version
 
     def bring_in(self) -> None: ...
 
@@ -91,7 +93,8 @@ class ScoresBySignal:
             self._scores[uid] = [1.0, float(int(uid.partition("-")[2]) % 3 == 0)]
 
     def scored(self) -> dict[str, list[float]]:
-        scores, self._scores = self._scores, {}
+        scores = self._scores
+        self._scores = {}
         return scores
 
     def finish(self, batch: DataProto) -> DataProto:
@@ -242,7 +245,8 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
 
 @pytest.mark.parametrize("on_update", OnUpdate)
 def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlier(on_update: OnUpdate) -> None:
-    scoring, config = ScoresBySignal(), DynamicSamplingConfig(enabled=True, max_generations=4)
+    scoring = ScoresBySignal()
+    config = DynamicSamplingConfig(enabled=True, max_generations=4)
     with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
     with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
         loader: BatchLoader = one.async_rollout._prompts
@@ -250,7 +254,8 @@ def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlie
         for step in range(1, 6):
             prompts = next(one.async_rollout)
             batch, scores, metrics = sampling(prompts, step)
-            wanted, with_signal = with_signal[:PROMPTS], with_signal[PROMPTS:]
+            wanted = with_signal[:PROMPTS]
+            with_signal = with_signal[PROMPTS:]
             assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in wanted for _ in range(SAMPLING.n)]
             assert scores == []
             assert metrics["dynamic_sampling/num_prompts"] == len(prompts)
@@ -276,7 +281,9 @@ def failing() -> None:
 def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
     with scene(2, 10, OnUpdate.drain) as one:
         before = train(one, range(1, 5))
-        position, groups, version = one.async_rollout.state_dict(), one.async_rollout.finished_groups(), one.weights.version
+        position = one.async_rollout.state_dict()
+        groups = one.async_rollout.finished_groups()
+        version = one.weights.version
     stored = from_bytes(to_bytes(groups))
     assert [group.uid for group in groups] == list(stored)
     with pytest.raises(ValueError, match="is corrupt"):

@@ -17,7 +17,8 @@ from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample,
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
 
-PAD, END = 0, 1
+PAD = 0
+END = 1
 RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=6)
 
 
@@ -153,7 +154,8 @@ class Scoring:
     """Stands in for Reward; remembers what was begun."""
 
     def __init__(self, may_begin: bool = True) -> None:
-        self.may_begin, self.begun = may_begin, list[DataProto]()
+        self.may_begin = may_begin
+        self.begun = list[DataProto]()
 
     def begin(self, groups: DataProto) -> None:
         self.begun.append(groups)
@@ -164,7 +166,8 @@ class Scoring:
 
 def test_prompts_that_have_their_samples_are_scored_while_others_are_generated() -> None:
     """The replica has room for two: the first prompt's samples come first. What ends the batch is scored with it."""
-    scoring, busy = Scoring(), Scoring(may_begin=False)
+    scoring = Scoring()
+    busy = Scoring(may_begin=False)
     for one in (scoring, busy):
         batch = rollout(1).generate(prompts(), SamplingConfig(n=2), 1, scoring=one)
     (begun,) = scoring.begun

@@ -107,7 +107,8 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
 
 
 def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
-    scene, failed = Scene(1), list[str]()
+    scene = Scene(1)
+    failed = list[str]()
     request = GenerationRequest(7, [0], SamplingParameters(max_new_tokens=200, seed=0), "a")
     scene.scheduler.add([request], scene._deliver, on_failure=failed.append)
     scene.add(20)

@@ -27,7 +27,12 @@ from megarl.weights.plan import TensorSlices, numel_of
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import slices_by_rank
 
-HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 32, 64, 4, 8, 128, 4
+HIDDEN = 32
+FEED_FORWARD = 64
+HEADS = 4
+HEAD_DIM = 8
+VOCABULARY = 128
+LAYERS = 4
 QWEN = Architecture(
     model_type="qwen2",
     num_hidden_layers=LAYERS,
@@ -67,7 +72,8 @@ def forecast(of: PPOConfig) -> WeightForecast:
 
 def test_engines_on_devices_of_their_own_get_the_model_once_each_from_trainers_that_give_the_same() -> None:
     of = config(PlacementStrategy.split_collocate, ParallelConfig(data_parallel_size=4), num_replicas=2, engine_size=1)
-    found, model_bytes = forecast(of), num_parameters(QWEN) * 2
+    found = forecast(of)
+    model_bytes = num_parameters(QWEN) * 2
     assert found.received == [model_bytes] * 2
     assert found.sent == [model_bytes // 2] * 4
     assert found.sent_away == found.sent
@@ -76,7 +82,8 @@ def test_engines_on_devices_of_their_own_get_the_model_once_each_from_trainers_t
 
 def test_engines_beside_trainers_that_hold_everything_get_it_from_there() -> None:
     of = config(PlacementStrategy.hybrid, ParallelConfig(data_parallel_size=2), num_replicas=2, engine_size=1)
-    found, model_bytes = forecast(of), num_parameters(QWEN) * 2
+    found = forecast(of)
+    model_bytes = num_parameters(QWEN) * 2
     assert found.received == found.sent == [model_bytes] * 2
     assert found.sent_away == [0, 0]
     assert found.message_bytes == 2**19  # of four slots that hold two buckets

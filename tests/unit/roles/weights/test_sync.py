@@ -121,7 +121,8 @@ def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
 
 @pytest.fixture
 def replicas_of(ray_cluster: None) -> Iterator:
-    started_pools, started_replicas = [], []
+    started_pools = []
+    started_replicas = []
 
     def start(build, count: int, restart_limit: int = 0) -> Replicas:
         pool = RayResourcePool([count], use_gpu=False, name=f"rollout-{len(started_pools)}")
@@ -204,7 +205,8 @@ def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_pat
 def test_one_that_lies_among_others_is_lost_alone(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
-    honest, liar = replicas_of(good_engine(folders), 1), replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
+    honest = replicas_of(good_engine(folders), 1)
+    liar = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     sync = trainer.sync(transport, tmp_path, Verify.first)
     report, lost = sync.push({0: honest.groups[0], 1: liar.groups[0]}, 1)
     assert report is not None
@@ -306,7 +308,8 @@ class StubTrainer(WeightExport):
 @pytest.mark.parametrize("transport", IN_MEMORY)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int, transport: Transport) -> None:
-    replicas, parallel = replicas_of(good_engine(folders), 1), ParallelConfig(tensor_parallel_size=2)
+    replicas = replicas_of(good_engine(folders), 1)
+    parallel = ParallelConfig(tensor_parallel_size=2)
     with started("stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}) as groups:
         sync = Trainer(groups["actor"], folders.trained).sync(transport, tmp_path, Verify.off, parallel, num_replicas=1)
         sync.push(replicas.all, 1)

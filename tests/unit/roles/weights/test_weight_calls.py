@@ -22,7 +22,8 @@ from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
-NUM_REPLICAS, ENGINE_SIZE = 8, 8
+NUM_REPLICAS = 8
+ENGINE_SIZE = 8
 ANSWERS: dict[str, Any] = {
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
     "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
@@ -49,7 +50,8 @@ class CountingGroup:
 def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -> None:
     model = read_architecture(str(CONFIGS_DIR / "models" / "Meta-Llama-3-70B-Instruct"))
     needed = engine_slices(model, ENGINE_SIZE)
-    trainers, replicas = CountingGroup(TRAINERS), [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
+    trainers = CountingGroup(TRAINERS)
+    replicas = [CountingGroup(ParallelConfig(), needed) for _ in range(NUM_REPLICAS)]
     source: Any = WeightSource(
         group=trainers,  # type: ignore[arg-type]
         architecture=model,

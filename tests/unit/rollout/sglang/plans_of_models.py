@@ -27,7 +27,8 @@ class CountedModel:
     """Passes `load_weights` on to a model and counts the calls. one_by_one: refuse more than one tensor in a call."""
 
     def __init__(self, model: Any, one_by_one: bool = False) -> None:
-        self._model, self._one_by_one = model, one_by_one
+        self._model = model
+        self._one_by_one = one_by_one
         self.num_calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -82,8 +83,10 @@ def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> Non
         model = build_model(folder, rank, num_ranks, rendezvous, is_first=number == 0)
         shapes = json.loads((folder / "manifest.json").read_text())
         manifest = {name: TensorMeta(tuple(shape), torch.float32) for name, shape in shapes.items()}
-        at_once, one_by_one = CountedModel(model), CountedModel(model, one_by_one=True)
-        plan, expected = record_plan(at_once, manifest), record_plan(one_by_one, manifest)
+        at_once = CountedModel(model)
+        one_by_one = CountedModel(model, one_by_one=True)
+        plan = record_plan(at_once, manifest)
+        expected = record_plan(one_by_one, manifest)
         backwards = record_plan(model, dict(reversed(manifest.items())))
         result = {
             "model": type(model).__name__,

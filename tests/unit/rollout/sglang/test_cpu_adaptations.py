@@ -94,7 +94,8 @@ def test_without_adaptations_sglang_fails_here() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    packages, checks = run.stdout.split()[:5], run.stdout.split()[5:]
+    packages = run.stdout.split()[:5]
+    checks = run.stdout.split()[5:]
     assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], "stubs of what is there can go"
     assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
 
@@ -125,7 +126,9 @@ def murmur3(data: bytes) -> int:
 
 def test_murmur_hash_is_the_published_one() -> None:
     assert murmur3(b"test") == 0xBA6BD213  # a published test vector
-    seeds, positions, columns = [0, 2**32 - 1, 2**63 - 5], [0, 1, 70000], [0, 1, 150000]
+    seeds = [0, 2**32 - 1, 2**63 - 5]
+    positions = [0, 1, 70000]
+    columns = [0, 1, 150000]
     hashed = cpu_adaptations.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
     assert hashed.dtype == torch.uint32
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
@@ -154,20 +157,25 @@ def test_ranks_with_experts_of_their_own_add_up_to_the_whole() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(kv_heads)
-    lengths, heads, width, slots = [1, 9, 4], 4, 8, 40
+    lengths = [1, 9, 4]
+    heads = 4
+    width = 8
+    slots = 40
     k_cache, v_cache = (torch.randn(slots, kv_heads, width, generator=generator) for _ in range(2))
     table = torch.zeros(5, 12, dtype=torch.int32)
     order = 1 + torch.randperm(slots - 1, generator=generator)
     rows = torch.tensor([3, 0, 4])
     for row, length in zip(rows.tolist(), lengths, strict=True):
-        table[row, :length], order = order[:length], order[length:]
+        table[row, :length] = order[:length]
+        order = order[length:]
     query = torch.randn(len(lengths), heads, width, generator=generator)
     k_cache[0] = v_cache[0] = 1e4  # where the padding of the table points: must not matter
     batch = cpu_adaptations._pad_batch(table, rows, torch.tensor(lengths), query.dtype)
     attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3, kv_heads < heads)
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         where = table[row, :length].long()
-        keys, values = k_cache[where].transpose(0, 1), v_cache[where].transpose(0, 1)
+        keys = k_cache[where].transpose(0, 1)
+        values = v_cache[where].transpose(0, 1)
         alone = scaled_dot_product_attention(query[index, :, None], keys, values, scale=0.3, enable_gqa=True)
         assert torch.allclose(attended[index], alone[:, 0], atol=1e-6)
 
@@ -176,7 +184,8 @@ def test_emptied_storages_give_memory_back_and_views_stay_valid() -> None:
     resident = psutil.Process().memory_info
     small = torch.ones(1000)
     large = torch.ones(64 * MIB)  # 256 MiB
-    view, before = large[5:7], resident().rss
+    view = large[5:7]
+    before = resident().rss
     sizes = cpu_adaptations.empty_storages([small, large, view])  # each storage once
     assert [nbytes for _, nbytes in sizes] == [4000, 256 * MIB]
     assert before - resident().rss > 250 * MIB

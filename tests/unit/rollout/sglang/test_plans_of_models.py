@@ -50,7 +50,8 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_call_records_the_plan_of_every_family(warm_processes: None, tmp_path: Path, num_ranks: int) -> None:
     """Experts are distributed over the ranks."""
-    folders, counts = [tmp_path / name for name in MODELS], []
+    folders = [tmp_path / name for name in MODELS]
+    counts = []
     for folder, (family, tied, architecture) in zip(folders, MODELS.values(), strict=True):
         counts.append(save(folder, family, tied, architecture))
     for results in plans(num_ranks, folders, tmp_path / "rendezvous"):

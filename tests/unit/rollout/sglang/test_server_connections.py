@@ -20,7 +20,9 @@ class Server:
     def __init__(self, num_dropped: int = 0, half_answers: bool = False) -> None:
         """num_dropped: connections that are closed once their request was read. half_answers: closed within the answer."""
         self.requests: list[tuple[int, str]] = []
-        self._num_connections, self._num_dropped, self._half_answers = 0, num_dropped, half_answers
+        self._num_connections = 0
+        self._num_dropped = num_dropped
+        self._half_answers = half_answers
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1

@@ -137,7 +137,8 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
     """A busy machine may let every sample end between two pushes, so they are made again until one has been written across both."""
     writers = [model, server_model(seed=1), server_model(seed=2)]
     goes_on = changed._backend.features.has("begin_weight_update")  # before 0.5.21 what waits for the update starts anew
-    wanted, seen = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}, set[tuple[int, ...]]()
+    wanted = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}
+    seen = set[tuple[int, ...]]()
     for attempt in range(20):
         seen |= samples_across_two_pushes(changed, writers, first=1 + 3 * attempt)
         if wanted <= seen:
