@@ -1,4 +1,5 @@
-"""The package megarl. Exact versions that go together are in requirements/; the ranges that can work in megarl/config/versions.py."""
+"""The package megarl. Exact versions that go together are in requirements/; the ranges that can work in
+megarl/config/versions.py."""
 
 import re
 import runpy
@@ -14,7 +15,11 @@ def _ranges(table: str) -> list[str]:
 
 
 # A package index shows the README without the repository: links into it become plain text.
-README = re.sub(r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"))
+README = re.sub(
+    r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)",
+    r"\1",
+    (Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+)
 
 setup(
     name="megarl",
@@ -32,19 +37,32 @@ setup(
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
-        "megarl.rollout.sglang": ["stubs/**/*.py"],  # folders on the path of SGLang's processes, no packages of ours
+        # folders on the path of SGLang's processes, no packages of ours
+        "megarl.rollout.sglang": ["stubs/**/*.py"],
     },
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym>=0.1.25"],
-        "tutorial": ["accelerate>=1.15", "gguf>=0.19"],  # what reads a GGUF; docs/tutorial.md says where the model comes from
-        "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],  # then: pip install --no-deps sglang
+        # what reads a GGUF; docs/tutorial.md says where the model comes from
+        "tutorial": ["accelerate>=1.15", "gguf>=0.19"],
+        # then: pip install --no-deps sglang
+        "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "mcp": ["mcp>=2.3,<3"],  # tools of servers of the Model Context Protocol
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "sphinx", "myst-parser", "furo", "sphinx-copybutton", "selenium"],
+        "dev": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "sphinx",
+            "myst-parser",
+            "furo",
+            "sphinx-copybutton",
+            "selenium",
+        ],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},
 )

@@ -2,14 +2,17 @@
 
     python benchmarks/algorithms.py [--quick]
 
-A step's batch of 8192 samples (1024 prompts x 8) with 2048 response slots each in float32, log-normal lengths; `gae, tool output`
-has a hole of 64 slots in each row that reaches so far. Measured are one thread's seconds on the processor, the least of several
-repeats that alternate between the contestants, so that what else runs on the machine slows all of them.
+A step's batch of 8192 samples (1024 prompts x 8) with 2048 response slots each in float32, log-normal
+lengths; `gae, tool output` has a hole of 64 slots in each row that reaches so far. Measured are one thread's
+seconds on the processor, the least of several repeats that alternate between the contestants, so that what
+else runs on the machine slows all of them.
 
 ours   the estimator as training calls it, with the refusal of rewards that are no numbers.
-loop   what one would write first: a loop over the tokens of a row for sums along it (all rows at a time), a loop over prompts for what
+loop   what one would write first: a loop over the tokens of a row for sums along it (all rows at a time), a
+loop over prompts for what
        compares samples. Its result must equal ours.
-limit  what no implementation can beat: each (B, R) input is read once, at the speed of summing a float32 tensor, and each (B, R)
+limit  what no implementation can beat: each (B, R) input is read once, at the speed of summing a float32
+tensor, and each (B, R)
        output is made once: new memory, filled. `of reading` leaves the outputs out: it shows what they cost.
 """
 
@@ -46,7 +49,9 @@ def make_batch(num_samples: int, num_tokens: int) -> dict[str, Tensor]:
 
     lengths = (normal(num_samples).mul(0.6).exp() * num_tokens / 3).long().clamp(1, num_tokens)
     mask = torch.arange(num_tokens)[None, :] < lengths[:, None]
-    rewards = (0.001 * normal(num_samples, num_tokens)).scatter_(1, lengths[:, None] - 1, normal(num_samples, 1))
+    rewards = (0.001 * normal(num_samples, num_tokens)).scatter_(
+        1, lengths[:, None] - 1, normal(num_samples, 1)
+    )
     parts = torch.randint(0, 3, (num_samples, 2), generator=generator).float()
     return {
         "token_level_rewards": rewards,
@@ -91,7 +96,9 @@ def loop_gae(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
     next_advantage = torch.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + CONFIG.gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + CONFIG.gamma * CONFIG.lam * next_advantage, next_advantage)
+        next_advantage = torch.where(
+            mask[:, t], delta + CONFIG.gamma * CONFIG.lam * next_advantage, next_advantage
+        )
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
     return Advantages(loop_whiten(advantages, mask), (advantages + values) * mask)
@@ -152,7 +159,9 @@ def loop_remax(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
 def loop_optimal_token_baseline(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
     mask = batch["response_mask"]
     returns = loop_suffix_sums(batch["token_level_rewards"], mask, 1.0)
-    energy = ((1 - 2 * batch["old_log_probs"].exp() + batch["sum_pi_squared"]) * mask).clamp(min=0).cumsum(1) * mask
+    energy = ((1 - 2 * batch["old_log_probs"].exp() + batch["sum_pi_squared"]) * mask).clamp(min=0).cumsum(
+        1
+    ) * mask
     advantages = torch.zeros_like(returns)
     for rows in groups:
         weight = energy[rows].sum(0)
@@ -183,16 +192,28 @@ _ENERGY = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squa
 CONTESTS = (
     Contest(kind=AdvantageEstimator.gae, loop=loop_gae, reads=_VALUES, makes=2, has_target=True),
     Contest(kind=AdvantageEstimator.gae, loop=loop_gae, reads=_VALUES, makes=2, holes=True),
-    Contest(kind=AdvantageEstimator.grpo, loop=loop_over_prompts(lambda s, _: (s - s.mean()) / (s.std() + 1e-6)), has_target=True),
+    Contest(
+        kind=AdvantageEstimator.grpo,
+        loop=loop_over_prompts(lambda s, _: (s - s.mean()) / (s.std() + 1e-6)),
+        has_target=True,
+    ),
     Contest(kind=AdvantageEstimator.grpo_pass_k, loop=loop_over_prompts(best_over_second)),
-    Contest(kind=AdvantageEstimator.rloo, loop=loop_over_prompts(lambda s, _: s - (s.sum() - s) / (len(s) - 1))),
+    Contest(
+        kind=AdvantageEstimator.rloo, loop=loop_over_prompts(lambda s, _: s - (s.sum() - s) / (len(s) - 1))
+    ),
     Contest(kind=AdvantageEstimator.opo, loop=loop_over_prompts(lambda s, n: s - (s * n).sum() / n.sum())),
-    Contest(kind=AdvantageEstimator.gpg, loop=loop_over_prompts(lambda s, _: s - s.mean())),  # no group without signal: alpha is 1
+    # no group without signal: alpha is 1
+    Contest(kind=AdvantageEstimator.gpg, loop=loop_over_prompts(lambda s, _: s - s.mean())),
     Contest(kind=AdvantageEstimator.reinforce_plus_plus, loop=loop_reinforce_plus_plus, makes=2),
     Contest(kind=AdvantageEstimator.reinforce_plus_plus_baseline, loop=loop_reinforce_plus_plus_baseline),
     Contest(kind=AdvantageEstimator.remax, loop=loop_remax, makes=2),
     Contest(kind=AdvantageEstimator.gdpo, loop=loop_gdpo),
-    Contest(kind=AdvantageEstimator.optimal_token_baseline, loop=loop_optimal_token_baseline, reads=_ENERGY, makes=2),
+    Contest(
+        kind=AdvantageEstimator.optimal_token_baseline,
+        loop=loop_optimal_token_baseline,
+        reads=_ENERGY,
+        makes=2,
+    ),
 )
 
 
@@ -213,10 +234,14 @@ def check_same(ours: Advantages, loop: Advantages, name: str) -> None:
         loop_values = getattr(loop, field)
         difference = (ours_values - loop_values).norm() / loop_values.norm()
         if not difference < 1e-4:
-            raise RuntimeError(f"{name}: {field} of the loop are others, by {float(difference):.1e} of their norm")
+            raise RuntimeError(
+                f"{name}: {field} of the loop are others, by {float(difference):.1e} of their norm"
+            )
 
 
-def run_contest(contest: Contest, batch: dict[str, Tensor], repeats: int) -> tuple[float, float, float, float]:
+def run_contest(
+    contest: Contest, batch: dict[str, Tensor], repeats: int
+) -> tuple[float, float, float, float]:
     """Seconds of ours, of the loop, of reading, and of reading and making outputs."""
     batch = with_holes(batch) if contest.holes else batch
     num_samples = len(batch["response_mask"])
@@ -233,7 +258,11 @@ def run_contest(contest: Contest, batch: dict[str, Tensor], repeats: int) -> tup
         return contest.loop(batch, groups)
 
     check_same(ours(), loop(), contest.name)
-    runs: dict[str, Callable[[], object]] = {"ours": ours, "read": like.sum, "make": lambda: torch.empty_like(like).fill_(1.0)}
+    runs: dict[str, Callable[[], object]] = {
+        "ours": ours,
+        "read": like.sum,
+        "make": lambda: torch.empty_like(like).fill_(1.0),
+    }
     measured = seconds(runs, repeats)
     loop_seconds = seconds({"loop": loop}, max(1, repeats // 4))["loop"]
     bytes_read = sum(batch[key].element_size() * batch[key].numel() for key in contest.reads)
@@ -243,20 +272,29 @@ def run_contest(contest: Contest, batch: dict[str, Tensor], repeats: int) -> tup
 
 def main() -> int:
     """Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="1024 samples of 512 tokens, three repeats")
     arguments = parser.parse_args()
     num_samples, num_tokens, repeats = (1024, 512, 3) if arguments.quick else (8192, 2048, 8)
     torch.set_num_threads(1)
-    print(f"B = {num_samples}, R = {num_tokens}; torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}")
-    print(f"{'estimator':<30} {'ours, ms':>9} {'loop, ms':>9} {'faster':>7} {'limit, ms':>10} {'of limit':>9} {'of reading':>11}")
+    print(
+        f"B = {num_samples}, R = {num_tokens}; torch {torch.__version__}, one thread, load "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+    print(
+        f"{'estimator':<30} {'ours, ms':>9} {'loop, ms':>9} {'faster':>7} {'limit, ms':>10} {'of limit':>9} "
+        f"{'of reading':>11}"
+    )
     batch = make_batch(num_samples, num_tokens)
     missed = []
     for contest in CONTESTS:
         ours, loop, reading, limit = run_contest(contest, batch, repeats)
         target = f"  (target {TARGET:g})" if contest.has_target else ""
         print(
-            f"{contest.name:<30} {ours * 1e3:9.1f} {loop * 1e3:9.1f} {loop / ours:6.1f}x {limit * 1e3:10.1f} {ours / limit:8.1f}x "
+            f"{contest.name:<30} {ours * 1e3:9.1f} {loop * 1e3:9.1f} {loop / ours:6.1f}x "
+            f"{limit * 1e3:10.1f} {ours / limit:8.1f}x "
             f"{ours / reading:10.1f}x{target}",
             flush=True,
         )

@@ -1,10 +1,11 @@
-"""What generation ahead of training gains, in virtual time: steps per time for several `rollout.max_staleness`.
+"""What generation ahead of training gains, in virtual time: steps per time for several
+`rollout.max_staleness`.
 
 python -m benchmarks.async_rollout
 
-The schedule is that of a run (megarl/simulation). Engines write a token a tick in each slot, whatever else they write; a push of weights
-stops all for some ticks; what a sample has written is not computed anew after it. So it says what the schedule gains, and nothing of how
-fast an engine or a trainer is.
+The schedule is that of a run (megarl/simulation). Engines write a token a tick in each slot, whatever else
+they write; a push of weights stops all for some ticks; what a sample has written is not computed anew after
+it. So it says what the schedule gains, and nothing of how fast an engine or a trainer is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ LONGEST = 4096
 SIGMA = 1.0  # of the logarithm of lengths
 WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
 
-SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, OnUpdate.go_on), (4, OnUpdate.go_on))
+SCHEDULES = (
+    (0, OnUpdate.go_on),
+    (1, OnUpdate.drain),
+    (1, OnUpdate.go_on),
+    (2, OnUpdate.go_on),
+    (4, OnUpdate.go_on),
+)
 
 
 def lengths(steps: int, seed: int = 0) -> list[list[int]]:
@@ -44,7 +51,9 @@ def lengths(steps: int, seed: int = 0) -> list[list[int]]:
     return drawn
 
 
-def simulate(training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.go_on, *, steps: int = STEPS) -> SimulatedRun:
+def simulate(
+    training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.go_on, *, steps: int = STEPS
+) -> SimulatedRun:
     script = Script(
         lengths=lengths(steps),
         prompts_per_step=PROMPTS,

@@ -1,13 +1,16 @@
-"""How fast two ranks train on one long row when they share its tokens, beside two ranks that share the matrices.
+"""How fast two ranks train on one long row when they share its tokens, beside two ranks that share the
+matrices.
 
     python benchmarks/context.py [--tokens 8192] [--repeats 3] [--cpu-time]
 
-Measured is forward + backward of one row (no optimizer step) in float32, by two processes of one thread each over gloo, of the 10M model of
-benchmarks/engine.py with random weights. A speed is tokens per second of the fastest of several repeats, after one that is not counted.
-Where much else runs, the two wait for each other most of the time: `--cpu-time` takes the processor seconds of the one that has more.
+Measured is forward + backward of one row (no optimizer step) in float32, by two processes of one thread each
+over gloo, of the 10M model of benchmarks/engine.py with random weights. A speed is tokens per second of the
+fastest of several repeats, after one that is not counted. Where much else runs, the two wait for each other
+most of the time: `--cpu-time` takes the processor seconds of the one that has more.
 
-CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other half
-TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between matrices half of the tokens
+CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other
+half TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between
+matrices half of the tokens
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ SHAPE: dict[str, Any] = {
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true")
@@ -51,11 +56,21 @@ def main(arguments: list[str]) -> None:
     speeds = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        config = Qwen2Config(vocab_size=4096, max_position_embeddings=options.tokens, tie_word_embeddings=True, **SHAPE)
+        config = Qwen2Config(
+            vocab_size=4096, max_position_embeddings=options.tokens, tie_word_embeddings=True, **SHAPE
+        )
         Qwen2ForCausalLM(config).save_pretrained(folder)
         for name, parallel in LAYOUTS.items():
             seconds = Path(folder, f"{name}.seconds")
-            arguments_of_rank = (folder, name, parallel, options.tokens, options.repeats, options.cpu_time, seconds)
+            arguments_of_rank = (
+                folder,
+                name,
+                parallel,
+                options.tokens,
+                options.repeats,
+                options.cpu_time,
+                seconds,
+            )
             mp.spawn(measure, arguments_of_rank, nprocs=parallel.world_size)
             speeds[name] = options.tokens / float(seconds.read_text())
             print(f"{name:<8} {speeds[name]:10,.0f} tokens/s", flush=True)
@@ -63,7 +78,14 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(
-    rank: int, folder: str, name: str, parallel: ParallelConfig, num_tokens: int, repeats: int, cpu_time: bool, seconds: Path
+    rank: int,
+    folder: str,
+    name: str,
+    parallel: ParallelConfig,
+    num_tokens: int,
+    repeats: int,
+    cpu_time: bool,
+    seconds: Path,
 ) -> None:
     """In a rank."""
     from megarl.engine import platform
@@ -76,7 +98,9 @@ def measure(
     from megarl.engine.spec import ModelSpec
     from megarl.models.families import read_architecture
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=parallel.world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=parallel.world_size
+    )
     spec = ModelSpec(
         path=folder,
         architecture=read_architecture(folder),

@@ -1,11 +1,12 @@
-"""What a call of a role costs beside Ray itself: a batch cut for the ranks, sent, and the answers collected, over the same bytes put and
-got by plain actors.
+"""What a call of a role costs beside Ray itself: a batch cut for the ranks, sent, and the answers collected,
+over the same bytes put and got by plain actors.
 
     python -m benchmarks.controller [--repeats 7] [--rows 256 2048 16384]
 
-Rows are ragged, of 2,048 tokens in the mean: ids in int32, log-probs and advantages in float32. Two ranks read a number of each column and
-answer with one column of float32. `ours` is a call of a RoleGroup; `Ray` puts the parts, which are cut before the clock runs, as lists of
-numpy arrays and gets such lists. In turns; the fastest of each counts.
+Rows are ragged, of 2,048 tokens in the mean: ids in int32, log-probs and advantages in float32. Two ranks
+read a number of each column and answer with one column of float32. `ours` is a call of a RoleGroup; `Ray`
+puts the parts, which are cut before the clock runs, as lists of numpy arrays and gets such lists. In turns;
+the fastest of each counts.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ class PlainActor:
 
 
 def make_batch(num_rows: int) -> DataProto:
-    lengths = np.random.default_rng(0).lognormal(np.log(MEAN_TOKENS) - 0.32, 0.8, num_rows).astype(np.int64) + 1
+    lengths = (
+        np.random.default_rng(0).lognormal(np.log(MEAN_TOKENS) - 0.32, 0.8, num_rows).astype(np.int64) + 1
+    )
     total = int(lengths.sum())
     values = (torch.ones(total, dtype=torch.int32), torch.ones(total), torch.ones(total))
     return DataProto.from_dict(
-        {name: RaggedTensor.packed_rows(each, torch.from_numpy(lengths)) for name, each in zip(COLUMNS, values, strict=True)}
+        {
+            name: RaggedTensor.packed_rows(each, torch.from_numpy(lengths))
+            for name, each in zip(COLUMNS, values, strict=True)
+        }
     )
 
 
@@ -69,7 +75,9 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
-def compare(group: RoleGroup, actors: Sequence[ray.actor.ActorHandle], num_rows: int, repeats: int) -> tuple[float, float, float]:
+def compare(
+    group: RoleGroup, actors: Sequence[ray.actor.ActorHandle], num_rows: int, repeats: int
+) -> tuple[float, float, float]:
     """Megabytes, and seconds of ours and of Ray's."""
     batch = make_batch(num_rows)
     parts = [as_arrays(part) for part in batch.chunk(RANKS)]
@@ -81,18 +89,26 @@ def compare(group: RoleGroup, actors: Sequence[ray.actor.ActorHandle], num_rows:
         group.call(ScoringWorker.log_probs, batch)
 
     times = [(seconds(ours), seconds(of_ray)) for _ in range(repeats + 1)][1:]
-    return sum(array.nbytes for part in parts for array in part) / 1e6, min(each[0] for each in times), min(each[1] for each in times)
+    return (
+        sum(array.nbytes for part in parts for array in part) / 1e6,
+        min(each[0] for each in times),
+        min(each[1] for each in times),
+    )
 
 
 def main() -> int:
     """Returns 1 when the limit is passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 2048, 16384])
     arguments = parser.parse_args()
     start_ray(num_cpus=RANKS, object_store_mb=3000)
     try:
-        group = RayWorkerGroup(RayResourcePool([RANKS], use_gpu=False, name="workers"), RayClassWithInitArgs(ScoringWorker))
+        group = RayWorkerGroup(
+            RayResourcePool([RANKS], use_gpu=False, name="workers"), RayClassWithInitArgs(ScoringWorker)
+        )
         plain: Any = ray.remote(num_cpus=0)(PlainActor)
         actors = [plain.remote() for _ in range(RANKS)]
         table = Table("rows", "MB there", "ours, ms", "Ray, ms", "ours / Ray")
@@ -100,7 +116,13 @@ def main() -> int:
         for num_rows in arguments.rows:
             sent_mb, ours_s, ray_s = compare(group, actors, num_rows, arguments.repeats)
             worst = max(worst, ours_s / ray_s)
-            table.add_row(f"{num_rows:,}", f"{sent_mb:.0f}", f"{1e3 * ours_s:.1f}", f"{1e3 * ray_s:.1f}", f"{ours_s / ray_s:.2f}")
+            table.add_row(
+                f"{num_rows:,}",
+                f"{sent_mb:.0f}",
+                f"{1e3 * ours_s:.1f}",
+                f"{1e3 * ray_s:.1f}",
+                f"{ours_s / ray_s:.2f}",
+            )
     finally:
         shutdown()
     console = Console()

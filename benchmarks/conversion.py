@@ -1,17 +1,21 @@
-"""How fast a model is converted between Hugging Face and Megatron, and in how much memory, beside a plain copy of the same files.
+"""How fast a model is converted between Hugging Face and Megatron, and in how much memory, beside a plain
+copy of the same files.
 
-    python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2] [--folder DIR] [--cold]
+    python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2]
+    [--folder DIR] [--cold]
 
-A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is made in a temporary folder. Then, in turns, each
-in a process of its own: its Hugging Face folder is copied, and converted to Megatron's distributed checkpoint in TP2 x PP2; that is
-copied, and converted back. Both conversions end with all bytes on the disk (fsync), and so do both copies. What is read lies in the page
-cache before each turn, or with --cold in none. The way back begins with the comparison of every byte with the checkpoint's checksums,
+A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is made in a temporary
+folder. Then, in turns, each in a process of its own: its Hugging Face folder is copied, and converted to
+Megatron's distributed checkpoint in TP2 x PP2; that is copied, and converted back. Both conversions end with
+all bytes on the disk (fsync), and so do both copies. What is read lies in the page cache before each turn, or
+with --cold in none. The way back begins with the comparison of every byte with the checkpoint's checksums,
 which is counted. Seconds are the fastest of the repeats, without the start of Python.
 
-Target: at least half the speed of the copy, and a peak of memory under twice the largest tensor plus 500 MB. The peak is the kernel's
-(VmHWM), of the whole process with Python and torch; what of it were pages of mapped files is sampled. A conversion has as many threads
-as there are cores, and the copy one: on a machine whose cores are busy with something else it loses that lead. The processor seconds,
-which add up over threads, say what it would need.
+Target: at least half the speed of the copy, and a peak of memory under twice the largest tensor plus 500 MB.
+The peak is the kernel's (VmHWM), of the whole process with Python and torch; what of it were pages of mapped
+files is sampled. A conversion has as many threads as there are cores, and the copy one: on a machine whose
+cores are busy with something else it loses that lead. The processor seconds, which add up over threads, say
+what it would need.
 """
 
 from __future__ import annotations
@@ -83,7 +87,12 @@ def copy(source: Path, target: Path) -> None:
 
 
 def to_megatron(source: Path, target: Path, tensor: int, pipeline: int) -> None:
-    layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, virtual_pipeline_parallel_size=None, data_parallel_size=1)
+    layout = Layout(
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        virtual_pipeline_parallel_size=None,
+        data_parallel_size=1,
+    )
     write_distributed(open_model(source), target, layout)
 
 
@@ -92,7 +101,9 @@ def to_hugging_face(source: Path, target: Path) -> None:
 
 
 def status(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -121,7 +132,17 @@ def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace)
     cpu_s = time.process_time() - start_cpu_s
     done.set()
     sampler.join()
-    print(json.dumps({"seconds": seconds, "cpu": cpu_s, "peak": status("VmHWM"), "before": before, "files": files_peak[0]}))
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "cpu": cpu_s,
+                "peak": status("VmHWM"),
+                "before": before,
+                "files": files_peak[0],
+            }
+        )
+    )
 
 
 def in_a_process(job: str, source: Path, target: Path, arguments: argparse.Namespace) -> dict[str, float]:
@@ -136,7 +157,12 @@ def in_a_process(job: str, source: Path, target: Path, arguments: argparse.Names
                     while file.read(2**24):
                         pass
     command = [sys.executable, __file__, "--job", job, str(source), str(target)]
-    command += ["--tensor-parallel", str(arguments.tensor_parallel), "--pipeline-parallel", str(arguments.pipeline_parallel)]
+    command += [
+        "--tensor-parallel",
+        str(arguments.tensor_parallel),
+        "--pipeline-parallel",
+        str(arguments.pipeline_parallel),
+    ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -146,7 +172,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    return subprocess.run(["cmp", "--silent", one / SINGLE_FILE, other / SINGLE_FILE], check=False).returncode == 0
+    return (
+        subprocess.run(["cmp", "--silent", one / SINGLE_FILE, other / SINGLE_FILE], check=False).returncode
+        == 0
+    )
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> bool:
@@ -165,7 +194,10 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
         for number, (job, from_folder, to_folder) in enumerate(turns):
             results[number].append(in_a_process(job, from_folder, to_folder, arguments))
     good = same_weights(source, back)
-    print(f"{folder_bytes(source) / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, {'cold' if arguments.cold else 'warm'} page cache")
+    print(
+        f"{folder_bytes(source) / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, "
+        f"{'cold' if arguments.cold else 'warm'} page cache"
+    )
     print(f"there and back: {'bitwise identical' if good else 'DIFFERENT BITS'}\n")
     columns = ["", "seconds", "GB/s", "of the copy's speed", "processor seconds"]
     columns += ["peak memory MB", "allowed", "of it mapped files", "before it began"]
@@ -177,11 +209,14 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
             job, folder, _ = turns[number]
             seconds = min(result["seconds"] for result in results[number])
             cpu_s = min(result["cpu"] for result in results[number])
-            peak, files, before = (max(result[field] for result in results[number]) for field in ("peak", "files", "before"))
+            peak, files, before = (
+                max(result[field] for result in results[number]) for field in ("peak", "files", "before")
+            )
             speed = copy_s / seconds
             print(
                 f"| {job} of the {'Hugging Face' if first == 0 else 'Megatron'} folder | {seconds:.2f} | "
-                f"{folder_bytes(folder) / 1e9 / seconds:.2f} | {speed:.2f} | {cpu_s:.2f} | {peak / 1e6:.0f} | {allowed / 1e6:.0f} | "
+                f"{folder_bytes(folder) / 1e9 / seconds:.2f} | {speed:.2f} | {cpu_s:.2f} | {peak / 1e6:.0f} "
+                f"| {allowed / 1e6:.0f} | "
                 f"{files / 1e6:.0f} | {before / 1e6:.0f} |"
             )
             if job != "copy":
@@ -190,7 +225,9 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tensor-parallel", type=int, default=2)

@@ -2,28 +2,36 @@
 
     python benchmarks/engine.py [--quick] [--cpu-time] [--only hugging_face ...]
 
-Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads as cores, of
-Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A speed is real tokens
-(prompt + response, padding not counted) per second, the median of several repeats. The repeats of two contestants alternate, so that
-what else runs on the machine slows both, and a ratio is the median of those of neighbouring repeats, of as many as bring its standard
-error below 1 %, if five times the fewest do; read the ratios, not the speeds. Where much else runs, two threads wait for
-each other for most of the time: `--cpu-time` takes one thread and its seconds on the processor.
+Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads
+as cores, of Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A
+speed is real tokens (prompt + response, padding not counted) per second, the median of several repeats. The
+repeats of two contestants alternate, so that what else runs on the machine slows both, and a ratio is the
+median of those of neighbouring repeats, of as many as bring its standard error below 1 %, if five times the
+fewest do; read the ratios, not the speeds. Where much else runs, two threads wait for each other for most of
+the time: `--cpu-time` takes one thread and its seconds on the processor.
 
-hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same product of matrices on both
-               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes (megarl/engine/cpu_kernels.py). The peer
-               at its best: all rows have one length, so it pads nothing and needs no mask; it computes logits of response tokens
-               only and the fused cross-entropy, where the engine computes the entropy too.
-               Beside it `product`: the engine with oneDNN's products over itself with torch's, which that choice is worth here
-packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
+hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same
+product of matrices on both
+               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes
+                   (megarl/engine/cpu_kernels.py). The peer at its best: all rows have one length, so it pads
+                   nothing and needs no mask; it computes logits of response tokens only and the fused
+                   cross-entropy, where the engine computes the entropy too. Beside it `product`: the engine
+                   with oneDNN's products over itself with torch's, which that choice is worth here
+packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both
+in our engine
                with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
-token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over
-               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the longest
-               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a CPU busy; the
-               target is set where memory is tight, for one row of the longest length, and the rest is shown. There is no
-               pipeline and no data parallelism here, where micro-batches of equal work would gain more.
-shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt there once over the prompt in every row. With
-               prompts as long as responses 16 parts of tokens become 9 (1.78 without attention), with prompts of a quarter of the
-               response 40 become 33 (1.21).
+token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N
+tokens over
+               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the
+               longest
+               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a
+                   CPU busy; the target is set where memory is tight, for one row of the longest length, and
+                   the rest is shown. There is no pipeline and no data parallelism here, where micro-batches
+                   of equal work would gain more.
+shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt there once over the prompt
+in every row. With
+               prompts as long as responses 16 parts of tokens become 9 (1.78 without attention), with prompts
+               of a quarter of the response 40 become 33 (1.21).
 """
 
 from __future__ import annotations
@@ -132,7 +140,8 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Standard error of the ratio: of a median of normally distributed ones, whose quartiles are 1.35 deviations apart."""
+        """Standard error of the ratio: of a median of normally distributed ones, whose quartiles are 1.35
+        deviations apart."""
         lower, _, upper = quantiles(self.ratios, n=4)
         return math.sqrt(math.pi / 2 / len(self.ratios)) * (upper - lower) / 1.35
 
@@ -142,27 +151,42 @@ class Result:
 
     def __str__(self) -> str:
         target = "" if self.target is None else f"{self.target:.1f} {'met' if self.is_met else 'MISSED'}"
-        speeds = ", ".join(f"{name} {self.num_tokens / median(seconds):,.0f}" for name, seconds in self.seconds.items())
+        speeds = ", ".join(
+            f"{name} {self.num_tokens / median(seconds):,.0f}" for name, seconds in self.seconds.items()
+        )
         return f"{self.name:<31} {self.ratio:6.3f} ± {self.error:.3f}   {target:<11} {speeds}"
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """Rows of `lengths` tokens as the engine takes them: (B, S) padded left of the prompts and right of the responses."""
+    """Rows of `lengths` tokens as the engine takes them: (B, S) padded left of the prompts and right of the
+    responses."""
     total = torch.tensor(lengths)
     prompts = (total * PROMPT // LONGEST).clamp(min=1)
     column = torch.arange(LONGEST)
     mask = (column >= PROMPT - prompts[:, None]) & (column < PROMPT + (total - prompts)[:, None])
     ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, PROMPT:]}
+    return {
+        "input_ids": torch.where(mask, ids, 0),
+        "attention_mask": mask.long(),
+        "response_mask": mask[:, PROMPT:],
+    }
 
 
 def make_samples(prompt_tokens: int, responses: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     """As `make_batch`, of SAMPLES rows after each prompt."""
     generator = torch.Generator().manual_seed(2)
-    prompts = torch.randint(0, vocab_size, (len(responses) // SAMPLES, prompt_tokens), generator=generator).repeat_interleave(SAMPLES, 0)
-    ids = torch.cat([prompts, torch.randint(0, vocab_size, (len(responses), max(responses)), generator=generator)], dim=1)
+    prompts = torch.randint(
+        0, vocab_size, (len(responses) // SAMPLES, prompt_tokens), generator=generator
+    ).repeat_interleave(SAMPLES, 0)
+    ids = torch.cat(
+        [prompts, torch.randint(0, vocab_size, (len(responses), max(responses)), generator=generator)], dim=1
+    )
     mask = torch.arange(ids.shape[1]) < prompt_tokens + torch.tensor(responses)[:, None]
-    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, prompt_tokens:]}
+    return {
+        "input_ids": torch.where(mask, ids, 0),
+        "attention_mask": mask.long(),
+        "response_mask": mask[:, prompt_tokens:],
+    }
 
 
 def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
@@ -176,15 +200,18 @@ def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to five times as many until the ratio's error is
-    below ERROR."""
+    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to five times as
+    many until the ratio's error is below ERROR."""
 
     clock: Callable[[], float]
     repeats: int
 
 
-def compare(name: str, contestants: Mapping[str, Step], num_tokens: int, timing: Timing, target: float | None) -> Result:
-    """Calls two contestants in turns, which of them is first too; twice without timing, in which the process gets its memory.
+def compare(
+    name: str, contestants: Mapping[str, Step], num_tokens: int, timing: Timing, target: float | None
+) -> Result:
+    """Calls two contestants in turns, which of them is first too; twice without timing, in which the process
+    gets its memory.
 
     Raises ValueError when their losses differ: then they did not do the same work.
     """
@@ -235,10 +262,14 @@ class Contest:
         self._engine.spec = replace(self._engine.spec, engine=config)
         return self._engine
 
-    def engine_step(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, rows: RowLayout = "packed") -> Step:
+    def engine_step(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, rows: RowLayout = "packed"
+    ) -> Step:
         num_response_tokens = float(batch["response_mask"].sum())
 
-        def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        def loss(
+            outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+        ) -> tuple[Tensor, dict[str, Metric]]:
             value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
             return value, {"loss": Metric.sum(value)}
 
@@ -295,8 +326,13 @@ def beside_hugging_face(contest: Contest, timing: Timing) -> Iterator[Result]:
     ours = contest.engine_step(batch, [range(num_rows)])
     theirs = contest.hugging_face_step(batch["input_ids"])
     for product in PRODUCTS:
-        contestants = {"megarl": multiplying_with(product, ours), "Hugging Face": multiplying_with(product, theirs)}
-        yield compare(f"hugging_face {contest.size}, {product}", contestants, num_rows * LONGEST, timing, target=1.0)
+        contestants = {
+            "megarl": multiplying_with(product, ours),
+            "Hugging Face": multiplying_with(product, theirs),
+        }
+        yield compare(
+            f"hugging_face {contest.size}, {product}", contestants, num_rows * LONGEST, timing, target=1.0
+        )
     if len(PRODUCTS) > 1:
         products = {product: multiplying_with(product, ours) for product in reversed(PRODUCTS)}
         yield compare(f"product {contest.size}", products, num_rows * LONGEST, timing, target=None)
@@ -306,8 +342,13 @@ def packed_beside_padded(contest: Contest, rows_together: int, timing: Timing) -
     lengths = log_normal_lengths(contest.shape.log_normal_rows)
     batch = make_batch(lengths, contest.shape.vocab_size)
     cuts = [range(start, start + rows_together) for start in range(0, len(lengths), rows_together)]
-    contestants = {"packed": contest.engine_step(batch, cuts), "padded": contest.engine_step(batch, cuts, "padded")}
-    return compare(f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), timing, target=1.3)
+    contestants = {
+        "packed": contest.engine_step(batch, cuts),
+        "padded": contest.engine_step(batch, cuts, "padded"),
+    }
+    return compare(
+        f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), timing, target=1.3
+    )
 
 
 def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) -> Result:
@@ -320,19 +361,26 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) 
         "fixed": plan_micro_batches(lengths, 1, sequences=safe_rows).ranks[0].micro_batches,
     }
     contestants = {
-        f"{name} ({len(plan)} micro-batches)": contest.engine_step(batch, [micro_batch.rows for micro_batch in plan])
+        f"{name} ({len(plan)} micro-batches)": contest.engine_step(
+            batch, [micro_batch.rows for micro_batch in plan]
+        )
         for name, plan in plans.items()
     }
     name = f"token_budget {contest.size}, {max_tokens} tokens"
     return compare(name, contestants, sum(lengths), timing, target=1.2 if safe_rows == 1 else None)
 
 
-def shared_beside_repeated(contest: Contest, prompt_tokens: int, mean_response: int, target: float, timing: Timing) -> Result:
+def shared_beside_repeated(
+    contest: Contest, prompt_tokens: int, mean_response: int, target: float, timing: Timing
+) -> Result:
     """Responses of half to three halves of the mean."""
     responses = [mean_response // 2 + mean_response * sample // (SAMPLES - 1) for sample in range(SAMPLES)]
     batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
     rows = [range(SAMPLES)]
-    contestants = {"shared": contest.engine_step(batch, rows, "shared"), "repeated": contest.engine_step(batch, rows)}
+    contestants = {
+        "shared": contest.engine_step(batch, rows, "shared"),
+        "repeated": contest.engine_step(batch, rows),
+    }
     name = f"shared_prompts {contest.size}, {prompt_tokens}+{mean_response}"
     return compare(name, contestants, int(batch["attention_mask"].sum()), timing, target)
 
@@ -341,7 +389,8 @@ def run_contests(size: str, comparisons: Collection[str], timing: Timing) -> Ite
     contest = Contest(size)
     shape = contest.shape
     print(
-        f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{size}: {contest.num_parameters / 1e6:.1f} million parameters, {shape.num_hidden_layers} layers, "
+        f"hidden {shape.hidden_size}, "
         f"{shape.num_attention_heads} heads, vocabulary {shape.vocab_size}"
     )
     if "hugging_face" in comparisons:
@@ -366,8 +415,8 @@ def processor_name() -> str:
 
 
 def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int, cpu_time: bool) -> int:
-    """Prints results, of `what`, as they come, in this process and a group of its own. Returns 1 when a target is missed. cpu_time: of one
-    thread, its seconds on the processor."""
+    """Prints results, of `what`, as they come, in this process and a group of its own. Returns 1 when a
+    target is missed. cpu_time: of one thread, its seconds on the processor."""
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(1 if cpu_time else num_cores)
     disable_progress_bar()
@@ -377,7 +426,9 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
     missed = []
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
-        for result in results(Timing(clock=time.process_time if cpu_time else time.perf_counter, repeats=repeats)):
+        for result in results(
+            Timing(clock=time.process_time if cpu_time else time.perf_counter, repeats=repeats)
+        ):
             print(result, f"({len(result.ratios)} repeats)", flush=True)
             if not result.is_met:
                 missed.append(result.name)
@@ -388,10 +439,16 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
 
 def main() -> int:
     """Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the 10M model only, half as many repeats")
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
-    parser.add_argument("--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread, and its seconds on the processor"
+    )
+    parser.add_argument(
+        "--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons"
+    )
     arguments = parser.parse_args()
 
     def results(timing: Timing) -> Iterator[Result]:

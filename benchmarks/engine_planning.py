@@ -1,7 +1,9 @@
-"""The part of benchmarks/weights.py that times how an SGLang engine finds out where the tensors of a large MoE model go.
+"""The part of benchmarks/weights.py that times how an SGLang engine finds out where the tensors of a large
+MoE model go.
 
-The models have the layers and experts of the real ones, so the same number of tensors and parameters, but tiny random matrices: the
-work depends on how many there are, not on their size. All times are processor seconds of SGLang's scheduler and of the engine's worker.
+The models have the layers and experts of the real ones, so the same number of tensors and parameters, but
+tiny random matrices: the work depends on how many there are, not on their size. All times are processor
+seconds of SGLang's scheduler and of the engine's worker.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ MOST_LATER_S = 0.2  # at every push after that, also after the engine has slept
 
 def measure_planning() -> bool:
     """Prints a row per model. Returns whether all targets are met."""
-    print("where tensors go: processor seconds, of limit = over those of SGLang's own loading of as many tensors")
+    print(
+        "where tensors go: processor seconds, of limit = over those of SGLang's own loading of as many "
+        "tensors"
+    )
     columns = "model            tensors     own  first of limit  later  after sleep  checksums"
     print(f"{columns}   target {MOST_AT_FIRST_S:g}, then {MOST_LATER_S:g}")
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +53,9 @@ def _measure(shape: MoEShape, folder: Path) -> bool:
     _save_config(shape, folder)
     manifest = manifest_of(read_architecture(str(folder)), torch.float32)
     rollout = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=4)
-    spec = RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
+    spec = RolloutEngineSpec(
+        model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu
+    )
     pool = RayResourcePool([1], use_gpu=False, name=shape.name)
     worker = RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec))
     engine = RayWorkerGroup(pool, worker, role=shape.name, phase_time_limit_s=1800)
@@ -58,7 +65,8 @@ def _measure(shape: MoEShape, folder: Path) -> bool:
         engine.shutdown()
         pool.release()
     print(
-        f"{shape.name:<16} {len(manifest):>7} {found.own:7.2f} {found.first:6.2f} {found.first / found.own:8.2f} {found.later:6.2f} "
+        f"{shape.name:<16} {len(manifest):>7} {found.own:7.2f} {found.first:6.2f} "
+        f"{found.first / found.own:8.2f} {found.later:6.2f} "
         f"{found.after_sleep:12.2f} {found.checksums:10.2f}",
         flush=True,
     )

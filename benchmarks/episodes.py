@@ -1,10 +1,12 @@
-"""How many turns a process of tools answers, in virtual time: 200 episodes at once, whose tools take up to two seconds, fail, or hang.
+"""How many turns a process of tools answers, in virtual time: 200 episodes at once, whose tools take up to
+two seconds, fail, or hang.
 
 python -m benchmarks.episodes
 
-The environment server, the environments and the clocks of calls are those of a run (megarl/workers/environment.py). The engine takes no
-time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call, where a call that hangs takes
-its time limit; an episode that ends leaves its slot to others, until few are left.
+The environment server, the environments and the clocks of calls are those of a run
+(megarl/workers/environment.py). The engine takes no time, and the clock of the loop jumps to the next event.
+The upper bound is slots / mean time of a call, where a call that hangs takes its time limit; an episode that
+ends leaves its slot to others, until few are left.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
 
 class Played(NamedTuple):
-    """seconds: from the first order to the last report. calls_s: of each call. num_opened, num_closed: environments; num_left: that are
-    still open, or tasks of the loop. errors: calls by what they were told."""
+    """seconds: from the first order to the last report. calls_s: of each call. num_opened, num_closed:
+    environments; num_left: that are still open, or tasks of the loop. errors: calls by what they were told.
+    """
 
     seconds: float
     calls_s: list[float]
@@ -107,14 +110,18 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
     toolbox = Toolbox([FunctionTool(work)])
     limits = CallLimits(time_limit_s=LIMIT_S)
     server = EnvironmentServer(
-        lambda task: Responder(Counted(toolbox, limits), _Words(), lambda text: [ToolCall("work", {})], task), 2 * LIMIT_S, SLOTS
+        lambda task: Responder(Counted(toolbox, limits), _Words(), lambda text: [ToolCall("work", {})], task),
+        2 * LIMIT_S,
+        SLOTS,
     )
 
     async def episode(number: int) -> dict[CallErrorKind, int]:
         of_one = Episode([1], number, EpisodeLimits(max_turns=turns, max_tokens=10 * turns))
         while (step := of_one.next) is not None:
             if isinstance(step, WriteTurn):
-                of_one.wrote(step.place, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), "stop")
+                of_one.wrote(
+                    step.place, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), "stop"
+                )
             else:
                 assert isinstance(step, AnswerTurn)
                 report = await server.answer(TurnOrder(number, Task(), step))
@@ -133,18 +140,39 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
     finally:
         loop.close()
     total = {kind: sum(each.get(kind, 0) for each in errors) for kind in CallErrorKind}
-    return Played(seconds, calls_s, counts["opened"], counts["closed"], num_left, {kind: count for kind, count in total.items() if count})
+    return Played(
+        seconds,
+        calls_s,
+        counts["opened"],
+        counts["closed"],
+        num_left,
+        {kind: count for kind, count in total.items() if count},
+    )
 
 
 def main() -> None:
-    print("| episodes | slots | calls | s of a call | turns/s | of slots / s of a call | environments closed | left | MB |")
+    print(
+        "| episodes | slots | calls | s of a call | turns/s | of slots / s of a call | environments closed "
+        "| left | MB |"
+    )
     print("|" + "---|" * 9)
     for seed in range(5):  # one after the other in one process: its memory stays
         played = play(seed)
         mean_s = sum(played.calls_s) / len(played.calls_s)
         memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        cells = [EPISODES, SLOTS, len(played.calls_s), f"{mean_s:.2f}", f"{len(played.calls_s) / played.seconds:.1f}"]
-        cells += [f"{played.share_of_most:.1%}", f"{played.num_closed} of {played.num_opened}", played.num_left, f"{memory_mb:.0f}"]
+        cells = [
+            EPISODES,
+            SLOTS,
+            len(played.calls_s),
+            f"{mean_s:.2f}",
+            f"{len(played.calls_s) / played.seconds:.1f}",
+        ]
+        cells += [
+            f"{played.share_of_most:.1%}",
+            f"{played.num_closed} of {played.num_opened}",
+            played.num_left,
+            f"{memory_mb:.0f}",
+        ]
         print(f"| {' | '.join(map(str, cells))} |")
 
 

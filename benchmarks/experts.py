@@ -2,10 +2,11 @@
 
     python benchmarks/experts.py [--tokens 2048] [--repeats 5] [--cpu-time]
 
-Measured is forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process of one thread, of two models with
-random weights that differ in their feed-forward networks only: 16 experts of width 256 in each of 8 layers, of which a token meets 4, and
-one network of width 1024. What there is beside the same products: a router, and tokens that are sorted by expert and put back; and
-products of fewer tokens each. A speed is tokens per second of the fastest of several repeats, after one that is not counted; the two take
+Measured is forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process of one
+thread, of two models with random weights that differ in their feed-forward networks only: 16 experts of width
+256 in each of 8 layers, of which a token meets 4, and one network of width 1024. What there is beside the
+same products: a router, and tokens that are sorted by expert and put back; and products of fewer tokens each.
+A speed is tokens per second of the fastest of several repeats, after one that is not counted; the two take
 turns.
 """
 
@@ -36,12 +37,19 @@ SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-EXPERTS: dict[str, Any] = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 ROW = 256
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true")
@@ -57,7 +65,9 @@ def main(arguments: list[str]) -> None:
         torch.manual_seed(0)
         for name, (config, kind) in configs.items():
             kind(config).save_pretrained(Path(folder, name))
-        passes = training_passes({name: str(Path(folder, name)) for name in configs}, options.tokens, f"{folder}/store")
+        passes = training_passes(
+            {name: str(Path(folder, name)) for name in configs}, options.tokens, f"{folder}/store"
+        )
         seconds: dict[str, list[float]] = {name: [] for name in passes}
         for _ in range(1 + options.repeats):
             for name, run in passes.items():
@@ -84,7 +94,11 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     num_rows = num_tokens // ROW
     ids = torch.randint(0, SHAPE["vocab_size"], (num_rows, ROW), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": torch.ones(num_rows, ROW - 1, dtype=torch.bool)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(num_rows, ROW - 1, dtype=torch.bool),
+    }
 
     def loss(outputs: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return outputs["log_probs"].sum() / num_tokens, {}
@@ -111,7 +125,9 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     return passes
 
 
-def _pass(engine: Any, batch: dict[str, torch.Tensor], micro_batches: list[list[int]], loss: Any) -> Callable[[], Any]:
+def _pass(
+    engine: Any, batch: dict[str, torch.Tensor], micro_batches: list[list[int]], loss: Any
+) -> Callable[[], Any]:
     return lambda: engine.forward_backward(batch, micro_batches, loss)
 
 

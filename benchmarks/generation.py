@@ -1,10 +1,11 @@
-"""How fast the hf engine writes, beside transformers' `generate` of the same samples' work, in turns in one process.
+"""How fast the hf engine writes, beside transformers' `generate` of the same samples' work, in turns in one
+process.
 
-    python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response tokens, 6.3M parameters
-    python benchmarks/generation.py --threads 2
+    python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response
+    tokens, 6.3M parameters python benchmarks/generation.py --threads 2
 
-Each prints tokens per second of processor time: what else runs on the machine then counts less. Both write the same number of tokens, drawn
-at temperature 1. The limit is a ratio of 2.5 on one thread.
+Each prints tokens per second of processor time: what else runs on the machine then counts less. Both write
+the same number of tokens, drawn at temperature 1. The limit is a ratio of 2.5 on one thread.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def make_prompts() -> list[list[int]]:
     """The samples of a prompt side by side."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(*PROMPT_TOKENS, (PROMPTS,), generator=generator).tolist()
-    return [prompt for length in lengths for prompt in [torch.randint(4, 1000, (length,), generator=generator).tolist()] * SAMPLES]
+    return [
+        prompt
+        for length in lengths
+        for prompt in [torch.randint(4, 1000, (length,), generator=generator).tolist()] * SAMPLES
+    ]
 
 
 def ours(model: PreTrainedModel, prompts: list[list[int]]) -> int:
@@ -71,19 +76,29 @@ def transformers_own(model: PreTrainedModel, prompts: list[list[int]]) -> int:
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = (torch.arange(width) >= torch.tensor([width - len(prompt) for prompt in prompts])[:, None]).long()
     config = GenerationConfig(
-        max_new_tokens=RESPONSE_TOKENS, min_new_tokens=RESPONSE_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
+        max_new_tokens=RESPONSE_TOKENS,
+        min_new_tokens=RESPONSE_TOKENS,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        pad_token_id=0,
     )
     written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]  # a mixin's
     return int(written[:, width:].numel())
 
 
-def tokens_per_cpu_s(write: Callable[[PreTrainedModel, list[list[int]]], int], model: PreTrainedModel, prompts: list[list[int]]) -> float:
+def tokens_per_cpu_s(
+    write: Callable[[PreTrainedModel, list[list[int]]], int], model: PreTrainedModel, prompts: list[list[int]]
+) -> float:
     begin = time.process_time()
     return write(model, prompts) / (time.process_time() - begin)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
     model = make_model()
@@ -94,7 +109,11 @@ def main() -> int:
     for _ in range(REPEATS):
         for name, write in zip(rates, (ours, transformers_own), strict=True):
             rates[name].append(tokens_per_cpu_s(write, model, prompts))
-    table = Table("", "tokens / CPU s", title=f"{PROMPTS} x {SAMPLES} samples of {RESPONSE_TOKENS} tokens, best of {REPEATS}")
+    table = Table(
+        "",
+        "tokens / CPU s",
+        title=f"{PROMPTS} x {SAMPLES} samples of {RESPONSE_TOKENS} tokens, best of {REPEATS}",
+    )
     for name, values in rates.items():
         table.add_row(name, f"{max(values):,.0f}")
     mine, theirs = (max(values) for values in rates.values())

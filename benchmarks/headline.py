@@ -1,18 +1,23 @@
-"""What each feature gains on a step of GRPO, and what they gain together, beside a naive step in the same run.
+"""What each feature gains on a step of GRPO, and what they gain together, beside a naive step in the same
+run.
 
     python -m benchmarks.headline [--quick] [--cpu-time]
 
-Work: the actor's side of a step on 32 rows (16 with the larger model), 8 samples of each prompt: responses of log-normal length, their mean
-a third of the longest (192 tokens), after prompts of a quarter of that mean: the samples' old log-probs, those of a reference, and
-one update's forward + backward (no optimizer step), in float32, on the models of engine.py, with its rules for a fair race: contestants
-alternate, and their losses must agree. A speed is real tokens per second, of which a sample has its whole prompt.
+Work: the actor's side of a step on 32 rows (16 with the larger model), 8 samples of each prompt: responses of
+log-normal length, their mean a third of the longest (192 tokens), after prompts of a quarter of that mean:
+the samples' old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in
+float32, on the models of engine.py, with its rules for a fair race: contestants alternate, and their losses
+must agree. A speed is real tokens per second, of which a sample has its whole prompt.
 
-naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe where memory holds 8
+naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are
+safe where memory holds 8
                 rows of the longest length. The reference's pass is that of an engine of the same size.
 packing         the naive step with packed rows
-token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target is for N of
+token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N //
+longest. The target is for N of
                 one longest row; larger ones are shown
-shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows; also with prompts as long as the
+shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows;
+also with prompts as long as the
                 mean response, which leave 9 of 16 tokens
 one_pass        the naive step, whose update scores the samples in its own pass
 all             packing, shared prompts, a budget of the naive step's memory, and one pass, over naive
@@ -42,7 +47,14 @@ from benchmarks.engine import (
     race,
 )
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
-from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, KLConfig, KLEstimator, KLWhere
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    KLConfig,
+    KLEstimator,
+    KLWhere,
+)
 from megarl.data.packing import RowPrompt, plan_micro_batches
 from megarl.engine.vocab_parallel import Extra
 
@@ -78,8 +90,11 @@ class Work:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    def micro_batches(self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None) -> MicroBatches:
-        """Of so many rows, or of a budget of tokens that are as many as so many rows of the longest length."""
+    def micro_batches(
+        self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None
+    ) -> MicroBatches:
+        """Of so many rows, or of a budget of tokens that are as many as so many rows of the longest
+        length."""
         plan = plan_micro_batches(
             self.lengths,
             1,
@@ -89,7 +104,9 @@ class Work:
         )
         return [micro_batch.rows for micro_batch in plan.ranks[0].micro_batches]
 
-    def step(self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None, one_pass: bool = True) -> Step:
+    def step(
+        self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None, one_pass: bool = True
+    ) -> Step:
         micro_batches = self.micro_batches(layout, rows=rows, budget=budget)
 
         def step() -> float:
@@ -106,7 +123,9 @@ class Work:
             rows = {**self._batch, "advantages": self._advantages, "ref_log_prob": scores()}
             if not one_pass:
                 rows["old_log_probs"] = scores()
-            metrics = engine.forward_backward(rows, micro_batches, self._loss, self._loss.extras if one_pass else ())
+            metrics = engine.forward_backward(
+                rows, micro_batches, self._loss, self._loss.extras if one_pass else ()
+            )
             return float(metrics["actor/pg_loss"].value)
 
         return step
@@ -125,23 +144,31 @@ def contests(contest: Contest, features: bool, timing: Timing) -> Iterator[Resul
         yield compared("packing", TARGETS["packing"], {"packed": packed, "naive": naive})
         for rows in BUDGETS:
             contestants = {
-                f"budget ({len(work.micro_batches('packed', budget=rows))} micro-batches)": work.step("packed", budget=rows),
+                f"budget ({len(work.micro_batches('packed', budget=rows))} micro-batches)": work.step(
+                    "packed", budget=rows
+                ),
                 f"fixed ({len(work.micro_batches('packed', rows=rows))})": work.step("packed", rows=rows),
             }
             yield compared(f"token_budget {rows * work.longest}", 1.2 if rows == 1 else None, contestants)
         yield compared("one_pass", None, {"one pass": work.step("padded", rows=SAFE_ROWS), "naive": naive})
     for prompt_tokens, target in SHARED_TARGETS.items():
         on = Work(contest, prompt_tokens)
-        contestants = {layout: on.step(layout, rows=SAFE_ROWS, one_pass=False) for layout in ("shared", "packed")}
+        contestants = {
+            layout: on.step(layout, rows=SAFE_ROWS, one_pass=False) for layout in ("shared", "packed")
+        }
         yield compared(f"shared_prompts of {prompt_tokens}", target, contestants, on)
     yield compared("all", TARGETS["all"], {"all": work.step("shared", budget=SAFE_ROWS), "naive": naive})
 
 
 def main() -> int:
     """Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the 10M model only")
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, and its seconds on the processor")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread, and its seconds on the processor"
+    )
     arguments = parser.parse_args()
 
     def results(timing: Timing) -> Iterator[Result]:

@@ -1,11 +1,13 @@
-"""Measure the code of megarl: its size and style, where a concept is, and the modules that one PPO step passes through.
+"""Measure the code of megarl: its size and style, where a concept is, and the modules that one PPO step
+passes through.
 
     python benchmarks/house.py                  # of this checkout
     python benchmarks/house.py --tree FOLDER    # of another, of any age
     python benchmarks/house.py --no-step        # without the run
 
-The step is a real one: `megarl train` with actor, reference, critic, reward function and one engine of the kind hf, on a model of four
-layers. In each process every function call of the second `train_step` is looked at; a module counts once, in whichever process it works.
+The step is a real one: `megarl train` with actor, reference, critic, reward function and one engine of the
+kind hf, on a model of four layers. In each process every function call of the second `train_step` is looked
+at; a module counts once, in whichever process it works.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ CONCEPTS = {
     "agents": r"agent|episode|environment|playing|tool|trajectory",
 }
 
-# Python runs a `sitecustomize` of its path in every process that starts. Ray calls its actors' methods in threads of its own, which no
-# other hook reaches: so what executes a call in a worker begins to be watched there.
+# Python runs a `sitecustomize` of its path in every process that starts. Ray calls its actors' methods in
+# threads of its own, which no other hook reaches: so what executes a call in a worker begins to be watched
+# there.
 _WATCH = """
 import os, sys, threading, time
 _TREE, _FOLDER = os.path.join(os.environ["WATCHED_TREE"], "megarl", ""), os.environ["WATCHED_FOLDER"]
@@ -98,7 +101,9 @@ def measure_files(tree: Path) -> tuple[dict[str, Counter], int]:
         package = file.relative_to(tree / "megarl").parts[0] if file.parent != tree / "megarl" else "(top)"
         classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
         homes.update({node.name for node in classes if not node.name.startswith("_")})
-        packages.setdefault(package, Counter()).update(files=bool(text.strip()), lines=text.count("\n"), classes=len(classes))
+        packages.setdefault(package, Counter()).update(
+            files=bool(text.strip()), lines=text.count("\n"), classes=len(classes)
+        )
     return packages, sum(count > 1 for count in homes.values())
 
 
@@ -151,7 +156,11 @@ def measure_style(sources: Mapping[str, str]) -> Style:
                     docstring = node.body[0]
                     assert docstring.end_lineno is not None
                     in_docstrings.update(range(docstring.lineno, docstring.end_lineno + 1))
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Tuple)
+                and isinstance(node.value, ast.Tuple)
+            ):
                 totals["parallel"] += 1
 
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -175,7 +184,8 @@ def measure_style(sources: Mapping[str, str]) -> Style:
 
 
 def read_sources(tree: Path) -> dict[str, str]:
-    """Return the text of each file of megarl by its path below the checkout, without the stubs of other packages."""
+    """Return the text of each file of megarl by its path below the checkout, without the stubs of other
+    packages."""
     files = sorted(file for file in (tree / "megarl").rglob("*.py") if not STUBS.intersection(file.parts))
     return {file.relative_to(tree).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
@@ -187,10 +197,19 @@ def homes_of(concept: str, sources: Mapping[str, str]) -> tuple[list[str], int]:
 
 
 def files_of_changes(tree: Path) -> dict[str, int]:
-    """Return how many files of megarl one touches for each change that docs/architecture.md describes, a new file counted as well."""
-    text = (tree / "docs" / "architecture.md").read_text(encoding="utf-8").split("## How to add", 1)[1].split("\n## ", 1)[0]
+    """Return how many files of megarl one touches for each change that docs/architecture.md describes, a new
+    file counted as well."""
+    text = (
+        (tree / "docs" / "architecture.md")
+        .read_text(encoding="utf-8")
+        .split("## How to add", 1)[1]
+        .split("\n## ", 1)[0]
+    )
     parts = re.split(r"(?m)^### (.+)$", text)
-    return {title: len(set(re.findall(r"`(megarl/[\w/]+\.py)`", section))) for title, section in zip(parts[1::2], parts[2::2], strict=True)}
+    return {
+        title: len(set(re.findall(r"`(megarl/[\w/]+\.py)`", section)))
+        for title, section in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 def modules_of_a_step(tree: Path) -> list[str]:
@@ -200,19 +219,31 @@ def modules_of_a_step(tree: Path) -> list[str]:
         (folder / "hook").mkdir()
         (folder / "config.yaml").write_text(_CONFIG.format(folder=folder))
         plain = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        make_inputs = f"from pathlib import Path; from tests.integration.tiny_run import save_inputs; save_inputs(Path({str(folder)!r}))"
+        make_inputs = (
+            f"from pathlib import Path; from tests.integration.tiny_run import save_inputs; "
+            f"save_inputs(Path({str(folder)!r}))"
+        )
         subprocess.run([sys.executable, "-c", make_inputs], cwd=tree, env=plain, check=True)
         (folder / "hook" / "sitecustomize.py").write_text(_WATCH)
-        watched = {**plain, "PYTHONPATH": f"{folder / 'hook'}:{tree}", "WATCHED_TREE": str(tree), "WATCHED_FOLDER": str(folder)}
+        watched = {
+            **plain,
+            "PYTHONPATH": f"{folder / 'hook'}:{tree}",
+            "WATCHED_TREE": str(tree),
+            "WATCHED_FOLDER": str(folder),
+        }
         run = [sys.executable, "-m", "megarl", "train", str(folder / "config.yaml")]
         subprocess.run(run, cwd=tree, env=watched, check=True, stdout=sys.stderr)
         return sorted(set((folder / "passed").read_text().splitlines()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent)
-    parser.add_argument("--names", action="store_true", help="also the names of the modules that a step passes")
+    parser.add_argument(
+        "--names", action="store_true", help="also the names of the modules that a step passes"
+    )
     parser.add_argument("--no-step", action="store_true", help="do not run a step")
     parsed = parser.parse_args()
     tree = parsed.tree.resolve()

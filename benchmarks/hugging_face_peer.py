@@ -1,4 +1,5 @@
-"""Hugging Face at its best, as the peer of benchmarks on a GPU: packed rows, flash attention, logits of response tokens only."""
+"""Hugging Face at its best, as the peer of benchmarks on a GPU: packed rows, flash attention, logits of
+response tokens only."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def prompt_tokens(length: int) -> int:
 
 
 class Packed(NamedTuple):
-    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). predictors: (N,) places in T whose logits predict targets (N,)."""
+    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). predictors: (N,) places in T whose
+    logits predict targets (N,)."""
 
     ids: Tensor
     positions: Tensor
@@ -38,7 +40,10 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
     lengths = torch.tensor([len(row) for row in real])
     starts = lengths.cumsum(0) - lengths
     predictors = torch.cat(
-        [torch.arange(prompt_tokens(len(row)) - 1, len(row) - 1) + start for row, start in zip(real, starts.tolist(), strict=True)]
+        [
+            torch.arange(prompt_tokens(len(row)) - 1, len(row) - 1) + start
+            for row, start in zip(real, starts.tolist(), strict=True)
+        ]
     )
     ids = torch.cat(real)
     return Packed(
@@ -63,9 +68,12 @@ def attend(
     max_length_q: int,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1, T, heads, D)."""
+    """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1,
+    T, heads, D)."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    heads: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    heads: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
     causal = (-1, 0)
     rows = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
     mixed = varlen_attn(query, key, value, *rows, scale=scaling, window_size=causal, **heads)
@@ -86,7 +94,9 @@ def flash_attention(device: torch.device, dtype: torch.dtype) -> str:
 class HuggingFace:
     """With random weights, the same in every run."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attention: str) -> None:
+    def __init__(
+        self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attention: str
+    ) -> None:
         torch.manual_seed(0)
         with device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -111,7 +121,9 @@ class HuggingFace:
         def step() -> float:
             self.model.train()
             if recomputes:
-                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                self.model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
             else:
                 self.model.gradient_checkpointing_disable()
             total = torch.zeros((), device=self.model.device)

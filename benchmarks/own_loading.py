@@ -1,4 +1,5 @@
-"""SGLang's side of benchmarks/weights.py: what its own loader and a copy of memory take in its own process, as limits."""
+"""SGLang's side of benchmarks/weights.py: what its own loader and a copy of memory take in its own process,
+as limits."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ _processor_s: list[float] = []  # of each of megarl's commands so far, in the sc
 
 
 class PlanningSeconds(NamedTuple):
-    """Processor seconds. own: of SGLang's own loading of all tensors; first: of the first plan of where they go; later, after_sleep: of
-    making ready for a push with the same tensors; checksums: of reading all of them back."""
+    """Processor seconds. own: of SGLang's own loading of all tensors; first: of the first plan of where they
+    go; later, after_sleep: of making ready for a push with the same tensors; checksums: of reading all of
+    them back."""
 
     own: float
     first: float
@@ -56,7 +58,10 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     copied_s = time.perf_counter()
     copied_processor_s = time.process_time()
     model.load_weights(_tensors)
-    _answer(message, [copied_s - start_s, time.perf_counter() - copied_s, time.process_time() - copied_processor_s])
+    _answer(
+        message,
+        [copied_s - start_s, time.perf_counter() - copied_s, time.process_time() - copied_processor_s],
+    )
 
 
 def _answer(message: dict[str, Any], result: list[float]) -> None:
@@ -75,8 +80,8 @@ def build_measured_engine(spec: RolloutEngineSpec) -> Any:
 class MeasuredWorker(RolloutWorker):
     @register()
     def limits(self, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[float, float]:
-        """Seconds of a copy of all weights' bytes, and of SGLang's own loading of them, both in its process. Its weights are void
-        afterwards."""
+        """Seconds of a copy of all weights' bytes, and of SGLang's own loading of them, both in its process.
+        Its weights are void afterwards."""
         engine: Any = self._engine
         with engine._paused():
             [(copy_s, load_s, _)] = engine._loader._ask("own_loading", shapes=shapes)

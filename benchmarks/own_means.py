@@ -1,4 +1,5 @@
-"""The trainer's side of benchmarks/weights.py: what the means of a transport take by themselves for as many bytes, as limits."""
+"""The trainer's side of benchmarks/weights.py: what the means of a transport take by themselves for as many
+bytes, as limits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from megarl.workers.megatron import MegatronWorker
 
 
 def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) -> float:
-    """Of one of two members: bytes that nobody fills or reads go from rank 0 to rank 1, from two buffers that take turns."""
+    """Of one of two members: bytes that nobody fills or reads go from rank 0 to rank 1, from two buffers that
+    take turns."""
     buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def start(number: int, length: int) -> PendingMessages:
@@ -39,7 +41,8 @@ def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) 
 
 
 def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
-    """Of a file that is written and read in buckets, as far as the system's cache of files; it is not forced onto the disk."""
+    """Of a file that is written and read in buckets, as far as the system's cache of files; it is not forced
+    onto the disk."""
     folder.mkdir(exist_ok=True)
     buffer = memoryview(bytearray(bucket_bytes))
     path = folder / "bytes"
@@ -49,7 +52,11 @@ def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
             _all(os.write, file.fileno(), buffer[: min(bucket_bytes, nbytes - position)])
     with path.open("rb", buffering=0) as file:
         for position in range(0, nbytes, bucket_bytes):
-            _all(lambda descriptor, rest: os.readv(descriptor, [rest]), file.fileno(), buffer[: min(bucket_bytes, nbytes - position)])
+            _all(
+                lambda descriptor, rest: os.readv(descriptor, [rest]),
+                file.fileno(),
+                buffer[: min(bucket_bytes, nbytes - position)],
+            )
     seconds = time.perf_counter() - start_s
     path.unlink()
     return seconds

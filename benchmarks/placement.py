@@ -1,10 +1,12 @@
 """What a placement gains: the critic's update beside the actor's, in every placement.
 
-For each placement one run is started: actor, reference and critic of one rank each, a rollout of one engine, and one batch is made with
-it. Then the two updates are made, each alone and both together, in turns, `--repeats` times; the fastest of each counts. Times are read
-from the timeline, from the first start to the last end of what the two roles' processes did, with all moves of state that the placement
-asks for. The ratio is together / (critic alone + actor alone): below 0.7 where the two have devices of their own and there is a core for
-each, 1 or above where they take turns. Overlap: how long both updates were under way at the same time, as a share of the shorter one.
+For each placement one run is started: actor, reference and critic of one rank each, a rollout of one engine,
+and one batch is made with it. Then the two updates are made, each alone and both together, in turns,
+`--repeats` times; the fastest of each counts. Times are read from the timeline, from the first start to the
+last end of what the two roles' processes did, with all moves of state that the placement asks for. The ratio
+is together / (critic alone + actor alone): below 0.7 where the two have devices of their own and there is a
+core for each, 1 or above where they take turns. Overlap: how long both updates were under way at the same
+time, as a share of the shorter one.
 
 Then the plan for a cluster of 64 nodes x 8 devices is made, which must take less than a second.
 """
@@ -107,15 +109,21 @@ def configuration(folder: Path, strategy: PlacementStrategy, rows: int, length: 
     custom = CUSTOM if strategy is PlacementStrategy.custom else {}
     return PPOConfig(
         model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
-        data=DataConfig(train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=length),
+        data=DataConfig(
+            train_files=[str(folder / "train.parquet")], max_prompt_length=8, max_response_length=length
+        ),
         actor=ActorConfig(micro_batch=micro_batch, optim=OptimConfig(lr=1e-6)),
         critic=CriticConfig(micro_batch=micro_batch, optim=OptimConfig(lr=1e-6)),
         reference=ReferenceConfig(micro_batch=micro_batch),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1),
+        reward=RewardConfig(
+            functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], num_processes=1
+        ),
         rollout=RolloutConfig(n=2),
         resharding=ReshardingConfig(verify=Verify.off),
         placement=PlacementConfig(strategy=strategy, **custom),  # type: ignore[arg-type]
-        trainer=TrainerConfig(prompts_per_step=rows // 2, total_steps=1000, output_dir=str(folder / "output")),
+        trainer=TrainerConfig(
+            prompts_per_step=rows // 2, total_steps=1000, output_dir=str(folder / "output")
+        ),
         device=Device.cpu,
     )
 
@@ -129,10 +137,16 @@ def started(config: PPOConfig):  # type: ignore[no-untyped-def]
     start_ray(num_cpus=plan.num_cpus, object_store_mb=256)
     try:
         pools = ResourcePoolManager(
-            plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts, nodes=plan.nodes
+            plan.process_on_nodes,
+            plan.role_pools,
+            use_gpu=False,
+            max_colocate_counts=plan.colocate_counts,
+            nodes=plan.nodes,
         )
         pools.create_resource_pool()
-        rules = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=config.data.max_response_length)
+        rules = TokenRules(
+            pad_token_id=0, stop_token_ids=(), max_response_length=config.data.max_response_length
+        )
         models = dict.fromkeys(("actor", "reference", "critic"), architecture)
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         data = PromptDataset(config.data.train_files, tokenizer, config.data)
@@ -149,7 +163,9 @@ def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataPr
         scores.append(roles.reference.log_probs(batch))
     if roles.critic:
         scores.append(roles.critic.values(batch))
-    return AdvantageStep(config.algorithm, max_response_length=config.data.max_response_length)(batch.union(*scores))[0]
+    return AdvantageStep(config.algorithm, max_response_length=config.data.max_response_length)(
+        batch.union(*scores)
+    )[0]
 
 
 def on_the_timeline(roles: PPORoles, action: Callable[[], object]) -> list[Span]:
@@ -174,7 +190,8 @@ def duration(spans: Sequence[Span]) -> float:
 def overlap(spans: Sequence[Span]) -> float:
     """Of the two updates, as a share of the shorter one."""
     (critic_start_s, critic_end_s), (actor_start_s, actor_end_s) = (
-        extent([span for span in spans if phases_by_call().get((span.role, span.name)) == name]) for name in UPDATES
+        extent([span for span in spans if phases_by_call().get((span.role, span.name)) == name])
+        for name in UPDATES
     )
     both_s = min(critic_end_s, actor_end_s) - max(critic_start_s, actor_start_s)
     return max(0.0, both_s) / min(critic_end_s - critic_start_s, actor_end_s - actor_start_s)
@@ -209,7 +226,9 @@ def large_plan() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
@@ -231,7 +250,10 @@ def main() -> int:
             seconds = f"{times.critic:.2f} | {times.actor:.2f} | {times.together:.2f}"
             print(f"| {name} | {seconds} | {times.ratio:.2f} | {times.overlap:.0%} | {planned} |", flush=True)
     plan_s = large_plan()
-    print(f"\nthe plan for 64 nodes x 8 devices: {plan_s:.3f} s, {plan_s / PLAN_LIMIT_S:.3f} of what it may take")
+    print(
+        f"\nthe plan for 64 nodes x 8 devices: {plan_s:.3f} s, {plan_s / PLAN_LIMIT_S:.3f} of what it may "
+        f"take"
+    )
     return int(missed or plan_s >= PLAN_LIMIT_S)
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.report [--steps 500] [--samples 5000] [--tokens 128]
 
-Makes a folder as a run of that many steps leaves it: 80 metrics, samples of 50 steps, whose tokens are as frequent as words are, a
-timeline of 17 spans a step. Then it writes the page, opens it in Chromium (`apt-get install chromium chromium-driver`), and prints the
-seconds until the curves are there, and from there to the table of samples. The targets are 20 MB and 3 s.
+Makes a folder as a run of that many steps leaves it: 80 metrics, samples of 50 steps, whose tokens are as
+frequent as words are, a timeline of 17 spans a step. Then it writes the page, opens it in Chromium (`apt-get
+install chromium chromium-driver`), and prints the seconds until the curves are there, and from there to the
+table of samples. The targets are 20 MB and 3 s.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ LARGEST_MB = 20
 LONGEST_S = 3
 
 
-def make_run(folder: Path, num_steps: int, num_samples: int, num_tokens: int, num_files: int = NUM_FILES, seed: int = 0) -> None:
+def make_run(
+    folder: Path, num_steps: int, num_samples: int, num_tokens: int, num_files: int = NUM_FILES, seed: int = 0
+) -> None:
     """num_samples: over all files of samples, with `num_tokens` each."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
@@ -48,21 +51,46 @@ def make_run(folder: Path, num_steps: int, num_samples: int, num_tokens: int, nu
     with (folder / METRICS_FILE).open("w") as lines:
         for step in range(num_steps):
             lines.write(
-                json.dumps({"step": step + 1, **dict(zip(names, curves[step].tolist(), strict=True)), "timing_s/step": 60.0}) + "\n"
+                json.dumps(
+                    {
+                        "step": step + 1,
+                        **dict(zip(names, curves[step].tolist(), strict=True)),
+                        "timing_s/step": 60.0,
+                    }
+                )
+                + "\n"
             )
-    row = {"uid": "7", "data_source": "words", "response": "x", "ground_truth": "y", "extra_info": {}, "score": 0.0}
+    row = {
+        "uid": "7",
+        "data_source": "words",
+        "response": "x",
+        "ground_truth": "y",
+        "extra_info": {},
+        "score": 0.0,
+    }
     (folder / GENERATIONS_FILE).write_text(
-        "".join(json.dumps({"step": step, **row}) + "\n" for step in range(0, num_steps, 100) for _ in range(8))
+        "".join(
+            json.dumps({"step": step, **row}) + "\n" for step in range(0, num_steps, 100) for _ in range(8)
+        )
     )
     (folder / SUMMARY_FILE).write_text(
-        json.dumps({"validation": {"before": 0.25, "after": 0.75}, "steps": num_steps, "seconds": 60 * num_steps})
+        json.dumps(
+            {"validation": {"before": 0.25, "after": 0.75}, "steps": num_steps, "seconds": 60 * num_steps}
+        )
     )
     _timeline(folder, num_steps)
-    vocabulary = [" " + LETTERS[number % 26] * (number % 3) + LETTERS[number // 26 % 26] + str(number) for number in range(VOCABULARY)]
+    vocabulary = [
+        " " + LETTERS[number % 26] * (number % 3) + LETTERS[number // 26 % 26] + str(number)
+        for number in range(VOCABULARY)
+    ]
     writer = SampleWriter(folder)
     steps = np.unique(np.linspace(1, num_steps, num_files).round().astype(int)).tolist()
     for step in steps:
-        writer.write(step, lambda step=step: _samples(step, num_samples // len(steps), num_tokens, vocabulary, generator), 2**40)  # type: ignore[misc]
+        writer.write(
+            step,
+            lambda step=step: _samples(step, num_samples // len(steps), num_tokens, vocabulary, generator),  # type: ignore[misc]
+            2**40,
+        )
     writer.close()
 
 
@@ -72,12 +100,23 @@ def _timeline(folder: Path, num_steps: int) -> None:
         spans = [Span("driver", "driver", 0, "step", 60.0 * step, 60.0 * step + 59)]
         for rank in range(8):
             for number, name in enumerate(("log_probs", "update")):
-                spans.append(Span("actor", "actor", rank, name, 60.0 * step + 20 * number + 10, 60.0 * step + 20 * number + 28 + rank / 10))
+                spans.append(
+                    Span(
+                        "actor",
+                        "actor",
+                        rank,
+                        name,
+                        60.0 * step + 20 * number + 10,
+                        60.0 * step + 20 * number + 28 + rank / 10,
+                    )
+                )
         timeline.add(spans, step)
     timeline.write()
 
 
-def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str], generator: np.random.Generator) -> SampleTable:
+def _samples(
+    step: int, num_samples: int, num_tokens: int, vocabulary: list[str], generator: np.random.Generator
+) -> SampleTable:
     lengths = [num_tokens] * num_samples
     total = num_samples * num_tokens
     ids = np.minimum(generator.zipf(1.3, total), VOCABULARY - 1).astype(np.int32)  # frequencies as of words
@@ -85,7 +124,8 @@ def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str]
     gaps = generator.normal(0, 0.005, total)
     advantages = np.repeat(generator.normal(size=num_samples), num_tokens)
     prompts = [
-        f"<|user|>question {step}.{number // SAMPLES_PER_PROMPT}: {'what is it? ' * 30}<|assistant|>" for number in range(num_samples)
+        f"<|user|>question {step}.{number // SAMPLES_PER_PROMPT}: {'what is it? ' * 30}<|assistant|>"
+        for number in range(num_samples)
     ]
     columns = {
         "step": [step] * num_samples,
@@ -93,7 +133,10 @@ def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str]
         "data_source": ["words"] * num_samples,
         "prompt": prompts,
         "prompt_ids": list_column([1] * num_samples, np.zeros(num_samples, np.int32), pa.int32()),
-        "response": ["".join(vocabulary[number] for number in row) for row in ids.reshape(num_samples, num_tokens).tolist()],
+        "response": [
+            "".join(vocabulary[number] for number in row)
+            for row in ids.reshape(num_samples, num_tokens).tolist()
+        ],
         "response_ids": list_column(lengths, ids, pa.int32()),
         "ground_truth": ["42"] * num_samples,
         "score": (generator.random(num_samples) < 0.5).astype(float),
@@ -109,12 +152,18 @@ def _samples(step: int, num_samples: int, num_tokens: int, vocabulary: list[str]
         "finish_reason": ["stop"] * num_samples,
         **dict.fromkeys(OF_EPISODES, pa.nulls(num_samples)),
     }
-    rows = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
-    return SampleTable(rows, {number: vocabulary[number] for number in np.unique(ids).tolist()}, ["compute_score"])
+    rows = pa.table(
+        {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
+    )
+    return SampleTable(
+        rows, {number: vocabulary[number] for number in np.unique(ids).tolist()}, ["compute_score"]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("steps", 500), ("samples", 5000), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
@@ -122,13 +171,18 @@ def main() -> int:
         folder = Path(scratch) / "run"
         make_run(folder, given.steps, given.samples, given.tokens)
         nbytes = sum(path.stat().st_size for path in sample_files(folder).values())
-        print(f"samples on the disk: {nbytes / 1e6:.1f} MB, {nbytes / given.samples / given.tokens:.1f} bytes a token")
+        print(
+            f"samples on the disk: {nbytes / 1e6:.1f} MB, {nbytes / given.samples / given.tokens:.1f} bytes "
+            f"a token"
+        )
         start_s = time.perf_counter()
         if status := megarl(["report", str(folder)]):
             return status
         page = folder / REPORT_FILE
         size_mb = page.stat().st_size / 1e6
-        print(f"written in {time.perf_counter() - start_s:.1f} s; {size_mb:.1f} MB, target below {LARGEST_MB}")
+        print(
+            f"written in {time.perf_counter() - start_s:.1f} s; {size_mb:.1f} MB, target below {LARGEST_MB}"
+        )
         opened_s = _open(page)
     return 0 if size_mb < LARGEST_MB and opened_s < LONGEST_S else 1
 
@@ -143,7 +197,10 @@ def _open(page: Path) -> float:
         opened_s = time.perf_counter() - start_s
         chromium.execute_script("location.hash = 'samples'")
         wait_for(chromium, "samples")
-        print(f"opened in {opened_s:.2f} s, target below {LONGEST_S}; the samples in {time.perf_counter() - start_s - opened_s:.2f} s more")
+        print(
+            f"opened in {opened_s:.2f} s, target below {LONGEST_S}; the samples in "
+            f"{time.perf_counter() - start_s - opened_s:.2f} s more"
+        )
     return opened_s
 
 

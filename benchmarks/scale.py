@@ -2,17 +2,20 @@
 
     python -m benchmarks.scale [--parts 64 16 4] [--of grpo ppo]
 
-The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, responses of log-normal length, in the mean 8,192 tokens and at
-most 32,768. Every size is a process of its own, in which the training loop makes two steps (`PPOTrainer.train_step`, with the real roles,
-advantages and metrics), of which the second counts: in the first a virtual machine is handed much of its memory by its host, which took
-fifteen times as long as using it. The first is shown beside it. What works in other processes stands still: samples and the answers of
-workers are there when they are asked for, in shared memory, as those of Ray's object store are; what is sent is serialised as Ray does it
-and copied there, into memory that is there already and not counted as the driver's (Ray takes its store's once, and what is freed in it
-goes to the next message). So what is measured is the driver's own work, in processor seconds of one thread, and its own memory (RssAnon)
-above that of before the steps, object store apart.
+The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, responses of log-normal length, in
+the mean 8,192 tokens and at most 32,768. Every size is a process of its own, in which the training loop makes
+two steps (`PPOTrainer.train_step`, with the real roles, advantages and metrics), of which the second counts:
+in the first a virtual machine is handed much of its memory by its host, which took fifteen times as long as
+using it. The first is shown beside it. What works in other processes stands still: samples and the answers of
+workers are there when they are asked for, in shared memory, as those of Ray's object store are; what is sent
+is serialised as Ray does it and copied there, into memory that is there already and not counted as the
+driver's (Ray takes its store's once, and what is freed in it goes to the next message). So what is measured
+is the driver's own work, in processor seconds of one thread, and its own memory (RssAnon) above that of
+before the steps, object store apart.
 
-sent / needed: the bytes of the messages to each role's replicas, over those of what it reads (int32 ids, float32 values, a prompt once for
-each replica that has a sample of it). The whole batch is extrapolated in a straight line from the two largest parts that were measured.
+sent / needed: the bytes of the messages to each role's replicas, over those of what it reads (int32 ids,
+float32 values, a prompt once for each replica that has a sample of it). The whole batch is extrapolated in a
+straight line from the two largest parts that were measured.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ class ObjectStore:
         self.away_s = before_s + time.process_time() - begin_s  # what was away within it is a part of it
 
     def array(self, count: int, dtype: Any) -> np.ndarray:
-        """Memory that is there: Ray takes a store's once, and what is freed in it goes to the next message."""
+        """Memory that is there: Ray takes a store's once, and what is freed in it goes to the next
+        message."""
         with self.elsewhere():
             size = max(1, count * np.dtype(dtype).itemsize)
             fits = [memory for memory in self._free if size <= len(memory) <= 2 * size]
@@ -149,7 +153,9 @@ class Group:
     def call(self, method: Any, parts: Sequence[DataProto] | DataProto, *arguments: Any) -> Ready:
         if isinstance(parts, DataProto):
             return self._scored(self._store.send(self._role, parts))
-        return Ready([self._answer(method.name, self._store.send(self._role, part), arguments) for part in parts])
+        return Ready(
+            [self._answer(method.name, self._store.send(self._role, part), arguments) for part in parts]
+        )
 
     def _answer(self, method: str, part: DataProto, arguments: Sequence[Any]) -> Any:
         with self._store.elsewhere():
@@ -158,7 +164,9 @@ class Group:
                 return DataProto.from_dict({"values": self._store.like(responses)})
             scores = DataProto.from_dict({"log_probs": self._store.like(responses)})
             if method == "log_probs":
-                return scores.union(DataProto.from_dict({key: self._store.like(responses) for key in arguments[0]}))
+                return scores.union(
+                    DataProto.from_dict({key: self._store.like(responses) for key in arguments[0]})
+                )
             metrics = {"loss": Metric.sum(0.0)}
             entropy = DataProto.from_dict({"entropy": self._store.like(responses)})
             return ScoredUpdate(metrics, scores.union(entropy)) if method == "update_scored" else metrics
@@ -230,15 +238,42 @@ def make_prompts(num_prompts: int) -> DataProto:
 
 
 def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPOTrainer:
-    overrides = [f"algorithm={algorithm}", f"rollout.n={NUM_SAMPLES}", f"data.max_response_length={MOST_TOKENS}"]
+    overrides = [
+        f"algorithm={algorithm}",
+        f"rollout.n={NUM_SAMPLES}",
+        f"data.max_response_length={MOST_TOKENS}",
+    ]
     config = load_config(PPOConfig, str(_CONFIG), [*overrides, "tracking.samples_every_steps=0"])
     parallel = ParallelConfig(data_parallel_size=REPLICAS)
     micro_batch = MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     roles = PPORoles(
-        actor=Actor(Group(store, "actor"), parallel, micro_batch, None, updates, algorithm=config.algorithm, share_prompts=True),  # type: ignore[arg-type]
-        scorers={"reference": Scorer(role_named("reference"), Group(store, "reference"), parallel, micro_batch, share_prompts=True)},  # type: ignore[arg-type]
-        critic=Critic(Group(store, "critic"), parallel, micro_batch, updates, config.algorithm.value_loss, share_prompts=True)  # type: ignore[arg-type]
+        actor=Actor(
+            Group(store, "actor"),  # type: ignore[arg-type]
+            parallel,
+            micro_batch,
+            None,  # type: ignore[arg-type]
+            updates,
+            algorithm=config.algorithm,
+            share_prompts=True,
+        ),
+        scorers={
+            "reference": Scorer(
+                role_named("reference"),
+                Group(store, "reference"),  # type: ignore[arg-type]
+                parallel,
+                micro_batch,
+                share_prompts=True,
+            )
+        },
+        critic=Critic(
+            Group(store, "critic"),  # type: ignore[arg-type]
+            parallel,
+            micro_batch,
+            updates,
+            config.algorithm.value_loss,
+            share_prompts=True,
+        )
         if algorithm == "ppo"
         else ABSENT,
         rollout=Generating(store, lengths),  # type: ignore[arg-type]
@@ -268,7 +303,9 @@ class Peak:
 
     @staticmethod
     def _now() -> int:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        line = next(
+            line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
+        )
         return int(line.split()[1]) * 1024
 
 
@@ -300,22 +337,33 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
     """Prints the table; the limits that are missed."""
     missed = []
     results = []
-    print(f"{algorithm}: {'samples':>9} {'tokens, M':>10} {'driver, s':>10} {'first step':>11} {'memory, GB':>11}  sent / needed")
+    print(
+        f"{algorithm}: {'samples':>9} {'tokens, M':>10} {'driver, s':>10} {'first step':>11} "
+        f"{'memory, GB':>11}  sent / needed"
+    )
     for part in parts:
         command = [sys.executable, "-m", "benchmarks.scale", "--measure", algorithm, str(part)]
-        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        result = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+        )
         results.append(result)
         sent = ", ".join(f"{role} {ratio:.3f}" for role, ratio in result["sent"].items())
         size = f"{NUM_PROMPTS * NUM_SAMPLES // part:>{len(algorithm) + 11}} {result['tokens'] / 1e6:>10.1f}"
-        print(f"{size} {result['seconds']:>10.2f} {result['first']:>11.2f} {result['gb']:>11.2f}  {sent}", flush=True)
-        missed += [f"{algorithm}: bytes to the {role}" for role, ratio in result["sent"].items() if ratio > MOST_SENT]
+        print(
+            f"{size} {result['seconds']:>10.2f} {result['first']:>11.2f} {result['gb']:>11.2f}  {sent}",
+            flush=True,
+        )
+        missed += [
+            f"{algorithm}: bytes to the {role}" for role, ratio in result["sent"].items() if ratio > MOST_SENT
+        ]
     if parts[-1] == 1:
         seconds = results[-1]["seconds"]
         size_gb = results[-1]["gb"]
     else:
         (before, last), tokens = results[-2:], int(response_lengths(NUM_PROMPTS * NUM_SAMPLES).sum())
         seconds, size_gb = (
-            last[key] + (last[key] - before[key]) / (last["tokens"] - before["tokens"]) * (tokens - last["tokens"])
+            last[key]
+            + (last[key] - before[key]) / (last["tokens"] - before["tokens"]) * (tokens - last["tokens"])
             for key in ("seconds", "gb")
         )
     limits = (("driver, s", seconds, LONGEST_S), ("memory, GB", size_gb, LARGEST_GB[algorithm]))
@@ -328,8 +376,16 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
 
 def main() -> int:
     """Returns 1 when a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=int, nargs="+", default=[64, 16, 4], help="of the batch, the largest last; 1: all of it (30 GB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts",
+        type=int,
+        nargs="+",
+        default=[64, 16, 4],
+        help="of the batch, the largest last; 1: all of it (30 GB)",
+    )
     parser.add_argument("--of", choices=list(LARGEST_GB), nargs="+", default=list(LARGEST_GB))
     parser.add_argument("--measure", nargs=2, metavar=("ALGORITHM", "PART"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,5 +1,6 @@
-"""The schedule of asynchronous training with real Ray processes: engines that sleep for as long as their samples take, and a trainer that
-sleeps too, beside the same in virtual time. Sleeping takes no processor, so that any machine will do.
+"""The schedule of asynchronous training with real Ray processes: engines that sleep for as long as their
+samples take, and a trainer that sleeps too, beside the same in virtual time. Sleeping takes no processor, so
+that any machine will do.
 
 python -m benchmarks.sleeping_rollout [--steps 8]
 """
@@ -61,7 +62,9 @@ SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, 
 
 def length_of(request: GenerationRequest) -> int:
     """Tokens of the sample: log-normal, by the number of its prompt and its seed."""
-    of_prompt, own = (np.random.default_rng(seed).normal() for seed in (request.prompt[0], request.sampling.seed))
+    of_prompt, own = (
+        np.random.default_rng(seed).normal() for seed in (request.prompt[0], request.sampling.seed)
+    )
     spread = WITHIN_PROMPT**0.5 * of_prompt + (1 - WITHIN_PROMPT) ** 0.5 * own
     return max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * spread))))
 
@@ -98,13 +101,22 @@ class SleepingEngine(RolloutEngine):
     def _sample(self, one: _Writing) -> Sample:
         assert self._version is not None
         spans = (*one.spans, VersionSpan(self._version, one.length))
-        return Sample(np.full(one.length, 5, dtype=np.int32), np.full(one.length, -1.0, dtype=np.float32), "length", spans)
+        return Sample(
+            np.full(one.length, 5, dtype=np.int32),
+            np.full(one.length, -1.0, dtype=np.float32),
+            "length",
+            spans,
+        )
 
     def interrupt(self) -> None:
         self._word.set()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        self._writing = {number: one for number, one in self._writing.items() if request_ids is not None and number not in request_ids}
+        self._writing = {
+            number: one
+            for number, one in self._writing.items()
+            if request_ids is not None and number not in request_ids
+        }
 
     def begin_weight_update(self, manifest: Manifest) -> None:
         self._update_s = time.monotonic()
@@ -154,7 +166,12 @@ class _Stamp:
     """Pushes weights that there are not."""
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[None, dict[int, Exception]]:
-        gather(*(replica.call_rank(0, RolloutWorker.load_folder, "", {}, version) for replica in replicas.values()))
+        gather(
+            *(
+                replica.call_rank(0, RolloutWorker.load_folder, "", {}, version)
+                for replica in replicas.values()
+            )
+        )
         return None, {}
 
 
@@ -191,20 +208,41 @@ class Real(NamedTuple):
 @contextmanager
 def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
     pool = RayResourcePool([ENGINES], use_gpu=False, name="rollout")
-    replicas = Replicas([ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600)
+    replicas = Replicas(
+        [ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600
+    )
     weights = RolloutWeights(_Stamp(), replicas, OffloadSchedule())
     limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
     try:
-        yield Rollout(replicas, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST), limits, 0), weights
+        yield (
+            Rollout(
+                replicas,
+                weights,
+                TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST),
+                limits,
+                0,
+            ),
+            weights,
+        )
     finally:
         replicas.shutdown()
         pool.release()
 
 
-def run(rollout: Rollout, weights: RolloutWeights, steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> Real:
-    """The trainer's loop, with sleep in the place of the roles that train. Those without a max_staleness come first."""
+def run(
+    rollout: Rollout,
+    weights: RolloutWeights,
+    steps: int,
+    training_s: float,
+    max_staleness: int,
+    on_update: OnUpdate,
+) -> Real:
+    """The trainer's loop, with sleep in the place of the roles that train. Those without a max_staleness come
+    first."""
     loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
-    async_rollout = _async(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
+    async_rollout = (
+        _async(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
+    )
     weights.push()
     waiting_s = 0.0
     lengths = []
@@ -224,7 +262,12 @@ def run(rollout: Rollout, weights: RolloutWeights, steps: int, training_s: float
 
 
 def _async(
-    rollout: Rollout, weights: RolloutWeights, loader: BatchLoader, steps: int, max_staleness: int, on_update: OnUpdate
+    rollout: Rollout,
+    weights: RolloutWeights,
+    loader: BatchLoader,
+    steps: int,
+    max_staleness: int,
+    on_update: OnUpdate,
 ) -> AsyncRollout:
     make_staleness: Callable[[int], StalenessController] = partial(
         lambda version: StalenessController(
@@ -236,10 +279,14 @@ def _async(
             step_pushes=lambda step: True,
         )
     )
-    return AsyncRollout(rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness)
+    return AsyncRollout(
+        rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness
+    )
 
 
-def virtual(lengths: list[list[int]], steps: int, training_s: float, max_staleness: int, on_update: OnUpdate) -> SimulatedRun:
+def virtual(
+    lengths: list[list[int]], steps: int, training_s: float, max_staleness: int, on_update: OnUpdate
+) -> SimulatedRun:
     script = Script(
         lengths=lengths,
         prompts_per_step=PROMPTS,
@@ -269,8 +316,13 @@ def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
     tokens = sum(map(sum, first.lengths))
     training_s = tokens / steps / (ENGINES * SLOTS) * TOKEN_S  # as long as all slots need, always in use
     mean = tokens / steps / PROMPTS / SAMPLES
-    print(f"{steps} steps of {PROMPTS} x {SAMPLES} samples, {mean:.0f} tokens each; training {training_s:.2f} s")
-    print("max_staleness  on_update   step, s: real   virtual   apart   steps per time: real   virtual   trainer waits: real   virtual")
+    print(
+        f"{steps} steps of {PROMPTS} x {SAMPLES} samples, {mean:.0f} tokens each; training {training_s:.2f} s"
+    )
+    print(
+        "max_staleness  on_update   step, s: real   virtual   apart   steps per time: real   virtual   "
+        "trainer waits: real   virtual"
+    )
     synchronous: tuple[float, float] | None = None
     for max_staleness, on_update in SCHEDULES:
         real = run(rollout, weights, steps, training_s, max_staleness, on_update)
@@ -280,10 +332,16 @@ def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
         update = on_update.value if max_staleness else "-"
         times = f"{real.step_s:13.2f}  {simulated.step_s:8.2f}  {real.step_s / simulated.step_s - 1:6.1%}"
         gains = f"{synchronous[0] / real.step_s:19.2f}x  {synchronous[1] / simulated.step_s:7.2f}x"
-        print(f"{max_staleness:13}  {update:9}  {times}  {gains}  {real.waiting:18.0%}  {simulated.waiting:8.0%}", flush=True)
+        print(
+            f"{max_staleness:13}  {update:9}  {times}  {gains}  {real.waiting:18.0%}  "
+            f"{simulated.waiting:8.0%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8, help="of each schedule")
     main(parser.parse_args().steps)

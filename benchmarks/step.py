@@ -1,16 +1,18 @@
 """How long a whole step of GRPO takes, beside TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: 20 minutes
-    python -m benchmarks.step --quick      # one micro-batch and one repeat of each
+    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats
+    in turns: 20 minutes python -m benchmarks.step --quick      # one micro-batch and one repeat of each
     python -m benchmarks.step --engine sglang
 
-Work: a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62 tokens each, KL of 0.001 in the
-loss (k3), one update, no gradient checkpointing, the loss `sequence_mean_token_mean`, which TRL calls `grpo`; two threads a process on both
-sides. A contestant is a process of its own that makes one step for warming up, and then those that count.
+Work: a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62
+tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, the loss
+`sequence_mean_token_mean`, which TRL calls `grpo`; two threads a process on both sides. A contestant is a
+process of its own that makes one step for warming up, and then those that count.
 
-Printed are seconds of a step on the clock and on the processor, of which the ratio on the processor is what counts on a busy machine, and
-where they go. The target is 1.5, with the hf engine, on the clock. TRL is installed into an environment of its own in a cache folder, on
-top of this one: the same torch and transformers.
+Printed are seconds of a step on the clock and on the processor, of which the ratio on the processor is what
+counts on a busy machine, and where they go. The target is 1.5, with the hf engine, on the clock. TRL is
+installed into an environment of its own in a cache folder, on top of this one: the same torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ REPEATS = 3
 TARGET = 1.5
 ROWS = (8, 16, 32, 64)  # of TRL's micro-batches
 TOKENS = (1024, 2048, 4096, 8192)  # of megarl's
-_TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+_TEMPLATE = (
+    "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<model>{% endif %}"
+)
 _REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("7") / 62
@@ -71,7 +76,9 @@ def save_inputs(folder: Path) -> None:
     torch.manual_seed(0)
     words = ["<pad>", "<end>", "<user>", "<model>", *ascii_lowercase]
     words += [f"<{number}>" for number in range(VOCABULARY - len(words))]  # which only the model writes
-    vocabulary = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    vocabulary = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+    )
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z0-9]+>|."), "isolated")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=vocabulary,
@@ -88,8 +95,15 @@ def save_inputs(folder: Path) -> None:
     rows = []
     for number in range(PROMPTS * (STEPS + 2)):
         length = int(torch.randint(*PROMPT_LETTERS, (), generator=generator))
-        content = "".join(ascii_lowercase[letter] for letter in torch.randint(0, 26, (length,), generator=generator).tolist())
-        row = {"prompt": [{"role": "user", "content": content}], "data_source": "words", "extra_info": {"index": number}}
+        content = "".join(
+            ascii_lowercase[letter]
+            for letter in torch.randint(0, 26, (length,), generator=generator).tolist()
+        )
+        row = {
+            "prompt": [{"role": "user", "content": content}],
+            "data_source": "words",
+            "extra_info": {"index": number},
+        }
         rows.append({**row, "reward_model": {"style": "rule", "ground_truth": "7"}})
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(_REWARD)
@@ -104,7 +118,11 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
         "kind": "ppo",
         "algorithm": "grpo",
         "model": {"path": str(inputs / "policy"), "dtype": "float32"},
-        "data": {"train_files": [str(inputs / "train.parquet")], "max_prompt_length": 80, "max_response_length": RESPONSE_TOKENS},
+        "data": {
+            "train_files": [str(inputs / "train.parquet")],
+            "max_prompt_length": 80,
+            "max_response_length": RESPONSE_TOKENS,
+        },
         "actor": {"micro_batch": micro_batch, "optim": {"lr": 1e-6}},
         "reference": {"micro_batch": micro_batch},
         "rollout": {"n": SAMPLES, "engine": engine, "max_concurrency": PROMPTS * SAMPLES},
@@ -129,7 +147,11 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
             raise RuntimeError(f"megarl train ended with status {process.returncode}")
         metrics = [json.loads(line) for line in lines.read_text().splitlines()]
     return [
-        Step(line["timing_s/step"], after - before, {name: line.get(f"timing_s/{name}", 0.0) for name in _PHASES})
+        Step(
+            line["timing_s/step"],
+            after - before,
+            {name: line.get(f"timing_s/{name}", 0.0) for name in _PHASES},
+        )
         for line, before, after in zip(metrics[1:], cpu_s, cpu_s[1:], strict=False)
     ]
 
@@ -157,23 +179,41 @@ def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
 
 def trl_python() -> Path:
     """The interpreter that has TRL beside what this one has; made where it is not there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "megarl", "benchmarks", TRL.replace("==", "-"))
+    folder = Path(
+        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"),
+        "megarl",
+        "benchmarks",
+        TRL.replace("==", "-"),
+    )
     python = folder / "bin" / "python"
     ready = folder / "ready"
     if not ready.exists():
         venv.create(folder, with_pip=True, clear=True)
     (site,) = folder.glob("lib/python*/site-packages")
     own = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "beside.pth").write_text("\n".join(own) + "\n")  # each time, as it may have been made beside another one
+    # each time, as it may have been made beside another one
+    (site / "beside.pth").write_text("\n".join(own) + "\n")
     if not ready.exists():
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True
+        )
         ready.touch()
     return python
 
 
 def trl_steps(inputs: Path, rows: int) -> list[Step]:
-    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": "", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    command: list[str | Path] = [trl_python(), Path(__file__).with_name("step_of_trl.py"), inputs, str(rows), str(STEPS)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(THREADS),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    command: list[str | Path] = [
+        trl_python(),
+        Path(__file__).with_name("step_of_trl.py"),
+        inputs,
+        str(rows),
+        str(STEPS),
+    ]
     answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [Step(*step) for step in json.loads(answer.splitlines()[-1])]
 
@@ -183,12 +223,16 @@ def trl_steps(inputs: Path, rows: int) -> list[Step]:
 
 def best(sizes: Sequence[int], steps_of: Callable[[int], list[Step]]) -> int:
     """The size whose steps take the least processor time."""
-    return sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: min(step.cpu for step in steps_of(size)))
+    return (
+        sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: min(step.cpu for step in steps_of(size)))
+    )
 
 
 def main() -> int:
     """Returns 1 when the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--engine", choices=["hf", "sglang"], default="hf")
     arguments = parser.parse_args()
@@ -196,7 +240,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_inputs(inputs := Path(folder))
         sides: dict[str, tuple[Sequence[int], Callable[[int], list[Step]]]] = {
-            "megarl": (TOKENS[2:3] if arguments.quick else TOKENS, lambda size: megarl_steps(inputs, size, arguments.engine)),
+            "megarl": (
+                TOKENS[2:3] if arguments.quick else TOKENS,
+                lambda size: megarl_steps(inputs, size, arguments.engine),
+            ),
             "TRL": (ROWS[2:3] if arguments.quick else ROWS, lambda size: trl_steps(inputs, size)),
         }
         sizes = {name: best(*side) for name, side in sides.items()}
@@ -205,16 +252,26 @@ def main() -> int:
             for name, (_, steps_of) in sides.items():
                 steps[name] += steps_of(sizes[name])
     fastest = {name: Step(min(s.wall for s in of), min(s.cpu for s in of), {}) for name, of in steps.items()}
-    table = Table("", "micro-batch", "s a step", "processor s", "where, s on the clock", title=f"{PROMPTS} x {SAMPLES} samples")
+    table = Table(
+        "",
+        "micro-batch",
+        "s a step",
+        "processor s",
+        "where, s on the clock",
+        title=f"{PROMPTS} x {SAMPLES} samples",
+    )
     for name, of in steps.items():
         parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
-        table.add_row(name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts)
+        table.add_row(
+            name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts
+        )
     console.print(table)
     wall = fastest["TRL"].wall / fastest["megarl"].wall
     cpu = fastest["TRL"].cpu / fastest["megarl"].cpu
     load = os.getloadavg()[0]
     console.print(
-        f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, target {TARGET}; load {load:.1f}"
+        f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, "
+        f"target {TARGET}; load {load:.1f}"
     )
     return 0 if wall >= TARGET or arguments.engine != "hf" else 1
 

@@ -1,4 +1,5 @@
-"""TRL's side of step.py, in TRL's own environment, where megarl is not: the seconds of each step, as JSON in the last line.
+"""TRL's side of step.py, in TRL's own environment, where megarl is not: the seconds of each step, as JSON in
+the last line.
 
 python step_of_trl.py FOLDER ROWS_OF_A_MICRO_BATCH STEPS
 """
@@ -60,7 +61,9 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 def main(folder: str, rows: str, steps: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/policy", padding_side="left")
-    data = load_dataset("parquet", data_files=f"{folder}/train.parquet", split="train").select_columns(["prompt"])
+    data = load_dataset("parquet", data_files=f"{folder}/train.parquet", split="train").select_columns(
+        ["prompt"]
+    )
     clock = Clock()
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
@@ -93,7 +96,9 @@ def main(folder: str, rows: str, steps: str) -> None:
             callbacks=[clock],
         )
         clock.of(trainer, "_generate", "gen")
-        clock.of(trainer, "_get_per_token_logps_and_entropies", "ref", only=lambda: not torch.is_grad_enabled())
+        clock.of(
+            trainer, "_get_per_token_logps_and_entropies", "ref", only=lambda: not torch.is_grad_enabled()
+        )
         trainer.train()
     print(json.dumps(clock.steps[1:]))
 

@@ -1,29 +1,32 @@
 """How fast trained weights reach engines on this machine's CPU, beside limits measured in the same run.
 
-    python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
-    python benchmarks/weights.py --planning    # only where tensors go
+    python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder]
+    [--tensor-parallel 1 2] python benchmarks/weights.py --planning    # only where tensors go
 
-A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into one real SGLang
-engine by each transport, as a training step does: pause, receive, stamp, flush, resume; without verification. Measured are the
-fastest of several pushes, in turns with the limits, so that what else runs on the machine slows all of them.
+A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into
+one real SGLang engine by each transport, as a training step does: pause, receive, stamp, flush, resume;
+without verification. Measured are the fastest of several pushes, in turns with the limits, so that what else
+runs on the machine slows all of them.
 
 copy      of the same tensors to other memory, in SGLang's process
 own       SGLang's `model.load_weights` of the same tensors, when they are already in its process
-gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, which do nothing else
-files     writing and reading a file of as many bytes, by one process, as far as the system's cache of files
+gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's
+worker, which do nothing else files     writing and reading a file of as many bytes, by one process, as far as
+the system's cache of files
 
-`of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the transport's own means (gloo, files) for
-the others. Targets: half for `device` from a trainer of the same layout; for `group` seven tenths where the trainer's boxes are
-contiguous (TP1) and half where they must be packed (TP2: some are columns).
+`of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the transport's
+own means (gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for
+`group` seven tenths where the trainer's boxes are contiguous (TP1) and half where they must be packed (TP2:
+some are columns).
 
-Then one trainer rank pushes to 1, 2 and 4 engines of transformers by `group`, in turns: seconds for each byte sent, over those of one
-engine. The target is 1.3 at most.
+Then one trainer rank pushes to 1, 2 and 4 engines of transformers by `group`, in turns: seconds for each byte
+sent, over those of one engine. The target is 1.3 at most.
 
-Last, how long an SGLang engine takes to find out where the tensors of Qwen3-30B-A3B and Qwen3-235B-A22B go (engine_planning.py): 5
-processor seconds at most at the first push, and 0.2 at every later one.
+Last, how long an SGLang engine takes to find out where the tensors of Qwen3-30B-A3B and Qwen3-235B-A22B go
+(engine_planning.py): 5 processor seconds at most at the first push, and 0.2 at every later one.
 
-`extra` is the most memory that a trainer rank took for a push, as the kernel counts it, in buckets. Packing and waiting are shares of the
-push's time on the slowest trainer rank.
+`extra` is the most memory that a trainer rank took for a push, as the kernel counts it, in buckets. Packing
+and waiting are shares of the push's time on the slowest trainer rank.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 LIMITS = {Transport.device: ("copy", "own"), Transport.group: ("gloo",), Transport.folder: ("files",)}
-TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}  # by transport and tensor-parallel size
+# by transport and tensor-parallel size
+TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}
 MOST_PER_BYTE = 1.3  # with several engines, over one
 
 
@@ -94,13 +98,19 @@ def save_model(folder: Path) -> int:
 
 
 def start_group(name: str, world_size: int, worker: RayClassWithInitArgs) -> RoleGroup:
-    return RayWorkerGroup(RayResourcePool([world_size], use_gpu=False, name=name), worker, role=name, phase_time_limit_s=600)
+    return RayWorkerGroup(
+        RayResourcePool([world_size], use_gpu=False, name=name), worker, role=name, phase_time_limit_s=600
+    )
 
 
 def start_engine(folder: Path) -> RoleGroup:
     rollout = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=4)
-    spec = RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
-    return start_group("rollout", 1, RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec)))
+    spec = RolloutEngineSpec(
+        model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu
+    )
+    return start_group(
+        "rollout", 1, RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec))
+    )
 
 
 def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) -> WeightSource:
@@ -116,12 +126,23 @@ def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) ->
         device=Device.cpu,
         seed=0,
     )
-    group = start_group(f"trainer-tp{tensor_parallel_size}", tensor_parallel_size, RayClassWithInitArgs(MeasuredTrainer, spec))
-    return WeightSource(group=group, architecture=architecture, parallel=parallel, dtype=DType.float32, bucket_bytes=bucket_bytes)
+    group = start_group(
+        f"trainer-tp{tensor_parallel_size}", tensor_parallel_size, RayClassWithInitArgs(MeasuredTrainer, spec)
+    )
+    return WeightSource(
+        group=group,
+        architecture=architecture,
+        parallel=parallel,
+        dtype=DType.float32,
+        bucket_bytes=bucket_bytes,
+    )
 
 
-def measure_limits(engine: RoleGroup, source: WeightSource, transport: Transport, scratch: Path) -> dict[str, float]:
-    """Seconds, by the limits' names: those of memory, and that of the transport's own means. The engine's weights are void afterwards."""
+def measure_limits(
+    engine: RoleGroup, source: WeightSource, transport: Transport, scratch: Path
+) -> dict[str, float]:
+    """Seconds, by the limits' names: those of memory, and that of the transport's own means. The engine's
+    weights are void afterwards."""
     shapes = [(name, meta.shape) for name, meta in source.manifest.items()]
     nbytes = sum(prod(shape) for _, shape in shapes) * 4
     copy_s, own_s = engine.call_rank(0, MeasuredWorker.limits, shapes).get()
@@ -129,29 +150,40 @@ def measure_limits(engine: RoleGroup, source: WeightSource, transport: Transport
     if transport is Transport.group:
         point = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group).get()
         address = P2PAddress("limit", point.host, point.port, 2, point.backend, 60.0)
-        own = source.group.call_rank(0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes)
+        own = source.group.call_rank(
+            0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes
+        )
         engines = engine.call_rank(0, MeasuredWorker.messages_seconds, address, nbytes, source.bucket_bytes)
         limits["gloo"] = max(gather(own, engines))
     if transport is Transport.folder:
-        limits["files"] = source.group.call_rank(0, MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes).get()
+        limits["files"] = source.group.call_rank(
+            0, MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes
+        ).get()
     return limits
 
 
-def show(transport: Transport, size: int, report: PushReport, bucket_bytes: int, limits: dict[str, float]) -> bool:
+def show(
+    transport: Transport, size: int, report: PushReport, bucket_bytes: int, limits: dict[str, float]
+) -> bool:
     """Prints a line; returns whether the target is met, where there is one."""
     of_limit = max(limits[name] for name in LIMITS[transport]) / report.seconds
     target = TARGETS.get((transport, size), 0.0)
     speed = report.nbytes / 1e9 / report.seconds
-    stages = f"packing {report.packing_s / report.seconds:4.0%}  waiting {report.waiting_s / report.seconds:4.0%}"
+    stages = (
+        f"packing {report.packing_s / report.seconds:4.0%}  waiting {report.waiting_s / report.seconds:4.0%}"
+    )
     print(
-        f"{transport.value:<8} TP{size} {report.nbytes / 1e6:5.0f} MB {report.seconds:6.3f} s {speed:5.2f} GB/s {of_limit:8.2f} "
+        f"{transport.value:<8} TP{size} {report.nbytes / 1e6:5.0f} MB {report.seconds:6.3f} s {speed:5.2f} "
+        f"GB/s {of_limit:8.2f} "
         f"{target or '':>6} {report.extra_bytes / bucket_bytes:5.2f}  {stages}",
         flush=True,
     )
     return of_limit >= target
 
 
-def sync_of(source: WeightSource, transport: Transport, num_replicas: int, scratch: Path, folder: Path) -> WeightSync:
+def sync_of(
+    source: WeightSource, transport: Transport, num_replicas: int, scratch: Path, folder: Path
+) -> WeightSync:
     """With `device` the engines are on the devices of the first trainer ranks, else on their own."""
     name = "device" if transport is Transport.device else "engine"
     return WeightSync(
@@ -173,7 +205,13 @@ def push(sync: WeightSync, engines: list[RoleGroup], version: int) -> PushReport
     return report
 
 
-def measure(folder: Path, tensor_parallel_sizes: list[int], transports: list[Transport], repeats: int, bucket_bytes: int) -> bool:
+def measure(
+    folder: Path,
+    tensor_parallel_sizes: list[int],
+    transports: list[Transport],
+    repeats: int,
+    bucket_bytes: int,
+) -> bool:
     """Returns whether all targets are met."""
     engine = start_engine(folder)
     sources = {size: start_trainer(folder, size, bucket_bytes) for size in tensor_parallel_sizes}
@@ -188,12 +226,22 @@ def measure(folder: Path, tensor_parallel_sizes: list[int], transports: list[Tra
                 limits = measure_limits(engine, source, transport, scratch)
                 if version:  # the first has imports and first uses in it
                     pushes[transport, size].append(report)
-                    fastest |= {name: min(seconds, fastest.get(name, seconds)) for name, seconds in limits.items()}
+                    fastest |= {
+                        name: min(seconds, fastest.get(name, seconds)) for name, seconds in limits.items()
+                    }
             sync.close()  # one trainer at a time
     nbytes = next(iter(pushes.values()))[0].nbytes
-    print("limits: " + "; ".join(f"{name} {seconds:.3f} s, {nbytes / 1e9 / seconds:.2f} GB/s" for name, seconds in fastest.items()))
+    print(
+        "limits: "
+        + "; ".join(
+            f"{name} {seconds:.3f} s, {nbytes / 1e9 / seconds:.2f} GB/s" for name, seconds in fastest.items()
+        )
+    )
     print("transport          bytes     time      speed of limit target extra  share of the time")
-    met = [show(*key, min(reports, key=lambda report: report.seconds), bucket_bytes, fastest) for key, reports in pushes.items()]
+    met = [
+        show(*key, min(reports, key=lambda report: report.seconds), bucket_bytes, fastest)
+        for key, reports in pushes.items()
+    ]
     engine.shutdown()
     return all(met) and measure_replicas(folder, sources[min(sources)], repeats, scratch)
 
@@ -201,9 +249,14 @@ def measure(folder: Path, tensor_parallel_sizes: list[int], transports: list[Tra
 def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: Path) -> bool:
     """Returns whether the target is met."""
     spec = RolloutEngineSpec(
-        model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=RolloutConfig(max_concurrency=4), device=Device.cpu
+        model=ModelConfig(path=str(folder), dtype=DType.float32),
+        rollout=RolloutConfig(max_concurrency=4),
+        device=Device.cpu,
     )
-    engines = [start_group(f"hf-{number}", 1, RayClassWithInitArgs(RolloutWorker, partial(build_engine, spec))) for number in range(4)]
+    engines = [
+        start_group(f"hf-{number}", 1, RayClassWithInitArgs(RolloutWorker, partial(build_engine, spec)))
+        for number in range(4)
+    ]
     syncs = {count: sync_of(source, Transport.group, count, scratch, folder) for count in (1, 2, 4)}
     per_byte: dict[int, list[float]] = defaultdict(list)
     for version in range(repeats + 1):
@@ -213,7 +266,10 @@ def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: 
             if version:
                 per_byte[count].append(report.load_s / report.nbytes)
     ratios = {count: min(seconds) / min(per_byte[1]) for count, seconds in per_byte.items()}
-    print("seconds for each byte, over one engine: " + ", ".join(f"{count} engines {ratio:.2f}" for count, ratio in ratios.items()))
+    print(
+        "seconds for each byte, over one engine: "
+        + ", ".join(f"{count} engines {ratio:.2f}" for count, ratio in ratios.items())
+    )
     return max(ratios.values()) <= MOST_PER_BYTE
 
 
@@ -222,22 +278,40 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
         num_parameters = save_model(Path(scratch) / "model")
         print(f"{num_parameters / 1e6:.1f} million parameters", flush=True)
         bucket_bytes = int(arguments.bucket_mb * 2**20)
-        met = measure(Path(scratch) / "model", arguments.tensor_parallel, arguments.transports, arguments.repeats, bucket_bytes)
+        met = measure(
+            Path(scratch) / "model",
+            arguments.tensor_parallel,
+            arguments.transports,
+            arguments.repeats,
+            bucket_bytes,
+        )
     return measure_planning() and met
 
 
 def main() -> int:
     """Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=float, default=64.0)
-    parser.add_argument("--transports", type=Transport, nargs="+", default=[Transport.device, Transport.group, Transport.folder])
+    parser.add_argument(
+        "--transports",
+        type=Transport,
+        nargs="+",
+        default=[Transport.device, Transport.group, Transport.folder],
+    )
     parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[1, 2], help="sizes of the trainer")
-    parser.add_argument("--planning", action="store_true", help="measure only how long it takes to find out where tensors go")
+    parser.add_argument(
+        "--planning", action="store_true", help="measure only how long it takes to find out where tensors go"
+    )
     arguments = parser.parse_args()
     disable_progress_bar()
     load = os.getloadavg()[0]
-    print(f"{len(os.sched_getaffinity(0))} cores, load {load:.1f}, torch {torch.__version__}, bucket {arguments.bucket_mb:g} MiB")
+    print(
+        f"{len(os.sched_getaffinity(0))} cores, load {load:.1f}, torch {torch.__version__}, bucket "
+        f"{arguments.bucket_mb:g} MiB"
+    )
     start_ray(num_cpus=8, object_store_mb=256)
     try:
         met = measure_planning() if arguments.planning else _measure_all(arguments)

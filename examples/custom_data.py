@@ -2,7 +2,8 @@
 
     python -m examples.custom_data examples/questions.csv outputs/questions
 
-writes train.parquet and validation.parquet, for `data.train_files` and `data.val_files`. A row of megarl's data has:
+writes train.parquet and validation.parquet, for `data.train_files` and `data.val_files`. A row of megarl's
+data has:
 
     prompt        chat messages, rendered by the model's own template
     data_source   the name under which validation is reported, and the reward function's first argument

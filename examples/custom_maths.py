@@ -1,11 +1,13 @@
-"""An advantage estimator and a policy loss of your own, by reference; each takes the place of the one that is configured.
+"""An advantage estimator and a policy loss of your own, by reference; each takes the place of the one that is
+configured.
 
     python -m examples.custom_maths      # the estimator's advantages beside GRPO's, for one prompt
 
     megarl train CONFIG algorithm=grpo algorithm.advantage.function=examples/custom_maths.py:best_of_group
     megarl train CONFIG algorithm=grpo algorithm.policy_loss.function=examples/custom_maths.py:unclipped
 
-The file must be where every node of the run can read it. To make one of them a part of megarl, see docs/algorithms.md, "A new one".
+The file must be where every node of the run can read it. To make one of them a part of megarl, see
+docs/algorithms.md, "A new one".
 """
 
 from __future__ import annotations

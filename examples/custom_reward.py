@@ -1,7 +1,9 @@
-"""A reward function of your own: full marks for the right last number, a little for any number, and what it found beside the score.
+"""A reward function of your own: full marks for the right last number, a little for any number, and what it
+found beside the score.
 
-Try it on responses first, without a model, a GPU or Ray; each row has response, data_source, ground truth and extra_info, as a run's
-generations.jsonl does. `--ground-truth` scores the right answers instead, which should all get full marks:
+Try it on responses first, without a model, a GPU or Ray; each row has response, data_source, ground truth and
+extra_info, as a run's generations.jsonl does. `--ground-truth` scores the right answers instead, which should
+all get full marks:
 
     megarl score CONFIG outputs/run/generations.jsonl 'reward.functions=[{path: examples/custom_reward.py}]'
     megarl score CONFIG train.parquet 'reward.functions=[{path: examples/custom_reward.py}]' --ground-truth
@@ -17,9 +19,11 @@ from typing import Any
 FOR_A_NUMBER = 0.1
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`score` is trained on; `answer` is compared between samples by val/.../maj@k, with None for a sample that has none; each other
-    number is a metric, as reward/has_number/mean.
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`score` is trained on; `answer` is compared between samples by val/.../maj@k, with None for a sample
+    that has none; each other number is a metric, as reward/has_number/mean.
 
     An exception here would be an error of the sample, never a silent 0: so there is no `except`.
     """

@@ -1,10 +1,13 @@
-"""From a run's checkpoints to answers: `megarl convert` writes a Hugging Face folder, transformers or SGLang load it.
+"""From a run's checkpoints to answers: `megarl convert` writes a Hugging Face folder, transformers or SGLang
+load it.
 
     python -m examples.export_and_serve outputs/run/checkpoints outputs/run/exported "48 + 61"
 
-(A run also leaves its last policy in trainer.output_dir/huggingface, see checkpoint.save_hf.) A server for many users, which needs a GPU:
+(A run also leaves its last policy in trainer.output_dir/huggingface, see checkpoint.save_hf.) A server for
+many users, which needs a GPU:
 
-    python -m sglang.launch_server --model-path outputs/run/exported --host 127.0.0.1 --port 30000 --api-key KEY
+    python -m sglang.launch_server --model-path outputs/run/exported --host 127.0.0.1 --port 30000 --api-key
+    KEY
 """
 
 from __future__ import annotations
@@ -24,13 +27,19 @@ def answer(folder: str, question: str) -> str:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    written = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = model.generate(
+        **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id
+    )
     return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main(checkpoints: str, folder: str, question: str) -> int:
-    status = megarl(["convert", "megatron-to-hf", "--input", checkpoints, "--output", folder, "--role", "actor"])
+    status = megarl(
+        ["convert", "megatron-to-hf", "--input", checkpoints, "--output", folder, "--role", "actor"]
+    )
     if status == 0:
         print(f"{question} -> {answer(folder, question)}")
     return status

@@ -1,9 +1,11 @@
-"""GRPO in a loop of your own, from Python: megarl's roles, placement, checkpoints and metrics; what a step does is written here.
+"""GRPO in a loop of your own, from Python: megarl's roles, placement, checkpoints and metrics; what a step
+does is written here.
 
-    python -m examples.own_loop outputs/quickstart/sft/huggingface outputs/quickstart/data/train.parquet outputs/own_loop
+    python -m examples.own_loop outputs/quickstart/sft/huggingface outputs/quickstart/data/train.parquet
+    outputs/own_loop
 
-Begins with any Hugging Face folder and data as of docs/data.md; overrides such as trainer.total_steps=40 go behind. The same command
-again goes on where it ended.
+Begins with any Hugging Face folder and data as of docs/data.md; overrides such as trainer.total_steps=40 go
+behind. The same command again goes on where it ended.
 """
 
 import sys
@@ -33,7 +35,9 @@ def main(model: str, data: str, output_dir: str, *overrides: str) -> list[float]
     with api.start(config, *overrides) as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
-            batch = batch.union(run.reward.score(batch), run.actor.old_log_probs(batch, step), run.reference.log_probs(batch))
+            batch = batch.union(
+                run.reward.score(batch), run.actor.old_log_probs(batch, step), run.reference.log_probs(batch)
+            )
             batch = run.add_advantages(batch)
             run.log(run.actor.update(batch, step).get())
             run.push_weights()

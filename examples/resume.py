@@ -2,8 +2,8 @@
 
     python -m examples.resume sft configs/quickstart_sft.yaml trainer.total_steps=40
 
-starts `megarl sft` with a checkpoint every 2 steps, kills it after the first, and runs the same command again, to the end.
-`train` in the place of `sft` does it with PPO.
+starts `megarl sft` with a checkpoint every 2 steps, kills it after the first, and runs the same command
+again, to the end. `train` in the place of `sft` does it with PPO.
 """
 
 from __future__ import annotations

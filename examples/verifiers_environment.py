@@ -1,16 +1,20 @@
-"""Environments of `verifiers` (MultiTurnEnv, as of version 0.1.8) answer and score the turns of a run of megarl.
+"""Environments of `verifiers` (MultiTurnEnv, as of version 0.1.8) answer and score the turns of a run of
+megarl.
 
     class WordGame(VerifiersEnvironment):          # in a file of your own, which agent.environment.path names
         make = staticmethod(lambda: verifiers.load_environment("word-game"))
 
-    python -c "import my_file, examples.verifiers_environment as v; v.write_rows(my_file.WordGame.make(), 'train.jsonl')"
+    python -c "import my_file, examples.verifiers_environment as v; v.write_rows(my_file.WordGame.make(),
+    'train.jsonl')"
 
     agent: {environment: {path: my_file.py, name: WordGame}, max_turns: 8}
     data: {train_files: [train.jsonl]}
-    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds nothing to what the rubric says
+    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds nothing to what the rubric
+        says
 
-The rubric scores an episode when it ends, as the reward of its last turn; one that ends because a turn was cut has none. Environments
-whose model calls tools are not meant: the model would not be told of them. Make the tools functions, and give those to `agent.tools`.
+The rubric scores an episode when it ends, as the reward of its last turn; one that ends because a turn was
+cut has none. Environments whose model calls tools are not meant: the model would not be told of them. Make
+the tools functions, and give those to `agent.tools`.
 """
 
 from __future__ import annotations
@@ -26,20 +30,32 @@ from megarl.agents.protocol import Message, Reply, Task, Turn
 
 
 class VerifiersEnvironment:
-    """make: gives the environment, which the episodes of a process share; what is of one episode is in its state."""
+    """make: gives the environment, which the episodes of a process share; what is of one episode is in its
+    state."""
 
     make: ClassVar[Callable[[], Any]]
 
     async def start(self, task: Task) -> None:
         self._environment = _made(type(self).make)
-        row = {"prompt": list(task.messages), "answer": task.reward_model.get("ground_truth", ""), "example_id": 0, **task.extra_info}
+        row = {
+            "prompt": list(task.messages),
+            "answer": task.reward_model.get("ground_truth", ""),
+            "example_id": 0,
+            **task.extra_info,
+        }
         state = await self._environment.init_state(row, client=None, model="", sampling_args=None)
         self._state = await self._environment.setup_state(state)
         self._messages: list[Message] = list(task.messages)
 
     async def respond(self, turn: Turn) -> Reply:
         written = [{"role": "assistant", "content": turn.text}]
-        step = {"prompt": list(self._messages), "completion": written, "response": None, "tokens": None, "reward": None}
+        step = {
+            "prompt": list(self._messages),
+            "completion": written,
+            "response": None,
+            "tokens": None,
+            "reward": None,
+        }
         self._state["trajectory"].append({**step, "advantage": None, "extras": {}})
         self._messages += written
         if await self._environment.is_completed(self._state):
@@ -71,9 +87,16 @@ def write_rows(environment: Any, path: str) -> None:
         for row in environment.get_dataset():
             rest = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
             truth = {"style": "rule", "ground_truth": row.get("answer", "")}
-            line = {"prompt": row["prompt"], "data_source": row.get("task", "verifiers"), "reward_model": truth, "extra_info": rest}
+            line = {
+                "prompt": row["prompt"],
+                "data_source": row.get("task", "verifiers"),
+                "reward_model": truth,
+                "extra_info": rest,
+            }
             file.write(json.dumps(line, default=str) + "\n")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> float:
     return 0.0

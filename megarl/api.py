@@ -5,15 +5,14 @@
     with api.start("my.yaml", "trainer.total_steps=20") as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
-            batch = batch.union(run.reward.score(batch), run.actor.old_log_probs(batch, step), run.reference.log_probs(batch))
-            batch = run.add_advantages(batch)
-            run.log(run.actor.update(batch, step).get())
-            run.push_weights()
-            run.log_batch(batch, step)
+            batch = batch.union(run.reward.score(batch), run.actor.old_log_probs(batch, step),
+            run.reference.log_probs(batch)) batch = run.add_advantages(batch) run.log(run.actor.update(batch,
+            step).get()) run.push_weights() run.log_batch(batch, step)
 
-A batch is a `DataProto` with the keys of docs/concepts.md. What a role is asked for comes as a future: `union` waits for it, and so does
-its `get()`; roles on different pools work at the same time until then. Everything else is that of `megarl train`: the checks before a
-process starts, the run's folder, checkpoints and the way they are resumed, validation, `megarl plot` and the other commands.
+A batch is a `DataProto` with the keys of docs/concepts.md. What a role is asked for comes as a future:
+`union` waits for it, and so does its `get()`; roles on different pools work at the same time until then.
+Everything else is that of `megarl train`: the checks before a process starts, the run's folder, checkpoints
+and the way they are resumed, validation, `megarl plot` and the other commands.
 """
 
 from __future__ import annotations
@@ -47,18 +46,21 @@ __all__ = ["DataProto", "Run", "start"]
 def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[Run]:
     """The roles of a run, on Ray's processes, which end with the block.
 
-    config: a YAML file as for `megarl train`, or what would stand in one: `{"model": {"path": "models/my-model"}, ...}`.
+    config: a YAML file as for `megarl train`, or what would stand in one: `{"model": {"path":
+    "models/my-model"}, ...}`.
     overrides: `key.sub=value`, as on the command line.
 
-    A run whose folder has a checkpoint continues from it, as the command does. Raises ConfigError, before a process is started, with
-    everything that is wrong; ValueError for data, models and functions that cannot be used; RunError for what fails while it runs.
+    A run whose folder has a checkpoint continues from it, as the command does. Raises ConfigError, before a
+    process is started, with everything that is wrong; ValueError for data, models and functions that cannot
+    be used; RunError for what fails while it runs.
     """
     checked = load_for_run(PPOConfig, config, overrides)
     if checked.rollout.max_staleness:
         raise ConfigError(
             "api.start",
             [
-                f"rollout.max_staleness: is {checked.rollout.max_staleness}, but a loop of your own asks for a step's samples when it "
+                f"rollout.max_staleness: is {checked.rollout.max_staleness}, but a loop of your own asks "
+                f"for a step's samples when it "
                 "needs them; use 0, or `megarl train`"
             ],
         )
@@ -67,7 +69,8 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
 
 
 class Run:
-    """What `start` gives. Roles that the configuration has no need of, a critic or a reference, add nothing to a batch."""
+    """What `start` gives. Roles that the configuration has no need of, a critic or a reference, add nothing
+    to a batch."""
 
     def __init__(self, session: Session, trainer: PPOTrainer) -> None:
         self._session = session
@@ -97,13 +100,14 @@ class Run:
 
     @property
     def prompts(self) -> BatchLoader | AsyncRollout:
-        """Endless: `next` gives those of a step, `take(number)` further ones. A checkpoint knows how far it was read."""
+        """Endless: `next` gives those of a step, `take(number)` further ones. A checkpoint knows how far it
+        was read."""
         return self._trainer.prompts
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left, up to `trainer.total_steps`. Before the first the engines get their weights. When the
-        next is asked for, what is due behind a step is made: validation, a checkpoint, the lines of metrics. A step in which something
-        was raised leaves none of these."""
+        """The numbers of the steps that are left, up to `trainer.total_steps`. Before the first the engines
+        get their weights. When the next is asked for, what is due behind a step is made: validation, a
+        checkpoint, the lines of metrics. A step in which something was raised leaves none of these."""
         with self._trainer.running():
             yield from self._trainer.steps()
 
@@ -118,7 +122,8 @@ class Run:
         return decode_rows(self._tokenizer, rows["responses"], rows["response_mask"])
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """The batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm` says; their metrics are logged."""
+        """The batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm` says; their
+        metrics are logged."""
         batch, metrics = self._trainer.add_advantages(batch)
         self.log(metrics)
         return batch
@@ -132,7 +137,8 @@ class Run:
         self._trainer.monitor.record(metrics)
 
     def log_batch(self, batch: DataProto, step: int) -> None:
-        """What `megarl train` shows of a step's samples, and of the roles; the samples are kept where that is due. Behind the updates."""
+        """What `megarl train` shows of a step's samples, and of the roles; the samples are kept where that is
+        due. Behind the updates."""
         self.log(self._trainer.record_batch(batch, step) | self._trainer.roles.drain_metrics())
 
     def save_hf(self, folder: str | Path) -> None:

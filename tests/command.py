@@ -21,9 +21,11 @@ _MARK = "TESTS_COMMAND"  # environment variable
 
 
 class Command:
-    """Python with these arguments, warm where there are such processes, from the repository's root or `cwd`; its output goes to `log`.
+    """Python with these arguments, warm where there are such processes, from the repository's root or `cwd`;
+    its output goes to `log`.
 
-    What comes of it is known by a mark that processes inherit, also where the one that started them has ended.
+    What comes of it is known by a mark that processes inherit, also where the one that started them has
+    ended.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class Command:
         self.process.send_signal(signal.SIGINT)
 
     def processes(self, named: str = "") -> list[psutil.Process]:
-        """Those of its processes that are there, the command's own among them. `named`: with this in their command line."""
+        """Those of its processes that are there, the command's own among them. `named`: with this in their
+        command line."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -1,4 +1,5 @@
-"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts warm."""
+"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts
+warm."""
 
 import gc
 import os
@@ -19,11 +20,12 @@ pytest_plugins = ["tests.where_time_goes"]
 # Two files of tests run at a time. What a run does without it is asked of single processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What is imported before the first test stays, and is much: the collector would look at all of it again and again.
+# What is imported before the first test stays, and is much: the collector would look at all of it again and
+# again.
 gc.disable()
 
-# A shell's background job is started with Ctrl-C ignored, and under nohup SIGHUP is. What the tests start would inherit that, and the
-# tests that send these signals would fail.
+# A shell's background job is started with Ctrl-C ignored, and under nohup SIGHUP is. What the tests start
+# would inherit that, and the tests that send these signals would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -32,7 +34,8 @@ SHARED = ("tests/docs/", "tests/unit/rollout/")  # a reader's folder; SGLang's e
 
 
 class TogetherByFile(LoadFileScheduling):
-    """Tests of a file share what they start, and those of some folders as well: one worker of pytest-xdist runs them."""
+    """Tests of a file share what they start, and those of some folders as well: one worker of pytest-xdist
+    runs them."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in SHARED if nodeid.startswith(folder)), super()._split_scope(nodeid))
@@ -55,7 +58,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The workers of pytest-xdist have one server of warm processes, that of the process which divides the tests."""
+    """The workers of pytest-xdist have one server of warm processes, that of the process which divides the
+    tests."""
     if find_spec("ray"):
         (shared := ExitStack()).enter_context(warm.own_server())
         config.add_cleanup(shared.close)
@@ -63,14 +67,16 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def warm_processes() -> Iterator[None]:
-    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process; without Ray all start cold."""
+    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process; without
+    Ray all start cold."""
     with warm.server() if find_spec("ray") else nullcontext():
         yield
 
 
 @pytest.fixture(scope="module")
 def warm_rehearsals(warm_processes: None) -> Iterator[None]:
-    """The processes of megarl.rehearsal start warm. A cold one is in tests/docs, where a page's command is run."""
+    """The processes of megarl.rehearsal start warm. A cold one is in tests/docs, where a page's command is
+    run."""
     with warm.spawned(warm.REHEARSAL):
         yield
 

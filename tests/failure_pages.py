@@ -1,8 +1,10 @@
-"""The pages in docs/troubleshooting.md are what tests printed: each test that makes a failure compares its page with the one there.
+"""The pages in docs/troubleshooting.md are what tests printed: each test that makes a failure compares its
+page with the one there.
 
     make troubleshooting        # writes the pages anew, from the same tests
 
-A page stands in a fenced block below `<!-- page: NAME -->`. What differs from run to run (processes, paths, times, sizes) is replaced.
+A page stands in a fenced block below `<!-- page: NAME -->`. What differs from run to run (processes, paths,
+times, sizes) is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _VOLATILE = (
     (r"allocate \d+ bytes", "allocate 123456789 bytes"),
     (r"for \d+ s$", "for 2 s"),
     (r"step \d+, phase", "step 2, phase"),
-    (r"(complete checkpoints: \S+,) .* \.\.\.$", r"\1 ..."),  # where it is cut depends on how long the paths were
+    # where it is cut depends on how long the paths were
+    (r"(complete checkpoints: \S+,) .* \.\.\.$", r"\1 ..."),
 )
 
 
@@ -45,7 +48,8 @@ def without_volatile(page: str) -> str:
 
 
 def check_documented(name: str, printed: str) -> None:
-    """`printed`: a page, or a message of a command that did not start. Fails where the document has another one."""
+    """`printed`: a page, or a message of a command that did not start. Fails where the document has another
+    one."""
     page = without_volatile(printed)
     text = DOCUMENT.read_text(encoding="utf-8")
     block = re.compile(rf"(<!-- page: {re.escape(name)} -->\n```text\n)(.*?)(\n```)", re.DOTALL)
@@ -54,7 +58,9 @@ def check_documented(name: str, printed: str) -> None:
     if os.environ.get(WRITE):
         DOCUMENT.write_text(text[: found.start(2)] + page + text[found.end(2) :], encoding="utf-8")
         return
-    assert page == found.group(2), f"{DOCUMENT}, page {name}: if the new one is right, `make troubleshooting` writes it:\n{page}"
+    assert page == found.group(2), (
+        f"{DOCUMENT}, page {name}: if the new one is right, `make troubleshooting` writes it:\n{page}"
+    )
 
 
 def documented_pages() -> set[str]:

@@ -1,4 +1,5 @@
-"""An inference engine without a model: real weights, samples computed from them by a hash, and misdeeds on demand."""
+"""An inference engine without a model: real weights, samples computed from them by a hash, and misdeeds on
+demand."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from megarl.rollout.interface import EngineDeadError, FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan, check_request
+from megarl.rollout.interface import (
+    EngineDeadError,
+    FinishedRequest,
+    GenerationRequest,
+    RolloutEngine,
+    Sample,
+    VersionSpan,
+    check_request,
+)
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
@@ -26,7 +35,10 @@ from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError
 
-MANIFEST: Manifest = {"embedding": TensorMeta((40, 8), torch.float32), "norm": TensorMeta((8,), torch.float32)}
+MANIFEST: Manifest = {
+    "embedding": TensorMeta((40, 8), torch.float32),
+    "norm": TensorMeta((8,), torch.float32),
+}
 LAST_WORDS = "these are the fake engine's last words"
 
 
@@ -75,7 +87,9 @@ def recorded_calls(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
 
 
-def plain_sample(token_ids: list[int], log_probs: list[float], reason: Literal["stop", "length"], version: int) -> Sample:
+def plain_sample(
+    token_ids: list[int], log_probs: list[float], reason: Literal["stop", "length"], version: int
+) -> Sample:
     """A sample that one version of the weights wrote."""
     spans = (VersionSpan(version, len(token_ids)),)
     return Sample(np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason, spans)
@@ -83,14 +97,18 @@ def plain_sample(token_ids: list[int], log_probs: list[float], reason: Literal["
 
 def random_weights(manifest: Manifest, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(meta.shape, generator=generator).to(meta.dtype) for name, meta in manifest.items()}
+    return {
+        name: torch.randn(meta.shape, generator=generator).to(meta.dtype) for name, meta in manifest.items()
+    }
 
 
 class FakeEngine(RolloutEngine):
     def __init__(self, spec: FakeSpec) -> None:
         self._spec = spec
         self._counts: Counter[str] = Counter()
-        self._weights = {name: torch.zeros(meta.shape, dtype=meta.dtype) for name, meta in spec.manifest.items()}
+        self._weights = {
+            name: torch.zeros(meta.shape, dtype=meta.dtype) for name, meta in spec.manifest.items()
+        }
         self._lifecycle = EngineLifecycle()
         self._receiver = WeightReceiver(torch.device("cpu"))
         self._waiting: list[GenerationRequest] = []
@@ -161,7 +179,9 @@ class FakeEngine(RolloutEngine):
         sampling = request.sampling
         stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
         seed = sampling.seed if sampling.temperature else None
-        numbers = _numbers(repr((request.prompt, seed, float(sampling.temperature), sorted(self._checksums().items()))))
+        numbers = _numbers(
+            repr((request.prompt, seed, float(sampling.temperature), sorted(self._checksums().items())))
+        )
         tokens: list[int] = []
         log_probs: list[float] = []
         while len(tokens) < sampling.max_new_tokens:
@@ -176,7 +196,11 @@ class FakeEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._record("abort", None if request_ids is None else sorted(request_ids))
-        self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
+        self._waiting = [
+            request
+            for request in self._waiting
+            if request_ids is not None and request.request_id not in request_ids
+        ]
 
     def interrupt(self) -> None:
         self._record("interrupt")
@@ -190,8 +214,14 @@ class FakeEngine(RolloutEngine):
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         self._record("needed_slices")
         if dict(manifest) != dict(self._spec.manifest):
-            differing = sorted(name for name in {*manifest, *self._spec.manifest} if manifest.get(name) != self._spec.manifest.get(name))
-            raise WeightTransferError(f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}")
+            differing = sorted(
+                name
+                for name in {*manifest, *self._spec.manifest}
+                if manifest.get(name) != self._spec.manifest.get(name)
+            )
+            raise WeightTransferError(
+                f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}"
+            )
         return [self._slices]
 
     @property
@@ -201,7 +231,9 @@ class FakeEngine(RolloutEngine):
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         self._record("join_weights")
         (link,) = links
-        self._receiver.join(link, self._slices, lambda part: [self._weights[part.name][part.tensor_slice.index]])
+        self._receiver.join(
+            link, self._slices, lambda part: [self._weights[part.name][part.tensor_slice.index]]
+        )
 
     def leave_weights(self) -> None:
         self._record("leave_weights")
@@ -234,7 +266,9 @@ class FakeEngine(RolloutEngine):
         self._lifecycle.require_ready()
         lie = self._record("checksums")
         sums = self._checksums()
-        return {name: value + (lie is What.lie_checksum and name == min(sums)) for name, value in sums.items()}
+        return {
+            name: value + (lie is What.lie_checksum and name == min(sums)) for name, value in sums.items()
+        }
 
     def _checksums(self) -> dict[str, int]:
         return {name: checksum(tensor) for name, tensor in self._weights.items()}
@@ -243,7 +277,13 @@ class FakeEngine(RolloutEngine):
 
     def sleep(self) -> None:
         self._record("sleep")
-        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        self._lifecycle.require(
+            "sleep",
+            LifecycleState.EMPTY,
+            LifecycleState.UPDATING,
+            LifecycleState.READY,
+            LifecycleState.ASLEEP,
+        )
         self._waiting = []
         self._lifecycle.leave(LifecycleState.ASLEEP)
 
@@ -285,7 +325,9 @@ def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedReque
     changed = {
         What.lie_version: sample._replace(spans=(VersionSpan(sample.spans[0].version - 1, 1), *sample.spans)),
         What.lie_too_long: sample._replace(
-            token_ids=np.tile(sample.token_ids, 100), log_probs=np.tile(sample.log_probs, 100), spans=(sample.spans[0]._replace(end=count),)
+            token_ids=np.tile(sample.token_ids, 100),
+            log_probs=np.tile(sample.log_probs, 100),
+            spans=(sample.spans[0]._replace(end=count),),
         ),
         What.lie_log_probs: sample._replace(log_probs=sample.log_probs[1:]),
     }

@@ -15,7 +15,8 @@ from megarl.models.families import FAMILIES
 
 
 def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
-    """Return the fields of a family's example with changes. A change of a field that the example lacks is left out."""
+    """Return the fields of a family's example with changes. A change of a field that the example lacks is
+    left out."""
     example = FAMILIES[model_type].example()
     return example | {name: value for name, value in changes.items() if name in example}
 

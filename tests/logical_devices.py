@@ -1,4 +1,5 @@
-"""Logical devices stand for the GPUs of a node in tests on a CPU: a process sees those that its environment names, as with CUDA.
+"""Logical devices stand for the GPUs of a node in tests on a CPU: a process sees those that its environment
+names, as with CUDA.
 
     MEGARL_LOGICAL_DEVICES=1,0      # sees both devices of the node; its own is 1, the first
 
@@ -19,7 +20,8 @@ VARIABLE = "MEGARL_LOGICAL_DEVICES"
 
 
 class DeviceHandle(NamedTuple):
-    """It is what an IPC handle of CUDA is: another process opens the memory with it as long as the owner has it."""
+    """It is what an IPC handle of CUDA is: another process opens the memory with it as long as the owner has
+    it."""
 
     device: int
     path: str
@@ -27,7 +29,8 @@ class DeviceHandle(NamedTuple):
 
 
 class DeviceMemory:
-    """Memory of one device. `bytes`: (num_bytes,) uint8. It is given back with this object, and with the process."""
+    """Memory of one device. `bytes`: (num_bytes,) uint8. It is given back with this object, and with the
+    process."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
         self._file = os.memfd_create(f"logical-device-{device}")
@@ -58,11 +61,12 @@ class VisibleDevices:
         return DeviceMemory(self.own, num_bytes)
 
     def open(self, handle: DeviceHandle) -> torch.Tensor:
-        """(num_bytes,) uint8: the memory of another process, where it is. Raises RuntimeError, as CUDA does, where its device cannot be
-        seen, and FileNotFoundError where its owner has given it back."""
+        """(num_bytes,) uint8: the memory of another process, where it is. Raises RuntimeError, as CUDA does,
+        where its device cannot be seen, and FileNotFoundError where its owner has given it back."""
         if self._devices is not None and handle.device not in self._devices:
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal: the memory is of device {handle.device}, this process sees {self._devices}"
+                f"CUDA error: invalid device ordinal: the memory is of device {handle.device}, this process "
+                f"sees {self._devices}"
             )
         with Path(handle.path).open("r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), handle.num_bytes), dtype=torch.uint8)

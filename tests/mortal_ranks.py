@@ -4,8 +4,8 @@
         trainer_rank.tell("push")
         assert trainer_rank.hear() == "sent"
 
-Each runs a function of a module, `function(place)`, which speaks with the test by `place.say` and `place.listen`. They start warm: the test
-needs the fixture `warm_processes`.
+Each runs a function of a module, `function(place)`, which speaks with the test by `place.say` and
+`place.listen`. They start warm: the test needs the fixture `warm_processes`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class MortalRank:
     process: multiprocessing.process.BaseProcess
 
     def ended_by(self) -> int | None:
-        """Wait until the process has ended; return its exit code, or minus the number of the signal that ended it."""
+        """Wait until the process has ended; return its exit code, or minus the number of the signal that
+        ended it."""
         self.process.join(ANSWER_LIMIT_S)
         return self.process.exitcode
 
@@ -70,7 +71,9 @@ class MortalRank:
 
     def hear(self) -> Any:
         """What the rank says next. Raises AssertionError where it says nothing for long, or failed."""
-        assert self.connection.poll(ANSWER_LIMIT_S), f"rank {self.rank} has said nothing for {ANSWER_LIMIT_S} s"
+        assert self.connection.poll(ANSWER_LIMIT_S), (
+            f"rank {self.rank} has said nothing for {ANSWER_LIMIT_S} s"
+        )
         value = self.connection.recv()
         assert not isinstance(value, _Failure), f"rank {self.rank}:\n{value.traceback}"
         return value

@@ -1,4 +1,5 @@
-"""A communicator as NCCL makes it, on gloo's feet: its ranks are connected, and a thread runs its operations one after another."""
+"""A communicator as NCCL makes it, on gloo's feet: its ranks are connected, and a thread runs its operations
+one after another."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class QueuedWork(dist.Work):
         self._ended.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the operation has ended or was aborted. With a limit, it aborts the communicator when that has passed, and
-        raises RuntimeError."""
+        """Blocks until the operation has ended or was aborted. With a limit, it aborts the communicator when
+        that has passed, and raises RuntimeError."""
         if not self._ended.wait(timeout.total_seconds() or None):
             self._communicator.abort()
             raise RuntimeError(f"NCCL operation did not end within {timeout}; its communicator is aborted")
@@ -80,20 +81,30 @@ class QueuedWork(dist.Work):
 
 
 class Communicator:
-    """One rank's end. It is made when all `size` ranks have come, and nothing else ends that but `limit`, as in NCCL's blocking mode.
-    There it is a limit for all ranks but the first, which waits for ever.
+    """One rank's end. It is made when all `size` ranks have come, and nothing else ends that but `limit`, as
+    in NCCL's blocking mode. There it is a limit for all ranks but the first, which waits for ever.
 
     Args:
-        has_watchdog: a peer that dies, or an operation that takes longer than `limit`, ends this process with SIGABRT, as torch's
-            watchdog thread does. Without it nobody notices, until the caller aborts.
+        has_watchdog: a peer that dies, or an operation that takes longer than `limit`, ends this process with
+            SIGABRT, as torch's watchdog thread does. Without it nobody notices, until the caller aborts.
 
     Raises:
         RuntimeError: the ranks have not all come within `limit`, or two of them are on one device.
 
-    The thread is a daemon: after `abort` it may remain in gloo, with the tensors, until the peer that it waits for is gone.
+    The thread is a daemon: after `abort` it may remain in gloo, with the tensors, until the peer that it
+    waits for is gone.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: int | None, limit: timedelta, *, has_watchdog: bool) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: int | None,
+        limit: timedelta,
+        *,
+        has_watchdog: bool,
+    ) -> None:
         _meet(store, rank, size, device, limit)
         self._gloo = _connect(store, rank, size, limit)
         self._has_watchdog = has_watchdog
@@ -117,7 +128,8 @@ class Communicator:
             self._queue.put(work)
         return work
 
-    @torch.no_grad()  # as below autograd, whatever the mode is: a thread has its own, and the caller's may be another
+    # as below autograd, whatever the mode is: a thread has its own, and the caller's may be another
+    @torch.no_grad()
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and not self._over.is_set():
             error: Exception | None = None
@@ -125,7 +137,8 @@ class Communicator:
                 work.run(self._gloo)
             except (RuntimeError, TypeError, ValueError) as raised:
                 error = raised
-                if "gloo/transport" in str(raised):  # a peer is gone: gloo raises, NCCL tells its watchdog at most
+                # a peer is gone: gloo raises, NCCL tells its watchdog at most
+                if "gloo/transport" in str(raised):
                     if self._has_watchdog and not self._over.is_set():
                         os.kill(os.getpid(), signal.SIGABRT)
                     self._over.wait()
@@ -151,7 +164,8 @@ class Communicator:
         self._queue.put(None)
 
     def shut_down(self, limit: timedelta) -> bool:
-        """Waits for the operations; those that have not ended within `limit` are aborted, and False is returned."""
+        """Waits for the operations; those that have not ended within `limit` are aborted, and False is
+        returned."""
         self._queue.put(None)
         self._thread.join(limit.total_seconds())
         with self._lock:
@@ -172,7 +186,10 @@ def _meet(store: dist.Store, rank: int, size: int, device: int | None, limit: ti
     devices = [store.get(key).decode() for key in keys]
     for first, second in combinations(range(size), 2):
         if devices[first] == devices[second] != str(None):
-            raise RuntimeError(f"Duplicate GPU detected : rank {first} and rank {second} both on CUDA device {devices[first]}")
+            raise RuntimeError(
+                f"Duplicate GPU detected : rank {first} and rank {second} both on CUDA device "
+                f"{devices[first]}"
+            )
 
 
 def _connect(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:

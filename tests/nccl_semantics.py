@@ -1,13 +1,18 @@
-"""A process group with NCCL's semantics over gloo: what hangs or fails on CUDA only, hangs or fails on a CPU as well.
+"""A process group with NCCL's semantics over gloo: what hangs or fails on CUDA only, hangs or fails on a CPU
+as well.
 
-gloo forgives: it connects in its constructor, raises when a peer dies, and does not mind two ranks on one device. Here, as with NCCL:
+gloo forgives: it connects in its constructor, raises when a peer dies, and does not mind two ranks on one
+device. Here, as with NCCL:
 
-- The first operation makes a communicator, and blocks its caller until all ranks are there: those of the group for collectives and for
-  coalesced transfers, the two of a pair for another send or receive. After `eager_connect_single_device` all use the group's.
-- Operations return at once. Those of a communicator run one after another: one that cannot end holds up all later ones.
-- A watchdog ends the process (SIGABRT) when a peer dies during an operation, or an operation exceeds the limit of the group. It does
-  not where `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0 when the group is constructed. Then `wait` neither returns nor raises when a peer
-  has died or hangs: only `abort` ends it, and the use of the group.
+- The first operation makes a communicator, and blocks its caller until all ranks are there: those of the
+  group for collectives and for coalesced transfers, the two of a pair for another send or receive. After
+  `eager_connect_single_device` all use the group's.
+- Operations return at once. Those of a communicator run one after another: one that cannot end holds up all
+  later ones.
+- A watchdog ends the process (SIGABRT) when a peer dies during an operation, or an operation exceeds the
+  limit of the group. It does not where `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0 when the group is constructed.
+  Then `wait` neither returns nor raises when a peer has died or hangs: only `abort` ends it, and the use of
+  the group.
 - Two ranks on one device are refused.
 - A communicator lives until `abort` or `shutdown`, whether its group is still there or not.
 
@@ -51,18 +56,20 @@ def _collective(name: str) -> Callable[..., Any]:
 class NcclSemantics(_ProcessGroup):
     """One rank's place in a group; it returns at once.
 
-    options: a limit of time, or an object with one, as dist.ProcessGroupNCCL.Options; it holds for the making of each communicator and
-    for `shutdown`. device: the logical device of this rank; where it is None, the process's own, and where that is None, one that no
-    other rank is on.
+    options: a limit of time, or an object with one, as dist.ProcessGroupNCCL.Options; it holds for the making
+    of each communicator and for `shutdown`. device: the logical device of this rank; where it is None, the
+    process's own, and where that is None, one that no other rank is on.
 
-    Operations return a QueuedWork, or nothing where they are coalesced. They raise RuntimeError when the group was aborted or shut down,
-    and where a communicator cannot be made.
+    Operations return a QueuedWork, or nothing where they are coalesced. They raise RuntimeError when the
+    group was aborted or shut down, and where a communicator cannot be made.
     """
 
     supports_coalescing = True
     supports_splitting = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any, device: int | None = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any, device: int | None = None
+    ) -> None:
         super().__init__(rank, size)
         self._store = store
         self._limit: timedelta = options if isinstance(options, timedelta) else options._timeout
@@ -79,22 +86,31 @@ class NcclSemantics(_ProcessGroup):
         return len(self._communicators.keys() - {_FULL})
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Makes the communicator of all ranks. Raises RuntimeError when they do not all call this, or an operation, within the limit."""
+        """Makes the communicator of all ranks. Raises RuntimeError when they do not all call this, or an
+        operation, within the limit."""
         self._full()
         self._is_eager = True
 
     def abort(self) -> None:
-        """Ends what is under way on this rank; its peers still wait. It does not reach a communicator that is being made."""
+        """Ends what is under way on this rank; its peers still wait. It does not reach a communicator that is
+        being made."""
         self._is_over = True
         for communicator in list(self._communicators.values()):
             communicator.abort()
 
     def shutdown(self) -> None:
-        """Waits for what is under way. Raises RuntimeError where that has not ended within the limit, and was aborted."""
+        """Waits for what is under way. Raises RuntimeError where that has not ended within the limit, and was
+        aborted."""
         self._is_over = True
-        hung = [key for key, communicator in self._communicators.items() if not communicator.shut_down(self._limit)]
+        hung = [
+            key
+            for key, communicator in self._communicators.items()
+            if not communicator.shut_down(self._limit)
+        ]
         if hung:
-            raise RuntimeError(f"NCCL communicators {hung} had operations that did not end within {self._limit}")
+            raise RuntimeError(
+                f"NCCL communicators {hung} had operations that did not end within {self._limit}"
+            )
 
     def _full(self) -> Communicator:
         return self._communicator(_FULL, self.rank(), self.size())
@@ -135,7 +151,9 @@ class NcclSemantics(_ProcessGroup):
 
     def _transfer(self, begin: Callable[[dist.ProcessGroup, int], dist.Work], peer: int) -> Any:
         if peer == self.rank():
-            raise ValueError(f"rank {peer} sends to itself or receives from itself, for which there is no stub")
+            raise ValueError(
+                f"rank {peer} sends to itself or receives from itself, for which there is no stub"
+            )
         if self._is_eager or self._coalesced is not None:
             return self._submit(lambda gloo: begin(gloo, peer))
         low, high = sorted((self.rank(), peer))
@@ -158,7 +176,9 @@ class NcclSemantics(_ProcessGroup):
     scatter = _collective("scatter")
     reduce_scatter = _collective("reduce_scatter")
     reduce_scatter_single = _reduce_scatter_base = _collective("reduce_scatter_single")
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective("reduce_scatter_single_coalesced")
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective(
+        "reduce_scatter_single_coalesced"
+    )
     alltoall = _collective("alltoall")
     all_to_all_single = alltoall_base = _collective("all_to_all_single")
 

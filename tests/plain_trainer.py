@@ -1,4 +1,5 @@
-"""A trainer of one rank in the test's own process, which has tensors and nothing else, and gives them to an engine."""
+"""A trainer of one rank in the test's own process, which has tensors and nothing else, and gives them to an
+engine."""
 
 from __future__ import annotations
 
@@ -46,13 +47,17 @@ class PlainShards:
 class PlainTrainer:
     """Joined with `engine`: by IPC buffers beside each of its ranks, or in a group with them."""
 
-    def __init__(self, engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20) -> None:
+    def __init__(
+        self, engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20
+    ) -> None:
         self._engine = engine
         self.manifest = manifest_of(weights)
         needed = engine.needed_slices(self.manifest)
         shapes = {name: meta.shape for name, meta in self.manifest.items()}
         source = RankSlices(RankPlace("node", "device"), whole_slices(shapes))
-        targets = [RankSlices(RankPlace("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)]
+        targets = [
+            RankSlices(RankPlace("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
+        ]
         self.plan = plan_transfer(shapes, [source], targets, message_numel)
         shards = PlainShards(weights)
         self._dtype = shards.dtype
@@ -77,8 +82,18 @@ class PlainTrainer:
     def _by_group(self) -> list[EngineLink]:
         route = group_route(self.plan, sorted({target for _, target in self.plan.schedules}))
         listener = reserve_port("127.0.0.1")
-        address = P2PAddress("plain", "127.0.0.1", listener.getsockname()[1], route.size, BACKEND_OF[self._device.type], LIMIT_S)
-        links = [EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype) for rank, schedules in enumerate(route.receives)]
+        address = P2PAddress(
+            "plain",
+            "127.0.0.1",
+            listener.getsockname()[1],
+            route.size,
+            BACKEND_OF[self._device.type],
+            LIMIT_S,
+        )
+        links = [
+            EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype)
+            for rank, schedules in enumerate(route.receives)
+        ]
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(P2PGroup.join, address, 0, self._device, listener)
             self._engine.join_weights(links)
@@ -120,7 +135,9 @@ class PlainTrainer:
 
 
 @contextmanager
-def joined(engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20) -> Iterator[PlainTrainer]:
+def joined(
+    engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20
+) -> Iterator[PlainTrainer]:
     trainer = PlainTrainer(engine, weights, transport, message_numel)
     try:
         yield trainer
@@ -145,4 +162,7 @@ def load_folder(engine: RolloutEngine, *files: Weights) -> None:
 def halves(weights: Weights) -> Sequence[dict[str, torch.Tensor]]:
     """The tensors in two parts."""
     names = list(weights)
-    return [{name: weights[name] for name in part} for part in (names[: len(names) // 2], names[len(names) // 2 :])]
+    return [
+        {name: weights[name] for name in part}
+        for part in (names[: len(names) // 2], names[len(names) // 2 :])
+    ]

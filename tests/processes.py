@@ -10,7 +10,8 @@ import psutil
 
 
 def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str]:
-    """Waits until all have ended; describes those that have not after `limit_s` seconds. A psutil.Process knows a reused pid."""
+    """Waits until all have ended; describes those that have not after `limit_s` seconds. A psutil.Process
+    knows a reused pid."""
     deadline = time.monotonic() + limit_s
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -18,7 +19,8 @@ def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str
 
 
 def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
-    """Where one of them listens and is not for this machine alone: its address says so, or one of the network's reaches it."""
+    """Where one of them listens and is not for this machine alone: its address says so, or one of the
+    network's reaches it."""
     ports = set()
     found = []
     for process in processes:
@@ -28,7 +30,12 @@ def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
                 if not one.laddr.ip.removeprefix("::ffff:").startswith("127.") and one.laddr.ip != "::1":
                     found.append(f"{_describe(process)} listens at {one.laddr.ip}:{one.laddr.port}")
     assert ports, "nobody listens, so that nothing was proved"
-    outer = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == socket.AF_INET]
+    outer = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
     for address in (each for each in outer if not each.startswith("127.")):
         for port in ports:
             with socket.socket() as stranger:

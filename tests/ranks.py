@@ -2,8 +2,8 @@
 
     results = rank_pool.run(function, world_size=2, argument=...)   # list of what each rank returned
 
-`function` is a module-level function; it is called in ranks 0..world_size-1 with the default process group ready.
-An exception in a rank ends the pool and is re-raised here with the rank's traceback.
+`function` is a module-level function; it is called in ranks 0..world_size-1 with the default process group
+ready. An exception in a rank ends the pool and is re-raised here with the rank's traceback.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
         try:
             function, arguments = pickle.loads(work)
             dist.init_process_group(
-                "gloo", init_method=f"file://{store_dir}/{call_id}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+                "gloo",
+                init_method=f"file://{store_dir}/{call_id}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=120),
             )
             try:
                 outbox.put((rank, True, pickle.dumps(function(**arguments))))
             finally:
                 dist.destroy_process_group()
-                gc.collect()  # a model's cycles hold its process groups, each with three threads of gloo's that wake all the time
+                # a model's cycles hold its process groups, each with three threads of gloo's that wake all
+                # the time
+                gc.collect()
         except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
             outbox.put((rank, False, traceback.format_exc()))
 
@@ -65,11 +71,11 @@ class RankPool:
     def run(self, function: Callable[..., Any], *, world_size: int, **arguments: Any) -> list[Any]:
         """Results are in the order of ranks.
 
-        Arguments and results travel by value: a queue of torch's sends a file descriptor for each tensor, which is open as long
-        as the tensor lives, and a system gives a process as few as 1,024 of them.
+        Arguments and results travel by value: a queue of torch's sends a file descriptor for each tensor,
+        which is open as long as the tensor lives, and a system gives a process as few as 1,024 of them.
 
-        A rank that does not answer in time (a collective that its peers do not reach) makes the pool unusable, so that the
-        next tests fail at once and do not wait as long.
+        A rank that does not answer in time (a collective that its peers do not reach) makes the pool
+        unusable, so that the next tests fail at once and do not wait as long.
         """
         assert not self._hung, "a rank of an earlier test hangs; the first failure is the one to look at"
         call_id = uuid.uuid4().hex
@@ -98,7 +104,9 @@ class RankPool:
             except queue.Empty:
                 dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
                 assert not dead, f"ranks {dead} have ended"
-                assert time.monotonic() < end_s, "\n".join([f"a rank has not answered for {ANSWER_LIMIT_S} s", *failures])
+                assert time.monotonic() < end_s, "\n".join(
+                    [f"a rank has not answered for {ANSWER_LIMIT_S} s", *failures]
+                )
             else:
                 self._hung = False
                 return answer

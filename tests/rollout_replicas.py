@@ -32,19 +32,29 @@ RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length
 
 @dataclass(frozen=True)
 class Push:
-    """Gives replicas `weights`, from a folder of this process's; gives back those that are lost, and why. wakes: they may sleep."""
+    """Gives replicas `weights`, from a folder of this process's; gives back those that are lost, and why.
+    wakes: they may sleep."""
 
     weights: Mapping[str, torch.Tensor]
     version: int
     wakes: bool = False
 
     def __call__(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        manifest = {name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()}
+        manifest = {
+            name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()
+        }
         lost: dict[int, Exception] = {}
         if self.wakes:
-            results_of({number: replica.call_rank(0, RolloutWorker.wake) for number, replica in replicas.items()}, lost, is_lost)
+            results_of(
+                {number: replica.call_rank(0, RolloutWorker.wake) for number, replica in replicas.items()},
+                lost,
+                is_lost,
+            )
         with tempfile.TemporaryDirectory() as folder:
-            save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, Path(folder) / "model.safetensors")
+            save_file(
+                {name: tensor.contiguous() for name, tensor in self.weights.items()},
+                Path(folder) / "model.safetensors",
+            )
             loading = {
                 number: replica.call_rank(0, RolloutWorker.load_folder, folder, manifest, self.version)
                 for number, replica in replicas.items()
@@ -71,7 +81,9 @@ class StartedRollout(Rollout):
         self.weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
         super().__init__(replicas, self.weights, rules, limits, seed)
 
-    def update_weights(self, push: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]], version: int) -> None:
+    def update_weights(
+        self, push: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]], version: int
+    ) -> None:
         self._pusher.current = push
         self.weights.resume(version)
         self.weights.push()
@@ -105,7 +117,9 @@ def started_rollout(
     pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
     places = [ReplicaPlace(part) for part in pool.split()]
     replicas = Replicas(places, build_engine, restart_limit=restart_limit, phase_time_limit_s=480)
-    limits = RolloutLimits(max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s)
+    limits = RolloutLimits(
+        max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s
+    )
     try:
         yield StartedRollout(replicas, rules, limits, seed)
     finally:
@@ -123,12 +137,16 @@ def sync_of(
     num_ranks: int = 1,
     verify: Verify = Verify.always,
 ) -> WeightSync:
-    """To replicas of `num_ranks` each: with the transport `device` they are on the trainers' devices, in order, else on their own."""
+    """To replicas of `num_ranks` each: with the transport `device` they are on the trainers' devices, in
+    order, else on their own."""
     name = "device" if transport is Transport.device else "engine-device"
     return WeightSync(
         source,
         [RankPlace("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
-        [[RankPlace("node", f"{name}-{replica * num_ranks + rank}") for rank in range(num_ranks)] for replica in range(num_replicas)],
+        [
+            [RankPlace("node", f"{name}-{replica * num_ranks + rank}") for rank in range(num_ranks)]
+            for replica in range(num_replicas)
+        ],
         transport=transport,
         verify=verify,
         scratch_dir=scratch_dir,

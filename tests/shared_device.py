@@ -1,6 +1,8 @@
-"""A trainer process and engine processes that a test leads, call by call: on one GPU, on two, or for rehearsal on the CPU.
+"""A trainer process and engine processes that a test leads, call by call: on one GPU, on two, or for
+rehearsal on the CPU.
 
-    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
+    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer,
+    engine):
         link = ask(trainer, "serve", ask(engine, "needed"))
         ask(engine, "join", link)
 
@@ -28,7 +30,15 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.checksum import checksum
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part, RankPlace, RankSlices, TensorSlices, TransferPlan, plan_transfer, whole_slices
+from megarl.weights.plan import (
+    Part,
+    RankPlace,
+    RankSlices,
+    TensorSlices,
+    TransferPlan,
+    plan_transfer,
+    whole_slices,
+)
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transports.device import NUM_IPC_BUFFERS, DevicePlace, DeviceSender
@@ -44,12 +54,15 @@ NAME = "device"  # of the one device, in the plan
 
 # As NCCL on one GPU: it refuses two ranks on it.
 ONE_DEVICE = "nccl_semantics_on_one_device"
-BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantics(store, rank, size, limit, device=0)
+BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantics(
+    store, rank, size, limit, device=0
+)
 
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """folder: of the model's config.json. devices: of the trainer and of the engines. buffer_bytes: what fits in one IPC buffer."""
+    """folder: of the model's config.json. devices: of the trainer and of the engines. buffer_bytes: what fits
+    in one IPC buffer."""
 
     folder: Path
     devices: tuple[torch.device, torch.device]
@@ -62,7 +75,8 @@ class SharedSpec:
 
 
 class Held(NamedTuple):
-    """Bytes. of_process: by the allocator's count. of_device: all that is in use of a GPU, whoever uses it; as of_process on a CPU."""
+    """Bytes. of_process: by the allocator's count. of_device: all that is in use of a GPU, whoever uses it;
+    as of_process on a CPU."""
 
     of_process: int
     of_device: int
@@ -95,7 +109,10 @@ def manifest(folder: Path) -> Manifest:
 def weights(folder: Path, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The same on every device: made on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(meta.shape, generator=generator).to(DTYPE).to(device) for name, meta in manifest(folder).items()}
+    return {
+        name: torch.randn(meta.shape, generator=generator).to(DTYPE).to(device)
+        for name, meta in manifest(folder).items()
+    }
 
 
 def ask(rank: MortalRank, name: str, *arguments: Any) -> Any:
@@ -199,7 +216,11 @@ class TrainerProcess(_Obeying):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             return Held(torch.cuda.memory_allocated(self.device), total - free)
-        shared = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem:"))
+        shared = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssShmem:")
+        )
         return Held(*2 * (int(shared.split()[1]) * 1024,))
 
     def close(self) -> None:
@@ -208,7 +229,8 @@ class TrainerProcess(_Obeying):
 
 
 class _MortalEngine(HFEngine):
-    """dies_at: it is killed when it is to find the place of so many parts, in the middle of a push; 0: never."""
+    """dies_at: it is killed when it is to find the place of so many parts, in the middle of a push; 0:
+    never."""
 
     dies_at = 0
     place: Place
@@ -228,7 +250,9 @@ class EngineProcess(_Obeying):
     def start(self) -> TensorSlices:
         """What it needs. Until here it takes nothing of the device."""
         policy = ModelConfig(path=str(self.spec.folder), dtype=DType.bfloat16)
-        engine_spec = RolloutEngineSpec(model=policy, rollout=RolloutConfig(), device=Device(self.device.type))
+        engine_spec = RolloutEngineSpec(
+            model=policy, rollout=RolloutConfig(), device=Device(self.device.type)
+        )
         self.engine = _MortalEngine(engine_spec)
         self.engine.place = self.place
         (needed,) = self.engine.needed_slices(self.manifest)
@@ -255,7 +279,11 @@ class EngineProcess(_Obeying):
         """Names of parameters that are not those of the seed's weights, to the bit."""
         wanted = weights(self.spec.folder, seed, self.device)
         bits = torch.int16  # as whole numbers, of which each equals itself
-        return [name for name, each in self.engine._parameters.items() if not torch.equal(each.data.view(bits), wanted[name].view(bits))]
+        return [
+            name
+            for name, each in self.engine._parameters.items()
+            if not torch.equal(each.data.view(bits), wanted[name].view(bits))
+        ]
 
     def close(self) -> None:
         self.engine.close()

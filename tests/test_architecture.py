@@ -1,4 +1,5 @@
-"""The layers of megarl: imports go down only, and heavy libraries stay in their homes. Read from the source with `ast`."""
+"""The layers of megarl: imports go down only, and heavy libraries stay in their homes. Read from the source
+with `ast`."""
 
 from __future__ import annotations
 
@@ -44,13 +45,15 @@ HOMES = {
     "swanlab": ("megarl.tracking",),
 }
 WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents")
-# Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it knows no algorithm.
+# Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it
+# knows no algorithm.
 LOSSES = "megarl.algorithms.losses"
 WITHOUT_LOSSES = ("engine", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import statement at any depth; `from x import y` counts as x.y, which may be a module."""
+    """(line, absolute module) of every import statement at any depth; `from x import y` counts as x.y, which
+    may be a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -71,10 +74,20 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     for line, imported in imported_modules(source, module, is_package):
         top, _, rest = imported.partition(".")
         target = rest.split(".")[0]
-        if top == "megarl" and target in LAYER_OF and own not in ("", "__main__", target) and LAYER_OF[target] >= LAYER_OF[own]:
-            found.append(f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in {LAYER_OF[target]}")
+        if (
+            top == "megarl"
+            and target in LAYER_OF
+            and own not in ("", "__main__", target)
+            and LAYER_OF[target] >= LAYER_OF[own]
+        ):
+            found.append(
+                f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in "
+                f"{LAYER_OF[target]}"
+            )
         if top in HOMES and not any(within(module, home) for home in HOMES[top]):
-            found.append(f"{module}:{line} imports {imported}: only {' and '.join(HOMES[top])} may import {top}")
+            found.append(
+                f"{module}:{line} imports {imported}: only {' and '.join(HOMES[top])} may import {top}"
+            )
         if top == "torch" and any(within(module, package) for package in WITHOUT_TORCH):
             found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
         if within(imported, LOSSES) and own in WITHOUT_LOSSES:
@@ -104,17 +117,22 @@ def own_modules() -> dict[str, str]:
     for file in sorted((ROOT / "megarl").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
         if "stubs" not in parts:
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(
+                encoding="utf-8"
+            )
     return found
 
 
 def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[list[str]]:
-    """Modules that import each other, however deep in a function or for types only; each with all that are in its cycle."""
+    """Modules that import each other, however deep in a function or for types only; each with all that are in
+    its cycle."""
     edges: dict[str, set[str]] = {}
     for module, source in sources.items():
         imported = (name for _, name in imported_modules(source, module, module in packages))
         # `from a.b import c`: the module a.b.c where there is one, else what stands in a.b.
-        edges[module] = {name if name in sources else name.rpartition(".")[0] for name in imported} & sources.keys() - {module}
+        edges[module] = {
+            name if name in sources else name.rpartition(".")[0] for name in imported
+        } & sources.keys() - {module}
     sorter = TopologicalSorter(edges)
     found = []
     while True:
@@ -156,7 +174,9 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
     }
     (cycle,) = cycles(sources)
     assert set(cycle) == {"megarl.a", "megarl.b", "megarl.c"}
-    assert {name: modules for name, modules in public_classes(sources).items() if len(modules) > 1} == {"Twice": ["megarl.b", "megarl.c"]}
+    assert {name: modules for name, modules in public_classes(sources).items() if len(modules) > 1} == {
+        "Twice": ["megarl.b", "megarl.c"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,11 +187,19 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
         ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
         ("megarl.weights.load", "def f():\n    from megarl import rollout", "inside a function"),
         ("megarl.rollout.interface", "from ..controller.group import RoleGroup", "relative, sibling"),
-        ("megarl.engine.model", "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer", "for types only"),
+        (
+            "megarl.engine.model",
+            "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer",
+            "for types only",
+        ),
         ("megarl.workers.actor", "import ray", "ray outside the controller"),
         ("megarl.workers.actor", "from megatron.core import parallel_state", "megatron outside the engine"),
         ("megarl.rollout.hf.engine", "import sglang.srt", "sglang outside rollout/sglang"),
-        ("megarl.engine_room.layers", "import transformer_engine.pytorch as te", "a name that only begins like the home"),
+        (
+            "megarl.engine_room.layers",
+            "import transformer_engine.pytorch as te",
+            "a name that only begins like the home",
+        ),
         ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
         ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
         ("megarl.models.architecture", "import torch", "torch in the description of a model"),
@@ -188,7 +216,10 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
     [
         ("megarl.cli.main", "from megarl import __version__\nfrom megarl.config.schema import PPOConfig"),
         ("megarl.cli.main", "from .check import run"),
-        ("megarl.engine.model", "import torch\nimport megatron.core\nfrom megarl.weights.shard_layout import ShardLayout"),
+        (
+            "megarl.engine.model",
+            "import torch\nimport megatron.core\nfrom megarl.weights.shard_layout import ShardLayout",
+        ),
         ("megarl.controller.group", "import ray\nfrom megarl.controller.futures import Call"),
         ("megarl.rollout.sglang.engine", "import sglang"),
         ("megarl.workers.actor", "import rayleigh"),
@@ -204,7 +235,11 @@ PUBLIC_NAMES = re.compile(r"execute_(all|rank|rank_zero)_(sync|async)")  # of ve
 
 
 def calls_by_name(source: str) -> list[str]:
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and PUBLIC_NAMES.fullmatch(node.attr)]
+    found = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and PUBLIC_NAMES.fullmatch(node.attr)
+    ]
     return [f"{node.lineno}: {node.attr}" for node in found]
 
 
@@ -220,15 +255,26 @@ def callers() -> dict[str, list[Path]]:
 def test_megarl_calls_no_worker_by_a_string() -> None:
     sources = {file: file.read_text(encoding="utf-8") for file in (ROOT / "megarl").rglob("*.py")}
     del sources[ROOT / "megarl" / "controller" / "compat.py"]
-    assert not {str(file): calls for file, source in sources.items() if "execute_" in source and (calls := calls_by_name(source))}
+    assert not {
+        str(file): calls
+        for file, source in sources.items()
+        if "execute_" in source and (calls := calls_by_name(source))
+    }
     assert calls_by_name('group.execute_all_sync("update")') == ["1: execute_all_sync"]
 
 
 def test_mypy_checks_every_package_that_calls_workers() -> None:
-    """Mypy refuses a worker's method as a method of the group: tests/unit/controller/test_register.py shows that."""
+    """Mypy refuses a worker's method as a method of the group: tests/unit/controller/test_register.py shows
+    that."""
     mypy = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
     assert {"megarl", "benchmarks"} <= set(mypy["files"])
-    left_out = {file for package in callers().values() for file in package for left in mypy["exclude"] if re.search(left, file.as_posix())}
+    left_out = {
+        file
+        for package in callers().values()
+        for file in package
+        for left in mypy["exclude"]
+        if re.search(left, file.as_posix())
+    }
     assert not left_out
     assert "roles" in callers()
 
@@ -237,7 +283,8 @@ def test_mypy_checks_every_package_that_calls_workers() -> None:
 
 
 def family_names(source: str) -> list[str]:
-    """Return where a source asks which family a model is of: a comparison of `model_type`, or a family's name as a string."""
+    """Return where a source asks which family a model is of: a comparison of `model_type`, or a family's name
+    as a string."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare | ast.Match):
@@ -250,11 +297,14 @@ def family_names(source: str) -> list[str]:
 
 
 def is_model_type(node: ast.expr) -> bool:
-    """Return whether an expression is `x.model_type`, `x["model_type"]`, `x.get("model_type")` or a variable `model_type`."""
+    """Return whether an expression is `x.model_type`, `x["model_type"]`, `x.get("model_type")` or a variable
+    `model_type`."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "model_type"
     if isinstance(node, ast.Call):
-        return any(isinstance(argument, ast.Constant) and argument.value == "model_type" for argument in node.args)
+        return any(
+            isinstance(argument, ast.Constant) and argument.value == "model_type" for argument in node.args
+        )
     return "model_type" in (getattr(node, "attr", None), getattr(node, "id", None))
 
 
@@ -283,6 +333,9 @@ def test_a_planted_family_is_found(source: str) -> None:
 
 
 def test_what_does_not_ask_for_a_family_passes() -> None:
-    allowed = 'raise ValueError(f"{architecture.model_type} has no experts")\nFAMILIES[architecture.model_type].sglang_differs(policy)'
+    allowed = (
+        'raise ValueError(f"{architecture.model_type} has no '
+        'experts")\nFAMILIES[architecture.model_type].sglang_differs(policy)'
+    )
     assert family_names(allowed) == []
     assert family_names('fields = [name for name in config if name != "model_type"]') == []

@@ -1,11 +1,13 @@
-"""Where the suite's time goes: tests, wall seconds, CPU seconds and processes started, by package; printed when the tests end.
+"""Where the suite's time goes: tests, wall seconds, CPU seconds and processes started, by package; printed
+when the tests end.
 
-A thread looks at /proc every INTERVAL_S. A process belongs to the run if its environment carries the run's mark, which Ray's daemons
-inherit as well, or if its parent belongs to the run. What it uses is booked to the test that runs then. What the kernel reports of
-children that a process waited for is booked too, less what was booked while they lived: short ones cost what they cost.
-Each process that pytest itself starts is counted; of what others start, one that ends within INTERVAL_S may not be.
-Where pytest-xdist divides the tests, each of its workers looks for itself, and the sum is printed, with what this process and its
-server of warm processes took themselves.
+A thread looks at /proc every INTERVAL_S. A process belongs to the run if its environment carries the run's
+mark, which Ray's daemons inherit as well, or if its parent belongs to the run. What it uses is booked to the
+test that runs then. What the kernel reports of children that a process waited for is booked too, less what
+was booked while they lived: short ones cost what they cost. Each process that pytest itself starts is
+counted; of what others start, one that ends within INTERVAL_S may not be. Where pytest-xdist divides the
+tests, each of its workers looks for itself, and the sum is printed, with what this process and its server of
+warm processes took themselves.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class Ledger:
             ids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
             self._foreign &= ids
             seen: dict[int, _Process] = {}
-            # Parents first: where a child ends meanwhile, its end is seen before what its parent reports of it.
+            # Parents first: where a child ends meanwhile, its end is seen before what its parent reports of
+            # it.
             for pid in [*self._known, *sorted(ids - self._known.keys() - self._foreign)]:
                 if (process := _process(pid)) is None:
                     continue
@@ -98,7 +101,9 @@ class Ledger:
                     # Of what pytest itself starts, the audit hook sees all but what multiprocessing spawns.
                     if process.parent != self._own_id or b"multiprocessing." in _read(pid, "cmdline"):
                         self._count(_executable(pid))
-                elif _SERVER not in environment:  # one that it has just forked has its client's environment in a moment
+                elif (
+                    _SERVER not in environment
+                ):  # one that it has just forked has its client's environment in a moment
                     self._foreign.add(pid)
             self._book(seen)
 
@@ -111,7 +116,10 @@ class Ledger:
                 self._known[ancestor.parent].lived_s += ended.own_s + ended.children_s
         for pid, process in seen.items():
             before = self._known.get(pid, _Process())
-            process.lived_s, process.late_s = before.lived_s, max(before.late_s, process.children_s - before.lived_s)
+            process.lived_s, process.late_s = (
+                before.lived_s,
+                max(before.late_s, process.children_s - before.lived_s),
+            )
             self._costs[self._test, "CPU s"] += process.own_s + process.late_s - before.own_s - before.late_s
         self._known = seen
 
@@ -120,11 +128,15 @@ class Ledger:
             self._count(os.fsdecode(arguments[0]) if arguments else sys.executable)
 
     def _count(self, executable: str) -> None:
-        self._costs[self._test, "python processes" if Path(executable).name.startswith("python") else "other processes"] += 1
+        self._costs[
+            self._test,
+            "python processes" if Path(executable).name.startswith("python") else "other processes",
+        ] += 1
 
 
 def _process(pid: int) -> _Process | None:
-    fields = _read(pid, "stat").rpartition(b")")[2].split()  # from the third on: the second, a name, may hold spaces
+    # from the third on: the second, a name, may hold spaces
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
     if not fields:
         return None
     user, system, children_user, children_system = (int(field) / _TICKS_PER_S for field in fields[11:15])
@@ -140,7 +152,9 @@ def _read(pid: int, file: str) -> bytes:
 
 def _shared_s() -> float:
     """Processor time of this process, and of the server of warm processes that it may have."""
-    servers = {int(name) for name in os.listdir("/proc") if name.isdigit() and _SERVER in _read(int(name), "environ")}
+    servers = {
+        int(name) for name in os.listdir("/proc") if name.isdigit() and _SERVER in _read(int(name), "environ")
+    }
     processes = {pid: process for pid in servers | {os.getpid()} if (process := _process(pid)) is not None}
     own = [os.getpid()]
     for parent in own:  # which grows
@@ -173,12 +187,22 @@ class Summary:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._add({(test, column): cost for test, column, cost in getattr(node, "workeroutput", {}).get("costs", [])})
+        self._add(
+            {
+                (test, column): cost
+                for test, column, cost in getattr(node, "workeroutput", {}).get("costs", [])
+            }
+        )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self._add(self._own.end() if self._own is not None else {(_BEFORE, "CPU s"): _shared_s()})
         terminalreporter.section("where the time goes")
-        for line in [*table(self._costs, _package), "", "The slowest files", *table(self._costs, _file, most=10)]:
+        for line in [
+            *table(self._costs, _package),
+            "",
+            "The slowest files",
+            *table(self._costs, _file, most=10),
+        ]:
             terminalreporter.write_line(line)
 
     def _add(self, costs: Mapping[tuple[str, str], float]) -> None:

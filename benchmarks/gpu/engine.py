@@ -3,16 +3,19 @@
     python -m benchmarks.gpu.engine [--shapes 0.5B 1.5B 7B] [--tokens 16384] [--repeats 3]
     python -m benchmarks.gpu.engine --device cpu    # a rehearsal: a tiny shape, in seconds
 
-Models have the shapes of Qwen2.5 and random weights, the same on both sides. Measured are forward + backward of a batch (no optimizer
-step), for every kind of layers that is installed and each `recompute`, and the pass that only scores. A batch has rows of log-normal
-length, a quarter of each its prompt, cut into micro-batches that both sides pack without padding. The loss is the mean log-prob of all
-response tokens, and must be the same. A speed is tokens (prompt + response) per second, of the fastest repeat; the two take turns.
+Models have the shapes of Qwen2.5 and random weights, the same on both sides. Measured are forward + backward
+of a batch (no optimizer step), for every kind of layers that is installed and each `recompute`, and the pass
+that only scores. A batch has rows of log-normal length, a quarter of each its prompt, cut into micro-batches
+that both sides pack without padding. The loss is the mean log-prob of all response tokens, and must be the
+same. A speed is tokens (prompt + response) per second, of the fastest repeat; the two take turns.
 
-The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, logits are those of response tokens only,
-and its attention of packed rows is flash attention: of the package flash_attn where that is installed, else torch's own `varlen_attn` (on a
-CPU `sdpa`). Beside `full` it recomputes all layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
+The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, logits are
+those of response tokens only, and its attention of packed rows is flash attention: of the package flash_attn
+where that is installed, else torch's own `varlen_attn` (on a CPU `sdpa`). Beside `full` it recomputes all
+layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
 
-MFU: the operations that the model needs (megarl/models/flops.py; of the pass that only scores a third) by those that the GPU could do.
+MFU: the operations that the model needs (megarl/models/flops.py; of the pass that only scores a third) by
+those that the GPU could do.
 """
 
 from __future__ import annotations
@@ -35,7 +38,16 @@ from transformers import Qwen2Config
 from benchmarks.hugging_face_peer import HuggingFace, Step, flash_attention, pack, prompt_tokens
 from megarl.batch.metrics import Metric
 from megarl.config.layers import has_transformer_engine
-from megarl.config.schema import Device, DType, EngineConfig, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
+from megarl.config.schema import (
+    Device,
+    DType,
+    EngineConfig,
+    Layers,
+    OptimConfig,
+    ParallelConfig,
+    Recomputation,
+    Recompute,
+)
 from megarl.data.packing import plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
@@ -66,7 +78,9 @@ class Shape(NamedTuple):
     micro_batch: int
 
     def config(self) -> Qwen2Config:
-        sizes = {name: value for name, value in self._asdict().items() if name not in ("longest", "micro_batch")}
+        sizes = {
+            name: value for name, value in self._asdict().items() if name not in ("longest", "micro_batch")
+        }
         return Qwen2Config(max_position_embeddings=self.longest, **sizes)
 
 
@@ -91,7 +105,8 @@ class Settings:
 
 
 def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
-    """Rows of at least two tokens, `tokens` in all; their mean is about a third of the longest allowed, which is above two."""
+    """Rows of at least two tokens, `tokens` in all; their mean is about a third of the longest allowed, which
+    is above two."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
@@ -111,15 +126,24 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     column = torch.arange(width + int((total - prompts).max()))
     mask = (column >= width - prompts[:, None]) & (column < width + (total - prompts)[:, None])
     ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask.long(), "response_mask": mask[:, width:]}
+    return {
+        "input_ids": torch.where(mask, ids, 0),
+        "attention_mask": mask.long(),
+        "response_mask": mask[:, width:],
+    }
 
 
 def build_engine(
-    folder: Path, peer: HuggingFace, settings: Settings, groups: ParallelGroups, layers: Layers, recompute: Recompute | None
+    folder: Path,
+    peer: HuggingFace,
+    settings: Settings,
+    groups: ParallelGroups,
+    layers: Layers,
+    recompute: Recompute | None,
 ) -> MegatronEngine:
-    """Of the folder's config.json, with the peer's weights; recompute None: one that only scores. Of the optimizer there is only what a
-    forward and backward pass asks of it: its state would be twelve bytes for each parameter, with which the largest shape would not be on
-    one GPU beside the peer."""
+    """Of the folder's config.json, with the peer's weights; recompute None: one that only scores. Of the
+    optimizer there is only what a forward and backward pass asks of it: its state would be twelve bytes for
+    each parameter, with which the largest shape would not be on one GPU beside the peer."""
     from megarl.engine.engine import MegatronEngine
     from megarl.weights.plan import Part
     from megarl.weights.shards import Shards, held_slices
@@ -136,7 +160,9 @@ def build_engine(
         def _load(self, folder: str) -> None:
             tensors = dict(peer.model.named_parameters())
             architecture = self.spec.architecture
-            shards = Shards(parameters=self.parameters(), architecture=architecture, layout=self.layout, head="lm")
+            shards = Shards(
+                parameters=self.parameters(), architecture=architecture, layout=self.layout, head="lm"
+            )
             for name, slices in held_slices(architecture, self.layout, "lm").items():
                 for tensor_slice in slices:
                     left = tensors[name].detach()[tensor_slice.index].flatten()
@@ -163,7 +189,8 @@ def build_engine(
 
 
 class Result(NamedTuple):
-    """tokens per second and, where the device's peak is known, MFU; None for one whom the device's memory was too small."""
+    """tokens per second and, where the device's peak is known, MFU; None for one whom the device's memory was
+    too small."""
 
     name: str
     ours: float | None
@@ -173,7 +200,10 @@ class Result(NamedTuple):
 
     def __str__(self) -> str:
         ratio = f"{self.ours / self.peer:5.2f}" if self.ours and self.peer else "    -"
-        return f"{self.name:<38} {ratio}   megarl {self._speed(self.ours)}   Hugging Face {self._speed(self.peer)}"
+        return (
+            f"{self.name:<38} {ratio}   megarl {self._speed(self.ours)}   Hugging Face "
+            f"{self._speed(self.peer)}"
+        )
 
     def _speed(self, speed: float | None) -> str:
         if speed is None:
@@ -183,7 +213,8 @@ class Result(NamedTuple):
 
 
 def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[float | None, float | None]:
-    """Seconds of each, the fastest of the repeats; the first calls are not timed. None: the device's memory was too small.
+    """Seconds of each, the fastest of the repeats; the first calls are not timed. None: the device's memory
+    was too small.
 
     Raises ValueError where the losses differ: then they did not do the same work.
     """
@@ -221,28 +252,37 @@ class Work:
         self.micro_batches = [list(each.rows) for each in plan.micro_batches]
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
         rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
-        self.tflop_per_token = training_flops(architecture, rows) / settings.tokens / 1e12  # of forward + backward
+        # of forward + backward
+        self.tflop_per_token = training_flops(architecture, rows) / settings.tokens / 1e12
         self._num_responses = float(self.batch["response_mask"].sum())
 
     def trains(self, engine: MegatronEngine) -> Step:
-        return lambda: engine.forward_backward(self.batch, self.micro_batches, self._loss, extras=())["loss"].value
+        return lambda: (
+            engine.forward_backward(self.batch, self.micro_batches, self._loss, extras=())["loss"].value
+        )
 
     def scores(self, engine: MegatronEngine) -> Step:
         def score() -> float:
             outputs = engine.forward(self.batch, self.micro_batches, extras=())
             assert outputs is not None, "one rank has the last stage"
             log_probs = outputs["log_probs"]
-            return -float((log_probs if isinstance(log_probs, Tensor) else log_probs.values).sum()) / self._num_responses
+            return (
+                -float((log_probs if isinstance(log_probs, Tensor) else log_probs.values).sum())
+                / self._num_responses
+            )
 
         return score
 
-    def _loss(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    def _loss(
+        self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         value = -(outputs["log_probs"] * rows["response_mask"]).sum() / self._num_responses
         return value, {"loss": Metric.sum(value)}
 
 
 def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGroups) -> Iterator[Result]:
-    """Every kind of layers that is there, each recomputation, and the pass that only scores. folder: empty."""
+    """Every kind of layers that is there, each recomputation, and the pass that only scores. folder:
+    empty."""
     attention = flash_attention(settings.device, settings.torch_dtype)
     peer = HuggingFace(shape.config(), settings.device, settings.torch_dtype, attention)
     peer.model.config.save_pretrained(folder)
@@ -265,7 +305,8 @@ def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGro
 
 
 def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
-    """Of these shapes, one after the other, in a process that is on the device and has a process group of its own."""
+    """Of these shapes, one after the other, in a process that is on the device and has a process group of its
+    own."""
     from megarl.engine import groups as engine_groups
 
     groups = engine_groups.initialize(ParallelConfig(), seed=0)
@@ -278,7 +319,9 @@ def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
 
 def kinds_of_layers(settings: Settings) -> list[Layers]:
     """Those that can be had here for packed rows."""
-    has_both = settings.device.type == "cuda" and settings.dtype is DType.bfloat16 and has_transformer_engine()
+    has_both = (
+        settings.device.type == "cuda" and settings.dtype is DType.bfloat16 and has_transformer_engine()
+    )
     return [Layers.transformer_engine, Layers.local] if has_both else [Layers.local]
 
 
@@ -290,11 +333,21 @@ def free(device: torch.device) -> None:
 
 def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
     """The names of the shapes, and the settings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on cuda, float32 on cpu where it is not given")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="all but tiny on cuda, tiny on cpu where none is named")
-    parser.add_argument("--tokens", type=int, help="of a batch: 16384 on cuda, 256 on cpu where it is not given")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="bfloat16 on cuda, float32 on cpu where it is not given",
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, help="all but tiny on cuda, tiny on cpu where none is named"
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="of a batch: 16384 on cuda, 256 on cpu where it is not given"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args(options)
     on_cuda = given.device == "cuda"
@@ -306,7 +359,9 @@ def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
         repeats=given.repeats,
     )
     if settings.tokens < 2 or settings.repeats < 1:
-        parser.error(f"--tokens {settings.tokens} and --repeats {settings.repeats}: at least 2 and 1 are needed")
+        parser.error(
+            f"--tokens {settings.tokens} and --repeats {settings.repeats}: at least 2 and 1 are needed"
+        )
     return given.shapes or ([name for name in SHAPES if name != "tiny"] if on_cuda else ["tiny"]), settings
 
 
@@ -319,13 +374,21 @@ def main(options: Sequence[str] | None = None) -> int:
         return 1
     active = platform.activate(Device(settings.device.type))
     attention = flash_attention(settings.device, settings.torch_dtype)
-    print(f"{torch.cuda.get_device_name(0) if on_cuda else 'a CPU'}, torch {torch.__version__}, {settings.dtype.value}")
+    print(
+        f"{torch.cuda.get_device_name(0) if on_cuda else 'a CPU'}, torch {torch.__version__}, "
+        f"{settings.dtype.value}"
+    )
     print(f"{settings.tokens:,} tokens a batch; the peer's attention is {attention}")
     if Layers.transformer_engine not in kinds_of_layers(settings):
         print("left out: layers of Transformer Engine, which are for bfloat16 on CUDA where it is installed")
-    print(f"\n{'comparison':<38} ratio   tokens of forward + backward, or of the forward pass, per second", flush=True)
+    print(
+        f"\n{'comparison':<38} ratio   tokens of forward + backward, or of the forward pass, per second",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group(active.distributed_backend, init_method=f"file://{Path(store) / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            active.distributed_backend, init_method=f"file://{Path(store) / 'store'}", rank=0, world_size=1
+        )
         for result in results(names, settings):
             print(result, flush=True)
         dist.destroy_process_group()

@@ -1,15 +1,19 @@
-"""How fast weights go from a trainer process to an engine process on the same GPU, beside a copy of as many bytes on it.
+"""How fast weights go from a trainer process to an engine process on the same GPU, beside a copy of as many
+bytes on it.
 
     python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
     python -m benchmarks.gpu.weights --device cpu    # a rehearsal with few bytes: no limit
 
-The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind hf, and the transport is
-`device`: buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push until the engine has taken
-everything, the fastest of the repeats; the first push, which has first uses in it, does not count. Between two pushes the trainer
-copies as many bytes from one place of the GPU to another (memcpy), and the fastest counts as well.
+The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind
+hf, and the transport is
+`device`: buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push
+until the engine has taken everything, the fastest of the repeats; the first push, which has first uses in it,
+does not count. Between two pushes the trainer copies as many bytes from one place of the GPU to another
+(memcpy), and the fastest counts as well.
 
-Through IPC buffers all bytes are copied twice, into them and out of them, and two processes take turns on a GPU: the limit of the speed is
-half of memcpy's. Target: half of that limit, which is the ratio 2 x memcpy's seconds / the push's seconds. Below it the exit code is 1.
+Through IPC buffers all bytes are copied twice, into them and out of them, and two processes take turns on a
+GPU: the limit of the speed is half of memcpy's. Target: half of that limit, which is the ratio 2 x memcpy's
+seconds / the push's seconds. Below it the exit code is 1.
 """
 
 from __future__ import annotations
@@ -68,7 +72,10 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
     """The fastest push, and the seconds of the fastest copy of its bytes."""
     pushes = []
     copies = []
-    with mortal_ranks(spec.folder, [partial(serve_measured_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
+    with mortal_ranks(spec.folder, [partial(serve_measured_trainer, spec), partial(serve_engine, spec)]) as (
+        trainer,
+        engine,
+    ):
         ask(engine, "join", ask(trainer, "serve", 0, ask(engine, "start")))
         for version in range(repeats + 1):
             engine.tell(("receive", version))
@@ -85,7 +92,9 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
 
 def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 when the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=float, default=256.0, help="of resharding.bucket_mb, in MiB")
@@ -95,15 +104,24 @@ def main(options: Sequence[str] | None = None) -> int:
         print("torch sees no GPU: with --device cpu there is a rehearsal")
         return 1
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
-    print(f"{torch.cuda.get_device_name(device) if is_cuda else 'a CPU'}, torch {torch.__version__}, bucket {arguments.bucket_mb:g} MiB")
+    print(
+        f"{torch.cuda.get_device_name(device) if is_cuda else 'a CPU'}, torch {torch.__version__}, bucket "
+        f"{arguments.bucket_mb:g} MiB"
+    )
     with tempfile.TemporaryDirectory() as folder:
         num_layers, hidden_size = SIZES[arguments.device]
         save_model(Path(folder), num_layers, hidden_size, vocab_size=15 * hidden_size)
         buffer_bytes = message_bytes(Transport.device, int(arguments.bucket_mb * 2**20), is_cuda)
         push, copy_s = measure(SharedSpec(Path(folder), (device, device), buffer_bytes), arguments.repeats)
     ratio = COPIES * copy_s / push.seconds
-    print(f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, waiting {push.waiting_s:.4f} s")
-    print(f"memcpy {push.nbytes / 1e9:.2f} GB in {copy_s:.4f} s; ratio to one copy {copy_s / push.seconds:.2f}, to two {ratio:.2f}")
+    print(
+        f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, "
+        f"waiting {push.waiting_s:.4f} s"
+    )
+    print(
+        f"memcpy {push.nbytes / 1e9:.2f} GB in {copy_s:.4f} s; ratio to one copy "
+        f"{copy_s / push.seconds:.2f}, to two {ratio:.2f}"
+    )
     if not is_cuda:
         verdict = f"limit {TARGET:g} not enforced: a rehearsal on a CPU"
     else:

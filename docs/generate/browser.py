@@ -1,4 +1,5 @@
-"""Chromium without a window, as Debian packages it (`apt-get install chromium chromium-driver`): for pictures, tests and measurements."""
+"""Chromium without a window, as Debian packages it (`apt-get install chromium chromium-driver`): for
+pictures, tests and measurements."""
 
 from __future__ import annotations
 
@@ -23,11 +24,18 @@ def is_installed() -> bool:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900) -> Iterator[Chrome]:
-    """Its console and its requests are kept: `get_log("browser")`, `get_log("performance")`. It asks nothing of the network by itself."""
+    """Its console and its requests are kept: `get_log("browser")`, `get_log("performance")`. It asks nothing
+    of the network by itself."""
     with tempfile.TemporaryDirectory() as profile:
         options = ChromeOptions()
         options.binary_location = shutil.which(BROWSER) or BROWSER
-        switches = ["headless=new", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking", "no-first-run"]
+        switches = [
+            "headless=new",
+            "disable-gpu",
+            "disable-dev-shm-usage",
+            "disable-background-networking",
+            "no-first-run",
+        ]
         switches += [f"user-data-dir={profile}", "force-device-scale-factor=1"]
         if os.geteuid() == 0:
             switches.append("no-sandbox")  # as root Chromium has none
@@ -53,4 +61,6 @@ def show_as(driver: Chrome, width: int, height: int, *, dark: bool = False) -> N
 def wait_for(driver: Chrome, tab: str) -> None:
     """Waits until a tab of `megarl report`'s page is complete."""
     selector = f"#tab[data-tab={tab}][data-ready]"
-    WebDriverWait(driver, 20, poll_frequency=0.02).until(lambda _: driver.find_elements(By.CSS_SELECTOR, selector))
+    WebDriverWait(driver, 20, poll_frequency=0.02).until(
+        lambda _: driver.find_elements(By.CSS_SELECTOR, selector)
+    )

@@ -38,7 +38,9 @@ def _section(title: str, command: argparse.ArgumentParser) -> str:
     return text
 
 
-def _commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[dict[str, str], dict[str, argparse.ArgumentParser]]]:
+def _commands_of(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[dict[str, str], dict[str, argparse.ArgumentParser]]]:
     """Yield the summaries and the parsers of a parser's subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

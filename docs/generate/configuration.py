@@ -1,4 +1,5 @@
-"""`docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values, and what its comments say."""
+"""`docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values, and what its
+comments say."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def reference() -> str:
     parts = [_INTRODUCTION, "## Of an RL run (`megarl train`)\n"]
     parts += _sections(schema.PPOConfig)
     parts += ["## Of a supervised run (`megarl sft`)\n"]
-    same = [name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind]
+    same = [
+        name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind
+    ]
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above; `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
     return "\n".join([*parts, *_presets()])
@@ -102,7 +105,10 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
-                rows += [_row(item, each, f"{key}.{entry.name}[].{each.name}", _default(each)) for each in fields(item)]
+                rows += [
+                    _row(item, each, f"{key}.{entry.name}[].{each.name}", _default(each))
+                    for each in fields(item)
+                ]
     if rows:
         yield from _table(rows)
     for kind, default, inner_key in inner:
@@ -116,10 +122,20 @@ def _table(rows: list[str]) -> list[str]:
 def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
     text = explanation(owner, entry.name)
     if not text:
-        raise ValueError(f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; say behind it or above it what {key} is for")
+        raise ValueError(
+            f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; say behind it or above it "
+            f"what {key} is for"
+        )
     kind = _types(owner)[entry.name]
-    choices = [f"`{member.value}`: {explanation(choice, member.name)}" for choice in _choices(kind) for member in choice]
-    return f"| `{key}` | {_values(kind, range_of(entry))} | {_shown(default)} | {'<br>'.join(cell(line) for line in (text, *choices))} |"
+    choices = [
+        f"`{member.value}`: {explanation(choice, member.name)}"
+        for choice in _choices(kind)
+        for member in choice
+    ]
+    return (
+        f"| `{key}` | {_values(kind, range_of(entry))} | {_shown(default)} | "
+        f"{'<br>'.join(cell(line) for line in (text, *choices))} |"
+    )
 
 
 def _values(kind: Any, allowed: Range) -> str:
@@ -138,12 +154,18 @@ def _shown(value: Any) -> str:
 
 def cell(text: str) -> str:
     """In a table, and with no mark of emphasis outside code."""
-    return "`".join(part if index % 2 else part.replace("*", "\\*") for index, part in enumerate(text.replace("|", "\\|").split("`")))
+    return "`".join(
+        part if index % 2 else part.replace("*", "\\*")
+        for index, part in enumerate(text.replace("|", "\\|").split("`"))
+    )
 
 
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
-    yield "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each is for.\n"
+    yield (
+        "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each "
+        "is for.\n"
+    )
     for file in sorted(_PRESETS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
@@ -154,7 +176,8 @@ def _presets() -> Iterator[str]:
 
 
 def _as_in_a_run(preset: str) -> str:
-    """The same settings in a file of one's own: another preset has its name, and what is of other sections stands beside."""
+    """The same settings in a file of one's own: another preset has its name, and what is of other sections
+    stands beside."""
     own, _, others = re.sub(r"(?m)^base: (\w+)\.yaml$", r"base: \1", preset).partition(f"\n{WITH}:")
     beside = textwrap.dedent(others.partition("\n")[2]).rstrip()
     return f"algorithm:\n{_indented(own)}" + (f"\n{beside}" if beside else "")
@@ -185,4 +208,8 @@ def _types(section: type) -> dict[str, Any]:
 
 
 def _default(entry: Any) -> Any:
-    return entry.default_factory() if entry.default is NO_DEFAULT and entry.default_factory is not NO_DEFAULT else entry.default
+    return (
+        entry.default_factory()
+        if entry.default is NO_DEFAULT and entry.default_factory is not NO_DEFAULT
+        else entry.default
+    )

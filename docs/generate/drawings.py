@@ -1,4 +1,5 @@
-"""The drawings of docs/concepts.md and docs/rollout.md, made of the plans that a run makes: its step, placements, shards, pushes."""
+"""The drawings of docs/concepts.md and docs/rollout.md, made of the plans that a run makes: its step,
+placements, shards, pushes."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
 # Four devices train the policy, one each trains the critic and generates, twice.
 _CONFIG = PPOConfig(
-    actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)), rollout=RolloutConfig(num_replicas=2)
+    actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)),
+    rollout=RolloutConfig(num_replicas=2),
 )
 _DRIVER = "driver"
 _GAP = 24  # between pools
 
 
 def step() -> str:
-    """The phases of a step, from left to right as they can begin; one under the other work at the same time."""
+    """The phases of a step, from left to right as they can begin; one under the other work at the same
+    time."""
     plan = plan_placement(_CONFIG)
     phases = phases_of(plan.roles)
     columns = _columns(plan, phases)
@@ -44,10 +47,17 @@ def step() -> str:
     height = 74
     left = 92
     top = 34
-    drawing = Drawing(left + width * (max(columns.values()) + 1), top + height * len(lanes) + 12, "The phases of one step of PPO")
+    drawing = Drawing(
+        left + width * (max(columns.values()) + 1),
+        top + height * len(lanes) + 12,
+        "The phases of one step of PPO",
+    )
     for number, lane in enumerate(lanes):
         drawing.words(4, top + height * number + 36, {"actor": "actor and ref"}.get(lane, lane), bold=True)
-    corners = {phase.name: (left + width * columns[phase.name], top + height * lane_of[phase.name]) for phase in phases}
+    corners = {
+        phase.name: (left + width * columns[phase.name], top + height * lane_of[phase.name])
+        for phase in phases
+    }
     for name, before in _drawn_waits(phases):
         (x, y), (to_x, to_y) = corners[before], corners[name]
         drawing.arrow(x + width - 22, y + 29, to_x, to_y + 29)
@@ -72,7 +82,8 @@ def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
         earlier = [
             other.name
             for other in phases[: phases.index(phase)]
-            if other.name in before[phase.name] or any(_same_place(plan, one, role) for one in phase.roles for role in other.roles)
+            if other.name in before[phase.name]
+            or any(_same_place(plan, one, role) for one in phase.roles for role in other.roles)
         ]
         columns[phase.name] = max((columns[name] + 1 for name in earlier), default=0)
     return columns
@@ -100,7 +111,10 @@ def _written(phase: Phase) -> list[str]:
 def placements() -> str:
     """Who has which device in each strategy."""
     strategies = [each for each in PlacementStrategy if each is not PlacementStrategy.custom]
-    plans = [plan_placement(replace(_CONFIG, placement=PlacementConfig(strategy=strategy))) for strategy in strategies]
+    plans = [
+        plan_placement(replace(_CONFIG, placement=PlacementConfig(strategy=strategy)))
+        for strategy in strategies
+    ]
     size = 78
     row = 150
     width = max(size * plan.num_devices + _GAP * len(plan.pools) for plan in plans)
@@ -124,7 +138,14 @@ def _draw_pools(drawing: Drawing, plan: PlacementPlan, top: float, size: float) 
         for turn, group in enumerate(groups):
             for _, device in sorted(group.devices):
                 x = left + (device - first) * size + 4
-                drawing.box(x, top + 4 + turn * height, size - 8, height - 3, FILLS[group.roles[0]], *_short(group, height))
+                drawing.box(
+                    x,
+                    top + 4 + turn * height,
+                    size - 8,
+                    height - 3,
+                    FILLS[group.roles[0]],
+                    *_short(group, height),
+                )
         left += size * num_devices + _GAP
 
 
@@ -157,7 +178,9 @@ _TENSOR_FILLS = (FILLS["actor"], FILLS["rollout"], FILLS["reference"])
 
 def resharding() -> str:
     """Where the rows of Hugging Face's tensors lie in the shards of two tensor-parallel ranks."""
-    drawing = Drawing(720, 470, "From the shards of two tensor-parallel ranks to the tensors that engines load")
+    drawing = Drawing(
+        720, 470, "From the shards of two tensor-parallel ranks to the tensors that engines load"
+    )
     weights = {weight.megatron_name.split(".layers.0.")[-1]: weight for weight in weights_of(_MODEL, "lm")}
     left = 20
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
@@ -167,7 +190,8 @@ def resharding() -> str:
 
 
 def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> None:
-    """Shards on the left, as Megatron has them; the tensors on the right, as an engine gets them. A tensor has one colour."""
+    """Shards on the left, as Megatron has them; the tensors on the right, as an engine gets them. A tensor
+    has one colour."""
     scale = 11.0
     width = 108.0
     drawing.words(left, 18, name, bold=True)
@@ -189,14 +213,27 @@ def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> No
                 at = y + start * scale
                 hf_at = tops[piece.hf_name] + hf_start * scale
                 drawing.box(left, at, width, (stop - start) * scale - 2, fills[piece.hf_name], label)
-                drawing.box(left + 200, hf_at, width, (hf_stop - hf_start) * scale - 2, fills[piece.hf_name], f"from rank {rank}")
-                drawing.arrow(left + width + 2, at + (stop - start) * scale / 2, left + 197, hf_at + (hf_stop - hf_start) * scale / 2)
+                drawing.box(
+                    left + 200,
+                    hf_at,
+                    width,
+                    (hf_stop - hf_start) * scale - 2,
+                    fills[piece.hf_name],
+                    f"from rank {rank}",
+                )
+                drawing.arrow(
+                    left + width + 2,
+                    at + (stop - start) * scale / 2,
+                    left + 197,
+                    hf_at + (hf_stop - hf_start) * scale / 2,
+                )
                 rows = max(rows, stop)
         y += rows * scale + 36
 
 
 def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
-    """[start, stop) of the rows of the matrix, from rectangles of a view whose first two dimensions are its rows."""
+    """[start, stop) of the rows of the matrix, from rectangles of a view whose first two dimensions are its
+    rows."""
     view, rectangle = (piece.hf_view, piece.hf) if side == "hf" else (piece.shard_view, piece.shard)
     return [
         (outer * view[1] + rectangle.starts[1], outer * view[1] + rectangle.stops[1])
@@ -205,8 +242,13 @@ def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
 
 
 def push() -> str:
-    """Who gives which engine rank what, in a placement where they are on the same devices, and in one where they are not."""
-    drawing = Drawing(1010, 370, "A push of weights from two pipeline stages to two engines, by the transports device and group")
+    """Who gives which engine rank what, in a placement where they are on the same devices, and in one where
+    they are not."""
+    drawing = Drawing(
+        1010,
+        370,
+        "A push of weights from two pipeline stages to two engines, by the transports device and group",
+    )
     for strategy, left in ((PlacementStrategy.hybrid, 10.0), (PlacementStrategy.split_collocate, 590.0)):
         config = replace(
             _CONFIG,
@@ -220,15 +262,24 @@ def push() -> str:
         forecast = forecast_weights(config, placement, model)
         assert forecast is not None
         beside = placement.share_devices("actor", "rollout")
-        transport = "device: through buffers of shared memory" if beside else "group: point to point over the network"
+        transport = (
+            "device: through buffers of shared memory" if beside else "group: point to point over the network"
+        )
         drawing.words(left, 18, f"{transport}, {forecast.plan.num_rounds} rounds", bold=True)
         _draw_push(drawing, config, forecast, model, left, beside)
     return str(drawing)
 
 
-def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, model: Architecture, left: float, beside: bool) -> None:
-    """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a device. Without the little that
-    comes from ranks that hold the same norms."""
+def _draw_push(
+    drawing: Drawing,
+    config: PPOConfig,
+    forecast: WeightForecast,
+    model: Architecture,
+    left: float,
+    beside: bool,
+) -> None:
+    """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a
+    device. Without the little that comes from ranks that hold the same norms."""
     top = 54.0
     row = 80.0
     height = 46.0
@@ -238,7 +289,13 @@ def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, mo
         y = top + row * rank
         part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"
         drawing.box(
-            left + 8, y, 140, height, FILLS["actor"], f"trainer rank {rank}", f"layers {layout.layers[0]}-{layout.layers[-1]}, {part}"
+            left + 8,
+            y,
+            140,
+            height,
+            FILLS["actor"],
+            f"trainer rank {rank}",
+            f"layers {layout.layers[0]}-{layout.layers[-1]}, {part}",
         )
         if beside:
             drawing.frame(left, y - 8, 540, height + 16, f"device {rank}")
@@ -252,5 +309,8 @@ def _draw_push(drawing: Drawing, config: PPOConfig, forecast: WeightForecast, mo
     for (source, target), schedule in sorted(forecast.plan.schedules.items()):
         if schedule.numel > forecast.plan.received(target) / 10:
             drawing.arrow(
-                left + 150, top + row * source + height / 2, (buffers if beside else engines) - 2, top + row * target + height / 2
+                left + 150,
+                top + row * source + height / 2,
+                (buffers if beside else engines) - 2,
+                top + row * target + height / 2,
             )

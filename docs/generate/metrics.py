@@ -18,5 +18,7 @@ def metrics_page() -> str:
     sections = []
     for title, rows in METRICS.items():
         lines = [f"| `{row.pattern}` | {row.unit} | {row.meaning} |" for row in rows]
-        sections.append("\n".join([f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|", *lines]))
+        sections.append(
+            "\n".join([f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|", *lines])
+        )
     return "\n".join([_HEAD, "\n\n".join(sections), ""])

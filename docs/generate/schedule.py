@@ -1,4 +1,5 @@
-"""The drawing of docs/asynchronous.md: who waits for whom at `rollout.max_staleness` 0, 1 and 2, of runs that the package simulates."""
+"""The drawing of docs/asynchronous.md: who waits for whom at `rollout.max_staleness` 0, 1 and 2, of runs that
+the package simulates."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _PROMPTS = 4
 _SLOTS = 4
 _STEPS = 5
 _TRAINING_S = 7.0
-_LENGTHS = [[length] for length in (9, 4, 3, 5, 3, 10, 4, 2, 5, 3, 2, 9, 4, 6, 8, 3, 2, 3, 9, 4)]  # one sample of each prompt
+# one sample of each prompt
+_LENGTHS = [[length] for length in (9, 4, 3, 5, 3, 10, 4, 2, 5, 3, 2, 9, 4, 6, 8, 3, 2, 3, 9, 4)]
 _SECOND = 8
 _ROW = 18
 _LEFT = 116
@@ -20,10 +22,16 @@ def schedules() -> str:
     runs = {max_staleness: _simulated(max_staleness) for max_staleness in (0, 1, 2)}
     longest = max(one.clock.now_s for one in runs.values())
     height = _ROW * (_SLOTS + 1) + 52
-    drawing = Drawing(round(_LEFT + _SECOND * longest + 10), height * len(runs), "Engines and trainer at max_staleness 0, 1 and 2")
+    drawing = Drawing(
+        round(_LEFT + _SECOND * longest + 10),
+        height * len(runs),
+        "Engines and trainer at max_staleness 0, 1 and 2",
+    )
     for number, (max_staleness, run) in enumerate(runs.items()):
         top = 24 + height * number
-        drawing.words(4, top, f"max_staleness {max_staleness}: {run.clock.now_s / _STEPS:.1f} s a step", bold=True)
+        drawing.words(
+            4, top, f"max_staleness {max_staleness}: {run.clock.now_s / _STEPS:.1f} s a step", bold=True
+        )
         drawing.words(4, top + 26, "engine, 4 slots")
         drawing.words(4, top + 26 + _ROW * _SLOTS, "trainer")
         _draw_samples(drawing, run, top + 12)
@@ -56,4 +64,11 @@ def _draw_samples(drawing: Drawing, run: Simulation, top: float) -> None:
 
 
 def _bar(drawing: Drawing, start_s: float, seconds: float, top: float, step: int) -> None:
-    drawing.box(_LEFT + _SECOND * start_s, top, _SECOND * seconds - 1, _ROW - 2, _COLOURS[(step - 1) % len(_COLOURS)], str(step))
+    drawing.box(
+        _LEFT + _SECOND * start_s,
+        top,
+        _SECOND * seconds - 1,
+        _ROW - 2,
+        _COLOURS[(step - 1) % len(_COLOURS)],
+        str(step),
+    )

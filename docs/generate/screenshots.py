@@ -2,8 +2,8 @@
 
     python -m docs.generate.screenshots RUN_DIR [RUN_DIR ...]
 
-Writes report-curves.png, report-samples.png and report-timeline.png into docs/static, of the page that has these runs. On the page of
-reports they are of the quickstart and of GRPO on the same sums.
+Writes report-curves.png, report-samples.png and report-timeline.png into docs/static, of the page that has
+these runs. On the page of reports they are of the quickstart and of GRPO on the same sums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main(run_dirs: Sequence[str]) -> int:
                 wait_for(chromium, tab)
                 if tab == "samples":
                     _read_a_sample(chromium)
-                chromium.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+                chromium.execute_async_script(
+                    "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+                )
                 picture = FOLDER / f"report-{tab}.png"
                 chromium.save_screenshot(str(picture))
                 print(f"{picture}: {picture.stat().st_size / 1e3:.0f} kB")
@@ -46,7 +48,8 @@ def main(run_dirs: Sequence[str]) -> int:
 
 
 def _read_a_sample(chromium: Chrome) -> None:
-    """The one with the largest advantage, of either sign, in a step in the middle; the pointer is on the token before its last."""
+    """The one with the largest advantage, of either sign, in a step in the middle; the pointer is on the
+    token before its last."""
     step = Select(chromium.find_element(By.CSS_SELECTOR, "select[aria-label='Step']"))
     step.select_by_index(len(step.options) // 2)
     Select(chromium.find_element(By.CSS_SELECTOR, "select[aria-label='Order']")).select_by_value("advantage")

@@ -1,4 +1,5 @@
-"""A drawing as SVG text: boxes, frames, lines and words in colours that can be read on a light page and on a dark one."""
+"""A drawing as SVG text: boxes, frames, lines and words in colours that can be read on a light page and on a
+dark one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Drawing:
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, *lines: str) -> None:
         """Filled, with lines of white words in its middle: the first is bold."""
-        self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>')
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>'
+        )
         top = y + height / 2 - 7.5 * (len(lines) - 1)
         for number, line in enumerate(lines):
             style = 'fill="#ffffff" font-weight="bold"' if number == 0 else 'fill="#ffffff" font-size="11"'
@@ -57,10 +60,12 @@ class Drawing:
         head = f'<path d="M0 0 L8 4 L0 8 z" fill="{_INK}"/>'
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+                f'height="{height}" '
                 'font-family="system-ui, sans-serif" font-size="13" role="img">',
                 f"<title>{escape(self._title)}</title>",
-                '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+                '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+                'markerHeight="7" orient="auto">'
                 f"{head}</marker></defs>",
                 *self._parts,
                 "</svg>\n",

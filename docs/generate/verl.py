@@ -1,4 +1,5 @@
-"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of `megarl/config/verl_names.yaml`."""
+"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of
+`megarl/config/verl_names.yaml`."""
 
 from __future__ import annotations
 
@@ -34,10 +35,15 @@ def migration() -> str:
 
 
 def _tables() -> Iterator[str]:
-    headings = {heading: heading.replace(".", "").replace(" ", "-") for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)}
+    headings = {
+        heading: heading.replace(".", "").replace(" ", "-")
+        for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)
+    }
     left = dict(verl_keys())
     for section in (*_SECTIONS, ""):
-        keys = {name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")}
+        keys = {
+            name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")
+        }
         yield f"### verl: {section or 'the rest'}\n"
         yield "| verl | here | |\n|---|---|---|"
         yield from (f"| `{name}` | {_ours(key, headings)} | {cell(key.note)} |" for name, key in keys.items())
@@ -53,5 +59,7 @@ def _ours(key: VerlKey, headings: dict[str, str]) -> str:
         if (section := ".".join(parts[:end])) in headings:
             return f"[`{key.ours}`](configuration.md#{headings[section]})"
     if len(parts) > 1:
-        raise ValueError(f"megarl/config/verl_names.yaml names {key.ours}, which the reference has no section for")
+        raise ValueError(
+            f"megarl/config/verl_names.yaml names {key.ours}, which the reference has no section for"
+        )
     return f"[`{key.ours}`](configuration.md#without-a-section)"

@@ -1,10 +1,12 @@
-"""Makes what the example trains on: a tiny Llama model with random weights, its tokenizer, prompts, and conversations of three teachers.
+"""Makes what the example trains on: a tiny Llama model with random weights, its tokenizer, prompts, and
+conversations of three teachers.
 
     python -m examples.agent.prepare --output-dir outputs/agent --seed 0
 
-A prompt names an item of two letters. Its price is on a list that only the tool knows, and each prompt has a list of its own: nothing can
-be learnt by heart. For each second prompt the tool is busy when it is called first. One teacher does all that is right; one slips in a
-letter of the item; one guesses, at once or as soon as the tool is busy. A model that imitates them is right about half of the time.
+A prompt names an item of two letters. Its price is on a list that only the tool knows, and each prompt has a
+list of its own: nothing can be learnt by heart. For each second prompt the tool is busy when it is called
+first. One teacher does all that is right; one slips in a letter of the item; one guesses, at once or as soon
+as the tool is busy. A model that imitates them is right about half of the time.
 """
 
 from __future__ import annotations
@@ -31,9 +33,25 @@ TEACHERS = ("right", "slips", "guesses")
 LETTERS = "abcdefgh"
 DIGITS = "0123456789"
 
-PAD, UNKNOWN, END, *ROLES = SPECIAL_TOKENS = ("<pad>", "<unk>", "<end>", "<tools>", "<user>", "<assistant>", "<tool>")
+PAD, UNKNOWN, END, *ROLES = SPECIAL_TOKENS = (
+    "<pad>",
+    "<unk>",
+    "<end>",
+    "<tools>",
+    "<user>",
+    "<assistant>",
+    "<tool>",
+)
 # Each is one token, so that a call, which is JSON as any model writes it, has seven with its end.
-PIECES = ("<tool_call>\n", '{"name": "price", "arguments": {"item": "', '"}}', "\n</tool_call>", "price", "busy", "error")
+PIECES = (
+    "<tool_call>\n",
+    '{"name": "price", "arguments": {"item": "',
+    '"}}',
+    "\n</tool_call>",
+    "price",
+    "busy",
+    "error",
+)
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -50,18 +68,28 @@ def prepare(output_dir: str | Path, seed: int) -> None:
     folder = Path(output_dir)
     save_model(folder / "model", seed)
     chance = random.Random(seed)
-    _write(folder / "data" / "train.jsonl", (prompt_row(chance, number % 2 == 0) for number in range(NUM_TRAIN)))
-    _write(folder / "data" / "validation.jsonl", (prompt_row(chance, number % 2 == 0) for number in range(NUM_VALIDATION)))
+    _write(
+        folder / "data" / "train.jsonl", (prompt_row(chance, number % 2 == 0) for number in range(NUM_TRAIN))
+    )
+    _write(
+        folder / "data" / "validation.jsonl",
+        (prompt_row(chance, number % 2 == 0) for number in range(NUM_VALIDATION)),
+    )
     _write(folder / "data" / "sft_train.jsonl", (_demonstration(chance) for _ in range(NUM_CONVERSATIONS)))
-    _write(folder / "data" / "sft_validation.jsonl", (_demonstration(chance) for _ in range(NUM_SFT_VALIDATION)))
+    _write(
+        folder / "data" / "sft_validation.jsonl", (_demonstration(chance) for _ in range(NUM_SFT_VALIDATION))
+    )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *PIECES, *LETTERS, *DIGITS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.normalizer = normalizers.Replace(Regex(r"tool error \([\s\S]*"), "error")  # whatever was wrong with a call
+    # whatever was wrong with a call
+    tokenizer.normalizer = normalizers.Replace(Regex(r"tool error \([\s\S]*"), "error")
     longest_first = sorted(PIECES, key=len, reverse=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(_escaped, longest_first)) + r"|[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(_escaped, longest_first)) + r"|[\s\S]"), behavior="isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -132,7 +160,10 @@ def conversation(task: dict[str, Any], teacher: str, chance: random.Random) -> d
         turns = [call, busy, _answer(guess)]
     else:
         turns = [*([call, busy] if task["busy"] else []), call, told, _answer(told["content"])]
-    return {"messages": [{"role": "user", "content": task["item"]}, *turns], "tools": [function_schema(price)]}
+    return {
+        "messages": [{"role": "user", "content": task["item"]}, *turns],
+        "tools": [function_schema(price)],
+    }
 
 
 def _call(item: str) -> dict[str, Any]:

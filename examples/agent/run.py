@@ -1,6 +1,8 @@
-"""`make quickstart TASK=agent`: a tiny model learns to use a tool that is sometimes busy, in minutes on two cores.
+"""`make quickstart TASK=agent`: a tiny model learns to use a tool that is sometimes busy, in minutes on two
+cores.
 
-Arguments are overrides of examples/agent/grpo.yaml. Each stage is a command of its own, printed before it runs.
+Arguments are overrides of examples/agent/grpo.yaml. Each stage is a command of its own, printed before it
+runs.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from pathlib import Path
 
 from megarl.recipes.quickstart.run import WarmedUp, run_recipe
 
-RECIPE = WarmedUp("examples.agent.prepare", "examples/agent/sft.yaml", "examples/agent/grpo.yaml", Path("outputs/agent"))
+RECIPE = WarmedUp(
+    "examples.agent.prepare", "examples/agent/sft.yaml", "examples/agent/grpo.yaml", Path("outputs/agent")
+)
 
 if __name__ == "__main__":
     sys.exit(run_recipe(RECIPE, sys.argv[1:]))

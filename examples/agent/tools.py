@@ -1,4 +1,5 @@
-"""The tool of the example: a list of prices that is another one for each prompt, and busy the first time that some prompts ask it."""
+"""The tool of the example: a list of prices that is another one for each prompt, and busy the first time that
+some prompts ask it."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Makes what the example of code trains on: a tiny Qwen2 model with random weights, its tokenizer, and small functions with their tests.
+"""Makes what the example of code trains on: a tiny Qwen2 model with random weights, its tokenizer, and small
+functions with their tests.
 
     python -m examples.code.prepare --output-dir outputs/code --seed 0
 
-A task says what a function does to its argument, one thing after the other ("add 3, times 2"), and is solved by a program of two lines:
+A task says what a function does to its argument, one thing after the other ("add 3, times 2"), and is solved
+by a program of two lines:
 
     def f(x):
         return (x + 3) * 2
 
-Demonstrations are of teachers who slip in half of their programs: they forget the parentheses, or write another number. A model that
-imitates them slips as often; what a program returns in the sandbox is all that can teach it better.
+Demonstrations are of teachers who slip in half of their programs: they forget the parentheses, or write
+another number. A model that imitates them slips as often; what a program returns in the sandbox is all that
+can teach it better.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ HEAD = "def f(x):\n    return "
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<end>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}<user>{{ message['content'] }}"
-    "{% else %}<assistant>{{ message['content'] }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% else %}<assistant>{{ message['content'] }}<end>{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<assistant>{% endif %}"
 )
 
 
@@ -45,7 +49,11 @@ class _Kind(NamedTuple):
     apply: Callable[[int, int], int]
 
 
-KINDS = {"add": _Kind("+", operator.add), "subtract": _Kind("-", operator.sub), "times": _Kind("*", operator.mul)}
+KINDS = {
+    "add": _Kind("+", operator.add),
+    "subtract": _Kind("-", operator.sub),
+    "times": _Kind("*", operator.mul),
+}
 
 
 class Operation(NamedTuple):
@@ -99,17 +107,28 @@ def make_tasks(seed: int) -> list[Task]:
     chance = random.Random(seed)
     found = dict[Task, None]()
     while len(found) < NUM_TASKS:
-        found[tuple(Operation(chance.choice(list(KINDS)), chance.randint(2, 9)) for _ in range(chance.randint(2, 3)))] = None
+        found[
+            tuple(
+                Operation(chance.choice(list(KINDS)), chance.randint(2, 9))
+                for _ in range(chance.randint(2, 3))
+            )
+        ] = None
     tasks = list(found)
-    chance.shuffle(tasks)  # there are few of two operations, and these are found first: held-out tasks are to be like those trained on
+    # there are few of two operations, and these are found first: held-out tasks are to be like those trained
+    # on
+    chance.shuffle(tasks)
     return tasks
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for a word, a digit or a sign, and one for all that every program begins with. Added tokens are found whatever
-    pre-tokenizer the class of tokenizer has that Transformers takes for a Qwen2 model."""
+    """A token for a word, a digit or a sign, and one for all that every program begins with. Added tokens are
+    found whatever pre-tokenizer the class of tokenizer has that Transformers takes for a Qwen2 model."""
     pieces = [HEAD, "x", " ", ",", "(", ")", *"+-*", *map(str, range(10)), *KINDS]
-    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate([*SPECIAL_TOKENS, *pieces])}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {piece: index for index, piece in enumerate([*SPECIAL_TOKENS, *pieces])}, unk_token="<unk>"
+        )
+    )
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -155,10 +174,16 @@ def prepare(folder: Path, seed: int) -> None:
     held_out = tasks[:NUM_VALIDATION]
     train = tasks[NUM_VALIDATION:]
     for name, of in (("train", train), ("validation", held_out)):
-        rows = [{"prompt": question(task), "data_source": "functions", "tests": json.dumps(unit_tests(task))} for task in of]
+        rows = [
+            {"prompt": question(task), "data_source": "functions", "tests": json.dumps(unit_tests(task))}
+            for task in of
+        ]
         _write(folder / f"{name}.jsonl", rows)
     for name, of in (("sft_train", NUM_DEMONSTRATIONS * train), ("sft_validation", held_out)):
-        _write(folder / f"{name}.jsonl", [{"messages": _chat(question(task), demonstration(task, chance))} for task in of])
+        _write(
+            folder / f"{name}.jsonl",
+            [{"messages": _chat(question(task), demonstration(task, chance))} for task in of],
+        )
 
 
 def _chat(asked: str, answer: str) -> list[dict[str, str]]:

@@ -1,4 +1,5 @@
-"""1 where a program passes all of its tests in the sandbox, else 0: half of a function is of no use to anybody."""
+"""1 where a program passes all of its tests in the sandbox, else 0: half of a function is of no use to
+anybody."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import Any
 from megarl.rewards import code
 from megarl.rewards.code import answer_from_truth, check_truth
 
-__all__ = ["answer_from_truth", "check_truth", "compute_score"]  # the first two: how `megarl check` tries ground truths
+# the first two: how `megarl check` tries ground truths
+__all__ = ["answer_from_truth", "check_truth", "compute_score"]
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
     passed = _passed(code.program_of(solution_str), ground_truth)
     return {"score": float(all(passed)), "tests_passed": sum(passed) / len(passed)}
 

@@ -1,7 +1,8 @@
-"""`python -m examples.code.run`: a tiny model learns to write functions that pass their tests. Some ten minutes on two cores.
+"""`python -m examples.code.run`: a tiny model learns to write functions that pass their tests. Some ten
+minutes on two cores.
 
-Arguments are overrides of examples/code/grpo.yaml; `trainer.seed` also seeds the model, the data and the warm-up. Each stage is a command
-of its own, printed before it runs.
+Arguments are overrides of examples/code/grpo.yaml; `trainer.seed` also seeds the model, the data and the
+warm-up. Each stage is a command of its own, printed before it runs.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ def main() -> int:
         status = subprocess.run([sys.executable, *stage], check=False).returncode
         if status:
             return status
-    run_dir = next((override.removeprefix(RUN_DIR) for override in overrides if override.startswith(RUN_DIR)), "outputs/code/run")
+    run_dir = next(
+        (override.removeprefix(RUN_DIR) for override in overrides if override.startswith(RUN_DIR)),
+        "outputs/code/run",
+    )
     validation = json.loads(Path(run_dir, "summary.json").read_text())["validation"]
-    print(f"held-out functions that pass all tests: {validation['before']:.1%} before, {validation['after']:.1%} after")
+    print(
+        f"held-out functions that pass all tests: {validation['before']:.1%} before, "
+        f"{validation['after']:.1%} after"
+    )
     return 0
 
 

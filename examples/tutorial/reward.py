@@ -1,4 +1,5 @@
-"""The reward of the tutorial: 1 where the last number of the answer is the sum. `python -m examples.tutorial.reward` tests it."""
+"""The reward of the tutorial: 1 where the last number of the answer is the sum. `python -m
+examples.tutorial.reward` tests it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import re
 from typing import Any
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
     """`answer` is what samples of a prompt are compared by, for `maj@k`."""
     numbers = re.findall(r"\d+", solution_str)
     answer = numbers[-1] if numbers else ""

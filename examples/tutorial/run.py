@@ -1,7 +1,8 @@
-"""`make tutorial`: a real model, its data, its score before and after GRPO, and the curves. 10 to 20 minutes on two cores.
+"""`make tutorial`: a real model, its data, its score before and after GRPO, and the curves. 10 to 20 minutes
+on two cores.
 
-Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is a command of its own, printed before it runs; what is there of an
-earlier start is not made again, and a run that was ended goes on.
+Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is a command of its own, printed before
+it runs; what is there of an earlier start is not made again, and a run that was ended goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
 def main() -> int:
     """The status of the first stage that fails, and 0 where none does."""
     overrides = sys.argv[1:]
-    given = [override.partition("=")[2] for override in overrides if override.startswith("trainer.output_dir=")]
+    given = [
+        override.partition("=")[2] for override in overrides if override.startswith("trainer.output_dir=")
+    ]
     for stage in stages(overrides, Path(given[-1]) if given else FOLDER / "run"):
         print("$ " + shlex.join(["python", *stage]), flush=True)
         status = subprocess.run([sys.executable, *stage], check=False).returncode

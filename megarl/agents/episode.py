@@ -1,4 +1,5 @@
-"""An episode as a state machine: what is to happen next, and what follows from what has happened. It starts nothing and has no clock."""
+"""An episode as a state machine: what is to happen next, and what follows from what has happened. It starts
+nothing and has no clock."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """max_turns: of the model. max_tokens: of all that comes after the prompt, whoever writes it. max_turn_tokens: of one turn; None: as
-    many as there is room for. max_attempts: times that an episode is begun whose environment is lost."""
+    """max_turns: of the model. max_tokens: of all that comes after the prompt, whoever writes it.
+    max_turn_tokens: of one turn; None: as many as there is room for. max_attempts: times that an episode is
+    begun whose environment is lost."""
 
     max_turns: int
     max_tokens: int
@@ -24,7 +26,8 @@ class EpisodeLimits:
 
 
 class TurnPlace(NamedTuple):
-    """Where an episode stands. What is asked for carries it, and what comes back must: what comes late is known by it."""
+    """Where an episode stands. What is asked for carries it, and what comes back must: what comes late is
+    known by it."""
 
     attempt: int
     turn: int
@@ -48,8 +51,8 @@ class AnswerTurn(NamedTuple):
 
 
 class TurnAnswer(NamedTuple):
-    """What the environment said. token_ids: from behind the turn to where the next begins, empty where it is done. reward, is_done,
-    num_calls, errors, tool_s: see Reply."""
+    """What the environment said. token_ids: from behind the turn to where the next begins, empty where it is
+    done. reward, is_done, num_calls, errors, tool_s: see Reply."""
 
     token_ids: Sequence[int]
     reward: float = 0.0
@@ -66,9 +69,10 @@ class EpisodeDroppedError(RuntimeError):
 class Episode:
     """prompt: token ids. seed: of the first turn's draws, from which those of later ones follow.
 
-    `next` is what is to happen, None when the episode is over; then `trajectory.end` says why. An event that does not belong to what is
-    awaited, because it comes late or twice, changes nothing, and the method that takes it returns False. What the model wrote stands in
-    later requests as it was written, token by token. `attempt`: times that it was begun again.
+    `next` is what is to happen, None when the episode is over; then `trajectory.end` says why. An event that
+    does not belong to what is awaited, because it comes late or twice, changes nothing, and the method that
+    takes it returns False. What the model wrote stands in later requests as it was written, token by token.
+    `attempt`: times that it was begun again.
     """
 
     def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
@@ -86,15 +90,23 @@ class Episode:
         place = TurnPlace(self.attempt, written.num_turns)
         if written.segments and written.segments[-1].author is Author.model:
             turn = place._replace(turn=place.turn - 1)
-            return AnswerTurn(turn, written.segments[-1].token_ids.tolist(), is_last=written.num_turns == self._limits.max_turns)
+            return AnswerTurn(
+                turn,
+                written.segments[-1].token_ids.tolist(),
+                is_last=written.num_turns == self._limits.max_turns,
+            )
         room = self._limits.max_tokens - self._num_tokens
         at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
-        return WriteTurn(place, token_ids, room if at_most is None else min(room, at_most), self._turn_seed(place.turn))
+        return WriteTurn(
+            place, token_ids, room if at_most is None else min(room, at_most), self._turn_seed(place.turn)
+        )
 
     def _turn_seed(self, turn: int) -> int:
         """The first turn has the seed of a sample without an environment."""
-        return self._seed if turn == 0 else int(np.random.SeedSequence([self._seed, turn]).generate_state(1)[0])
+        return (
+            self._seed if turn == 0 else int(np.random.SeedSequence([self._seed, turn]).generate_state(1)[0])
+        )
 
     def wrote(
         self,
@@ -104,12 +116,15 @@ class Episode:
         token_versions: np.ndarray,
         finish_reason: Literal["stop", "length"],
     ) -> bool:
-        """The model has written a turn. A turn that was cut ends the episode, as nothing can be put behind half of one."""
+        """The model has written a turn. A turn that was cut ends the episode, as nothing can be put behind
+        half of one."""
         awaited = self.next
         if not isinstance(awaited, WriteTurn) or awaited.place != place:
             return False
         assert 1 <= len(token_ids) <= awaited.max_new_tokens, "as it was asked for"
-        segment = Segment(author=Author.model, token_ids=token_ids, log_probs=log_probs, token_versions=token_versions)
+        segment = Segment(
+            author=Author.model, token_ids=token_ids, log_probs=log_probs, token_versions=token_versions
+        )
         self._add(segment)
         self.trajectory.turn_rewards.append(0.0)
         if finish_reason == "length":
@@ -117,7 +132,8 @@ class Episode:
         return True
 
     def answered(self, place: TurnPlace, answer: TurnAnswer) -> bool:
-        """The environment has answered a turn. Where its answer and one token more have no room, the episode ends before it."""
+        """The environment has answered a turn. Where its answer and one token more have no room, the episode
+        ends before it."""
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
@@ -145,14 +161,18 @@ class Episode:
         return True
 
     def lost_environment(self, attempt: int) -> bool:
-        """The environment of that attempt is gone, with what it remembered: the episode begins anew, with the same seeds.
+        """The environment of that attempt is gone, with what it remembered: the episode begins anew, with the
+        same seeds.
 
         Raises EpisodeDroppedError where it has begun `max_attempts` times.
         """
         if self.trajectory.end is not None or attempt != self.attempt:
             return False
         if self.attempt + 1 >= self._limits.max_attempts:
-            raise EpisodeDroppedError(f"the environment was lost {self._limits.max_attempts} times, in turn {self.trajectory.num_turns}")
+            raise EpisodeDroppedError(
+                f"the environment was lost {self._limits.max_attempts} times, in turn "
+                f"{self.trajectory.num_turns}"
+            )
         self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0

@@ -15,9 +15,9 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict:
 
 
 class FunctionTool:
-    """`function`: each parameter is annotated with str, int, float, bool, list, dict, list[one of these], a Literal, or one of them
-    or None; Annotated[str, "text"] describes it. A parameter `task` gets the Task and is not the model's to give. A coroutine function is
-    awaited, any other called in a thread of its own.
+    """`function`: each parameter is annotated with str, int, float, bool, list, dict, list[one of these], a
+    Literal, or one of them or None; Annotated[str, "text"] describes it. A parameter `task` gets the Task and
+    is not the model's to give. A coroutine function is awaited, any other called in a thread of its own.
 
     Raises ValueError for a function that cannot be described so.
     """
@@ -40,9 +40,11 @@ class FunctionTool:
         return result if isinstance(result, ToolResult) else str(result)
 
 
-def function_schema(function: Callable[..., Any], name: str | None = None, description: str | None = None) -> dict[str, Any]:
-    """OpenAI's {"type": "function", "function": {...}}. name, description: in the place of the function's own. Raises ValueError, see
-    FunctionTool."""
+def function_schema(
+    function: Callable[..., Any], name: str | None = None, description: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's {"type": "function", "function": {...}}. name, description: in the place of the function's
+    own. Raises ValueError, see FunctionTool."""
     name = name or function.__name__
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -52,19 +54,35 @@ def function_schema(function: Callable[..., Any], name: str | None = None, descr
     required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{name} takes {parameter}, but a model gives arguments by name; name each of them")
+            raise ValueError(
+                f"{name} takes {parameter}, but a model gives arguments by name; name each of them"
+            )
         if parameter.name == "task":
             continue
         if parameter.name not in hints:
-            raise ValueError(f"the parameter {parameter.name!r} of {name} has no annotation; write {parameter.name}: str, or its type")
+            raise ValueError(
+                f"the parameter {parameter.name!r} of {name} has no annotation; write {parameter.name}: "
+                f"str, or its type"
+            )
         try:
             properties[parameter.name] = _schema_of(hints[parameter.name])
         except ValueError as error:
-            raise ValueError(f"the parameter {parameter.name!r} of {name} is annotated with {error}") from error
+            raise ValueError(
+                f"the parameter {parameter.name!r} of {name} is annotated with {error}"
+            ) from error
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    described = {"name": name, "description": description or inspect.getdoc(function) or "", "parameters": parameters}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+    described = {
+        "name": name,
+        "description": description or inspect.getdoc(function) or "",
+        "parameters": parameters,
+    }
     return {"type": "function", "function": described}
 
 
@@ -85,11 +103,14 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
     if annotation in _TYPES:
         return {"type": _TYPES[annotation]}
-    raise ValueError(f"{annotation!r}, which a model cannot write; use str, int, float, bool, list, dict or a Literal")
+    raise ValueError(
+        f"{annotation!r}, which a model cannot write; use str, int, float, bool, list, dict or a Literal"
+    )
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """As asyncio.to_thread, but for a thread that nobody waits for at the end of the process: a function may hang for ever."""
+    """As asyncio.to_thread, but for a thread that nobody waits for at the end of the process: a function may
+    hang for ever."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -107,8 +128,13 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)
-            # asyncio lets SystemExit end its loop, and with it everybody's episodes; StopIteration cannot be put into a future.
-            failure = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
+            # asyncio lets SystemExit end its loop, and with it everybody's episodes; StopIteration cannot be
+            # put into a future.
+            failure = (
+                error
+                if isinstance(error, Exception) and not isinstance(error, StopIteration)
+                else RuntimeError(repr(error))
+            )
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -1,4 +1,5 @@
-"""What a model talks to: environments and tools, and the words in which they and the model's turns are given."""
+"""What a model talks to: environments and tools, and the words in which they and the model's turns are
+given."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Task:
 
         def __getattr__(self, name: str) -> Any:
             there = ", ".join([*(each.name for each in fields(self)), "ground_truth"])
-            raise AttributeError(f"a task has no attribute {name!r}, only {there}; a column of your own belongs in extra_info", name=name)
+            raise AttributeError(
+                f"a task has no attribute {name!r}, only {there}; a column of your own belongs in extra_info",
+                name=name,
+            )
 
 
 class CallErrorKind(str, Enum):
@@ -71,8 +75,8 @@ class ToolCall(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the model wrote. number: from 0. text: all of it but the end token. calls: in their order; those that cannot be read are
-    errors. is_last: no further turn follows, whatever is replied."""
+    """What the model wrote. number: from 0. text: all of it but the end token. calls: in their order; those
+    that cannot be read are errors. is_last: no further turn follows, whatever is replied."""
 
     number: int
     text: str
@@ -81,8 +85,8 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What an environment says to a turn. messages: for the model to read, empty where it is done. reward: for the turn. errors: of
-    calls. tool_s: seconds spent in tools, one after the other's added."""
+    """What an environment says to a turn. messages: for the model to read, empty where it is done. reward:
+    for the turn. errors: of calls. tool_s: seconds spent in tools, one after the other's added."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -143,5 +147,5 @@ class SessionTool(Protocol):
 
 
 class BrokenToolError(RunError):
-    """What a tool needs is gone, such as its server: nothing that the model wrote is to blame, and nothing that it could read would help.
-    Ends the run."""
+    """What a tool needs is gone, such as its server: nothing that the model wrote is to blame, and nothing
+    that it could read would help. Ends the run."""

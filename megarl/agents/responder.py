@@ -1,4 +1,5 @@
-"""From a model's turn to the tokens of the answer to it: the turn is read as text, its environment replies, the reply becomes a bridge."""
+"""From a model's turn to the tokens of the answer to it: the turn is read as text, its environment replies,
+the reply becomes a bridge."""
 
 from __future__ import annotations
 
@@ -27,17 +28,23 @@ class TurnTokens(Protocol):
 
 
 class EnvironmentFailedError(RunError):
-    """An environment's own code raised, or gave what no environment may give: nobody knows what the model should read."""
+    """An environment's own code raised, or gave what no environment may give: nobody knows what the model
+    should read."""
 
 
 class Responder:
-    """Of one episode, whose environment it has. The text of a turn is read only; nothing of it becomes tokens again.
+    """Of one episode, whose environment it has. The text of a turn is read only; nothing of it becomes tokens
+    again.
 
     Its methods raise EnvironmentFailedError.
     """
 
     def __init__(
-        self, environment: Environment, tokens: TurnTokens, parse: Callable[[str], Sequence[ToolCall | CallError]], task: Task
+        self,
+        environment: Environment,
+        tokens: TurnTokens,
+        parse: Callable[[str], Sequence[ToolCall | CallError]],
+        task: Task,
     ) -> None:
         self._environment = environment
         self._tokens = tokens
@@ -52,15 +59,20 @@ class Responder:
         """The answer's tokens, and what they were made of."""
         text = self._tokens.read(turn.token_ids)
         with self._explained(f"respond, in turn {turn.place.turn + 1}"):
-            reply = await self._environment.respond(Turn(turn.place.turn, text, self._parse(text), turn.is_last))
+            reply = await self._environment.respond(
+                Turn(turn.place.turn, text, self._parse(text), turn.is_last)
+            )
             _refuse_bad_reply(reply)
-            # A tool's text may hold what no tokenizer can write, even text that the policy chose: that must not end the run.
+            # A tool's text may hold what no tokenizer can write, even text that the policy chose: that must
+            # not end the run.
             reply = reply._replace(messages=[replace_surrogates(message) for message in reply.messages])
             goes_on = not reply.is_done and not turn.is_last
             if goes_on and not reply.messages:
                 raise ValueError("it gave no message, and did not say that the episode is done")
             bridge = self._tokens.bridge_from(turn.token_ids, reply.messages) if goes_on else []
-        return TurnAnswer(bridge, reply.reward, reply.is_done, reply.num_calls, reply.errors, reply.tool_s), reply
+        return TurnAnswer(
+            bridge, reply.reward, reply.is_done, reply.num_calls, reply.errors, reply.tool_s
+        ), reply
 
     async def close(self) -> None:
         """Waits for a limited time."""
@@ -68,7 +80,9 @@ class Responder:
         await asyncio.wait({closing}, timeout=_CLOSE_S)
         if not closing.done():
             closing.cancel()
-            raise EnvironmentFailedError(f"{type(self._environment).__name__}.close took longer than {_CLOSE_S:g} s")
+            raise EnvironmentFailedError(
+                f"{type(self._environment).__name__}.close took longer than {_CLOSE_S:g} s"
+            )
         with self._explained("close"):
             closing.result()
 
@@ -77,17 +91,25 @@ class Responder:
         try:
             yield
         except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
-            raise EnvironmentFailedError(f"{type(self._environment).__name__}.{method}: {last_line(error)}") from error
+            raise EnvironmentFailedError(
+                f"{type(self._environment).__name__}.{method}: {last_line(error)}"
+            ) from error
 
 
 def _refuse_bad_reply(reply: Any) -> None:
     """Raise TypeError for what an environment must not return."""
     if not isinstance(reply, Reply):
         raise TypeError(
-            f"it returned a {type(reply).__name__}, expected megarl.agents.protocol.Reply(messages=..., reward=..., is_done=...)"
+            f"it returned a {type(reply).__name__}, expected megarl.agents.protocol.Reply(messages=..., "
+            f"reward=..., is_done=...)"
         )
     for message in reply.messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise TypeError(f"it gave the message {message!r}, expected one such as {{'role': 'user', 'content': 'no, again'}}")
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise TypeError(
+                f"it gave the message {message!r}, expected one such as {{'role': 'user', 'content': 'no, "
+                f"again'}}"
+            )
     if not isinstance(reply.reward, Real) or not math.isfinite(reply.reward):
         raise TypeError(f"it gave the reward {reply.reward!r}, expected a finite number")

@@ -1,5 +1,5 @@
-"""Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen and Hermes write: read strictly, so that a slip
-is told to the model and never taken for an answer."""
+"""Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen and Hermes write:
+read strictly, so that a slip is told to the model and never taken for an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tool calls and thinking: what a model drafts between `<think>` and `</think>` is not a call, unless a run asks for that."""
+"""Tool calls and thinking: what a model drafts between `<think>` and `</think>` is not a call, unless a run
+asks for that."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 
 
 class CallTags(NamedTuple):
-    """The texts around calls of one form. Thinking tags between them are a part of the call. Without `end` a call ends with the turn."""
+    """The texts around calls of one form. Thinking tags between them are a part of the call. Without `end` a
+    call ends with the turn."""
 
     begin: str
     end: str = ""
@@ -32,13 +34,14 @@ def parse_outside_thinking(
 ) -> CallParser:
     """Returns a parser that tells calls in thinking from other calls.
 
-    With `ignore` nothing in thinking is a call. With `execute` those that can be read are calls; a tag that is only mentioned in thinking
-    is no unreadable call in either case.
+    With `ignore` nothing in thinking is a call. With `execute` those that can be read are calls; a tag that
+    is only mentioned in thinking is no unreadable call in either case.
 
     Args:
         parse: Reads the calls of a text that has no thinking in it.
         tags: Of the calls that `parse` reads; None if they are not known.
-        opens_thinking: Whether the chat template opens the thinking of each turn, so that the model writes only its end.
+        opens_thinking: Whether the chat template opens the thinking of each turn, so that the model writes
+            only its end.
     """
 
     def read(text: str) -> list[ToolCall | CallError]:
@@ -54,7 +57,8 @@ def parse_outside_thinking(
 def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = False) -> list[TurnPart]:
     """Splits a turn into thinking and the rest, in order.
 
-    A thinking part that begins the turn lasts to its end tag, or to the end of the turn if there is none. A later one needs both of its
+    A thinking part that begins the turn lasts to its end tag, or to the end of the turn if there is none. A
+    later one needs both of its
     tags: a `<think>` without an end is only mentioned.
     """
     parts: list[TurnPart] = []

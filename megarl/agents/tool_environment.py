@@ -1,4 +1,5 @@
-"""The environment of a model with tools: it runs the calls of a turn, and tells the model of each what came of it."""
+"""The environment of a model with tools: it runs the calls of a turn, and tells the model of each what came
+of it."""
 
 from __future__ import annotations
 
@@ -38,14 +39,18 @@ class CallLimits:
 
 
 class Toolbox:
-    """Tools by their names, with what checks their arguments. Raises ValueError for two of one name, and for a schema that is none."""
+    """Tools by their names, with what checks their arguments. Raises ValueError for two of one name, and for
+    a schema that is none."""
 
     def __init__(self, tools: Sequence[Tool | SessionTool]) -> None:
         self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
         if len(self.tools) < len(tools):
             names = [tool.schema["function"]["name"] for tool in tools]
             raise ValueError(f"two tools have one name; they are {', '.join(names)}")
-        self.validators = {name: _validator(name, tool.schema["function"].get("parameters", {})) for name, tool in self.tools.items()}
+        self.validators = {
+            name: _validator(name, tool.schema["function"].get("parameters", {}))
+            for name, tool in self.tools.items()
+        }
 
     @property
     def schemas(self) -> list[Schema]:
@@ -66,8 +71,9 @@ class _Outcome(NamedTuple):
 
 
 class ToolEnvironment:
-    """A turn without a call is the answer. The calls of a turn run at the same time; their results are in the calls' order, each a message
-    of the role `tool`. Whatever goes wrong with a call is one line for the model, and no other call suffers from it.
+    """A turn without a call is the answer. The calls of a turn run at the same time; their results are in the
+    calls' order, each a message of the role `tool`. Whatever goes wrong with a call is one line for the
+    model, and no other call suffers from it.
 
     In the last turn no call is run: nobody would read the result.
     """
@@ -86,7 +92,9 @@ class ToolEnvironment:
             return Reply(is_done=True)
         if turn.is_last:
             return Reply()
-        outcomes = await asyncio.gather(*(self._outcome(index, call) for index, call in enumerate(turn.calls)))
+        outcomes = await asyncio.gather(
+            *(self._outcome(index, call) for index, call in enumerate(turn.calls))
+        )
         results = [outcome.result for outcome in outcomes]
         given = [result for result in results if isinstance(result, ToolResult)]
         return Reply(
@@ -107,7 +115,12 @@ class ToolEnvironment:
     async def _outcome(self, index: int, call: ToolCall | CallError) -> _Outcome:
         if index >= self._limits.max_parallel:
             limit = self._limits.max_parallel
-            return _Outcome(CallError(CallErrorKind.too_many, f"a turn may have {limit} calls; this is number {index + 1} and was not run"))
+            return _Outcome(
+                CallError(
+                    CallErrorKind.too_many,
+                    f"a turn may have {limit} calls; this is number {index + 1} and was not run",
+                )
+            )
         if isinstance(call, CallError):
             return _Outcome(call)
         if refusal := self._refusal(call):
@@ -121,16 +134,23 @@ class ToolEnvironment:
             there = ", ".join(self._toolbox.tools)
             return CallError(CallErrorKind.unknown, f"there is no tool {call.name!r}; there are: {there}")
         if not isinstance(call.arguments, Mapping):
-            return CallError(CallErrorKind.refused_arguments, f"arguments must be an object, not {call.arguments!r:.80}")
+            return CallError(
+                CallErrorKind.refused_arguments, f"arguments must be an object, not {call.arguments!r:.80}"
+            )
         error = best_match(self._toolbox.validators[call.name].iter_errors(call.arguments))
         if error is None:
             return None
         where = ".".join(map(str, error.absolute_path))
-        return CallError(CallErrorKind.refused_arguments, f"{call.name}: {where + ': ' if where else ''}{error.message:.200}")
+        return CallError(
+            CallErrorKind.refused_arguments,
+            f"{call.name}: {where + ': ' if where else ''}{error.message:.200}",
+        )
 
     async def _run(self, call: ToolCall) -> ToolResult | CallError:
         limit_s = self._limits.time_limit_s
-        running = asyncio.ensure_future(_without_exit(self._called(call.name).call(call.arguments, self._task)))
+        running = asyncio.ensure_future(
+            _without_exit(self._called(call.name).call(call.arguments, self._task))
+        )
         await asyncio.wait({running}, timeout=limit_s)
         if not running.done():  # it is not waited for, as it may not care that it is cancelled
             running.cancel()
@@ -143,9 +163,13 @@ class ToolEnvironment:
         except BrokenToolError:
             raise
         except TimeoutError as error:  # the tool has a clock of its own
-            return CallError(CallErrorKind.timed_out, f"{call.name}: {str(error)[:200] or 'it took too long'}")
+            return CallError(
+                CallErrorKind.timed_out, f"{call.name}: {str(error)[:200] or 'it took too long'}"
+            )
         except Exception as error:  # noqa: BLE001  (the tool's code may raise anything, and the model is told of it)
-            return CallError(CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}")
+            return CallError(
+                CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}"
+            )
         return result if isinstance(result, ToolResult) else ToolResult(result)
 
     def _called(self, name: str) -> Tool | ToolSession:

@@ -1,4 +1,5 @@
-"""What has been written in an episode, as token ids with their authors: the mask of the loss is the author."""
+"""What has been written in an episode, as token ids with their authors: the mask of the loss is the
+author."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class EpisodeEnd(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Tokens of one author, side by side. token_ids: (N,) int32. log_probs: (N,) float32, of the engine, 0 where the environment wrote.
+    """Tokens of one author, side by side. token_ids: (N,) int32. log_probs: (N,) float32, of the engine, 0
+    where the environment wrote.
     token_versions: (N,) int32, of the weights that drew each token, -1 where the environment wrote."""
 
     author: Author
@@ -52,7 +54,8 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """An episode as it stands: a turn of the model, what the environment said to it, the next turn. The last segment is the model's.
+    """An episode as it stands: a turn of the model, what the environment said to it, the next turn. The last
+    segment is the model's.
 
     turn_rewards: of the environment, one for each turn of the model. tool_s: seconds spent in tools.
     """
@@ -93,13 +96,17 @@ class Trajectory:
     @property
     def mask(self) -> np.ndarray:
         """(R,) bool: the model wrote it."""
-        return self._joined([np.full(len(segment), segment.author is Author.model) for segment in self.segments], bool)
+        return self._joined(
+            [np.full(len(segment), segment.author is Author.model) for segment in self.segments], bool
+        )
 
     @property
     def rewards(self) -> np.ndarray:
         """(R,) float32: of each turn, on its last token."""
         rows = [np.zeros(len(segment), dtype=np.float32) for segment in self.segments]
-        turns = [row for row, segment in zip(rows, self.segments, strict=True) if segment.author is Author.model]
+        turns = [
+            row for row, segment in zip(rows, self.segments, strict=True) if segment.author is Author.model
+        ]
         for row, reward in zip(turns, self.turn_rewards, strict=True):
             row[-1] = reward
         return self._joined(rows, np.float32)

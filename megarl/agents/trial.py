@@ -46,11 +46,12 @@ class _Text:
 def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
     """Load an agent's tools or environment, and have them answer a first turn.
 
-    Tools answer a call of a tool that does not exist, so none of the user's is run. An environment starts an episode about `task` and
-    answers a turn in which the model wrote ANSWER.
+    Tools answer a call of a tool that does not exist, so none of the user's is run. An environment starts an
+    episode about `task` and answers a turn in which the model wrote ANSWER.
 
     Args:
-        task: The first row of the data. None: there is none on this machine, so an environment is only loaded.
+        task: The first row of the data. None: there is none on this machine, so an environment is only
+            loaded.
 
     Raises:
         ValueError: A file cannot be loaded.

@@ -1,4 +1,5 @@
-"""Tools and environments that a user names: a function, an object or a class in a Python file, or one that ships."""
+"""Tools and environments that a user names: a function, an object or a class in a Python file, or one that
+ships."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _METHODS = ("start", "respond", "close")
 
 
 class LoadedAgent(NamedTuple):
-    """make: the environment of one episode. tools: that the model is told of, None where it is told of none."""
+    """make: the environment of one episode. tools: that the model is told of, None where it is told of
+    none."""
 
     make: Callable[[], Environment]
     tools: Sequence[Schema] | None
@@ -43,12 +45,16 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
     if tool.path is None:
         if tool.name not in SHIPPED:
             there = ", ".join(sorted(SHIPPED))
-            raise UserFunctionError(f"there is no tool {tool.name!r} that ships, only {there}; one of your own is in a file")
+            raise UserFunctionError(
+                f"there is no tool {tool.name!r} that ships, only {there}; one of your own is in a file"
+            )
         try:
             return SHIPPED[tool.name]()
         except SandboxError as error:
             raise UserFunctionError(f"tool {tool.name!r}: {error}") from error
-    found = load_name(tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:"))
+    found = load_name(
+        tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:")
+    )
     if inspect.isfunction(found):
         try:
             return FunctionTool(found)
@@ -56,11 +62,16 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
             raise UserFunctionError(f"tool {tool.name!r} in {tool.path!r}: {error}") from error
     if not inspect.isclass(found) and isinstance(found, SessionTool):
         return found
-    if not inspect.isclass(found) and hasattr(found, "schema") and inspect.iscoroutinefunction(getattr(found, "call", None)):
+    if (
+        not inspect.isclass(found)
+        and hasattr(found, "schema")
+        and inspect.iscoroutinefunction(getattr(found, "call", None))
+    ):
         made: Tool = found
         return made
     raise UserFunctionError(
-        f"tool {tool.name!r} in {tool.path!r} is {'a class' if inspect.isclass(found) else f'a {type(found).__name__}'}, expected a "
+        f"tool {tool.name!r} in {tool.path!r} is "
+        f"{'a class' if inspect.isclass(found) else f'a {type(found).__name__}'}, expected a "
         "function, or an object with a schema and `async def call(self, arguments, task)`"
     )
 
@@ -76,5 +87,7 @@ def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environme
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise UserFunctionError(f"environment {config.name!r} in {path!r} cannot be made without arguments ({error})") from error
+        raise UserFunctionError(
+            f"environment {config.name!r} in {path!r} cannot be made without arguments ({error})"
+        ) from error
     return make

@@ -1,4 +1,5 @@
-"""The samples of each prompt: reductions over them without a loop over prompts or samples, and whether they differ."""
+"""The samples of each prompt: reductions over them without a loop over prompts or samples, and whether they
+differ."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megarl.algorithms.scores import refuse_unusable
 class Groups:
     """The rows of a batch by their uid; groups may have any sizes and their rows may stand anywhere.
 
-    Rows that do not count (those without a response token) are a group of their own, so that no other is compared with them.
+    Rows that do not count (those without a response token) are a group of their own, so that no other is
+    compared with them.
     """
 
     index: Tensor  # (B,) int64: the number of the row's group
@@ -36,10 +38,13 @@ class Groups:
         return self.sizes[self.index]
 
     def blocks(self, num_rows: int) -> Iterator[Tensor]:
-        """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many more as end a group."""
+        """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many
+        more as end a group."""
         order = torch.argsort(self.index, stable=True)
         ends = self.sizes.cumsum(0)
-        targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(max=len(order))
+        targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(
+            max=len(order)
+        )
         cuts = ends[torch.searchsorted(ends, targets)].unique_consecutive().tolist()
         return (order[start:end] for start, end in pairwise([0, *cuts]))
 
@@ -52,7 +57,8 @@ class Groups:
         return self.sum(x) / self.size.to(x.dtype)
 
     def deviation(self, x: Tensor) -> Tensor:
-        """(B,): x minus the group's mean; exactly 0 where all samples of the group are the same, whatever rounding does."""
+        """(B,): x minus the group's mean; exactly 0 where all samples of the group are the same, whatever
+        rounding does."""
         return torch.where(self.spread(x) > 0, x - self.mean(x), 0.0)
 
     def standard_deviation(self, x: Tensor) -> Tensor:
@@ -70,15 +76,17 @@ class Groups:
 
 
 def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> Tensor:
-    """Return (B,) bool: whether the scores (B,) of the samples with the row's uid (B,) differ (Yu et al. 2025, arXiv 2503.14476,
-    section 3.2).
+    """Return (B,) bool: whether the scores (B,) of the samples with the row's uid (B,) differ (Yu et al.
+    2025, arXiv 2503.14476, section 3.2).
 
-    A group without signal has advantages of 0 under every estimator that compares a prompt's samples. A group of one has none.
+    A group without signal has advantages of 0 under every estimator that compares a prompt's samples. A group
+    of one has none.
 
     Args:
         scores: (B,) float.
         uid: (B,), of the prompt.
-        is_scored: (B,) bool, False for samples whose scoring failed: their score of 0 is compared with no other. None: all are scored.
+        is_scored: (B,) bool, False for samples whose scoring failed: their score of 0 is compared with no
+            other. None: all are scored.
 
     Raises:
         ValueError: A score is NaN or infinite; the message has its uid.
@@ -91,10 +99,11 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None =
 
 
 def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> dict[str, float]:
-    """Return the shares of prompts whose samples have the same score, without samples whose scoring failed (see rows_with_signal).
+    """Return the shares of prompts whose samples have the same score, without samples whose scoring failed
+    (see rows_with_signal).
 
-    `groups/without_signal`: all samples have the same score; `groups/at_best`, `groups/at_worst`: all have the batch's largest, or
-    smallest, score (where those differ). Nothing for an empty batch.
+    `groups/without_signal`: all samples have the same score; `groups/at_best`, `groups/at_worst`: all have
+    the batch's largest, or smallest, score (where those differ). Nothing for an empty batch.
     """
     if is_scored is not None:
         scores = scores[is_scored]
@@ -110,7 +119,9 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
         "at_best": flat & (scores == scores.max()) & differ,
         "at_worst": flat & (scores == scores.min()) & differ,
     }
-    return {f"groups/{name}": float((weight * rows).sum() / len(groups.sizes)) for name, rows in shares.items()}
+    return {
+        f"groups/{name}": float((weight * rows).sum() / len(groups.sizes)) for name, rows in shares.items()
+    }
 
 
 def _groups_of(scores: Tensor, uid: np.ndarray) -> Groups:

@@ -1,4 +1,5 @@
-"""The KL divergence from the reference policy: per-token estimators, the reward penalty, and the controllers of its weight."""
+"""The KL divergence from the reference policy: per-token estimators, the reward penalty, and the controllers
+of its weight."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from megarl.algorithms.masked import empty_like, masked, of_form, row_lengths, r
 from megarl.batch.ragged import Column
 from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
-# exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32 finite.
+# exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32
+# finite.
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0  # nats; what verl, slime and OpenRLHF cut the estimate at
 
 
 def k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """log p - log q: unbiased, can be negative. Estimators: Schulman, "Approximating KL divergence" (2020)."""
+    """log p - log q: unbiased, can be negative. Estimators: Schulman, "Approximating KL divergence"
+    (2020)."""
     return log_probs - ref_log_prob
 
 
@@ -33,15 +36,16 @@ def k2(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """min(q/p - 1 - log(q/p), 10): a token above the limit counts as 10 and has no gradient, so that one cannot rule a batch."""
+    """min(q/p - 1 - log(q/p), 10): a token above the limit counts as 10 and has no gradient, so that one
+    cannot rule a batch."""
     return k3_unclamped(log_probs, ref_log_prob).clamp(max=K3_LIMIT)
 
 
 def k3_unclamped(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
     """q/p - 1 - log(q/p): unbiased, never negative.
 
-    Only the side that overflows is bounded: at q/p > e^20 the estimate is constant and has no gradient. A token that the reference
-    finds nearly impossible (q/p close to 0) keeps its full value and pull.
+    Only the side that overflows is bounded: at q/p > e^20 the estimate is constant and has no gradient. A
+    token that the reference finds nearly impossible (q/p close to 0) keeps its full value and pull.
     """
     log_ratio = (ref_log_prob - log_probs).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
@@ -50,8 +54,8 @@ def k3_unclamped(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
 def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """The estimator's value with the gradient of k2.
 
-    In a loss only k2's gradient, (log p - log q) grad log p, is an unbiased estimate of the gradient of KL(p, q) on samples of p:
-    that of k1 is 0 in expectation, and that of k3 belongs to KL(q, p).
+    In a loss only k2's gradient, (log p - log q) grad log p, is an unbiased estimate of the gradient of KL(p,
+    q) on samples of p: that of k1 is 0 in expectation, and that of k3 belongs to KL(q, p).
     """
 
     def estimate(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -79,7 +83,8 @@ def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimato
 
 
 def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> float:
-    """What a controller watches: the mean of the estimates over each row's valid tokens, then over the rows that have any."""
+    """What a controller watches: the mean of the estimates over each row's valid tokens, then over the rows
+    that have any."""
     return _mean_over_sequences(row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob), mask)
 
 
@@ -89,9 +94,15 @@ class PenalisedRewards(NamedTuple):
 
 
 def apply_kl_penalty(
-    token_level_scores: Column, old_log_probs: Column, ref_log_prob: Column, mask: Column, beta: float, estimator: KLEstimator
+    token_level_scores: Column,
+    old_log_probs: Column,
+    ref_log_prob: Column,
+    mask: Column,
+    beta: float,
+    estimator: KLEstimator,
 ) -> PenalisedRewards:
-    """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq. 2)."""
+    """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq.
+    2)."""
     rewards = empty_like(mask, token_level_scores.dtype)
     sums = torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
     for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
@@ -142,7 +153,10 @@ class AdaptiveKLController(FixedKLController):
 
     def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
         if target <= 0 or horizon <= 0:
-            raise ValueError(f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the adaptive controller")
+            raise ValueError(
+                f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the "
+                f"adaptive controller"
+            )
         super().__init__(coefficient)
         self._target = target
         self._horizon = horizon

@@ -1,13 +1,16 @@
-"""The losses that a role gives to its workers: one micro-batch's outputs and rows in, its share of the loss out.
+"""The losses that a role gives to its workers: one micro-batch's outputs and rows in, its share of the loss
+out.
 
-The role makes the loss of a mini-batch on the driver, and it travels with the rows: workers and engines know no algorithm. An engine
-calls `loss(outputs, rows)` for every micro-batch and adds the losses, over micro-batches and data-parallel ranks; nothing is averaged: they
-are already divided by counts of the whole mini-batch. So are metrics that are sums; each says how it comes together (batch/metrics.py).
+The role makes the loss of a mini-batch on the driver, and it travels with the rows: workers and engines know
+no algorithm. An engine calls `loss(outputs, rows)` for every micro-batch and adds the losses, over
+micro-batches and data-parallel ranks; nothing is averaged: they are already divided by counts of the whole
+mini-batch. So are metrics that are sums; each says how it comes together (batch/metrics.py).
 
-The objects are frozen and can be pickled, in one or two kilobytes. `name`: of what is trained, before the `/` of metrics. `extras`: the
-outputs that the loss reads beside log-probs or values.
+The objects are frozen and can be pickled, in one or two kilobytes. `name`: of what is trained, before the `/`
+of metrics. `extras`: the outputs that the loss reads beside log-probs or values.
 
-Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their batch keys.
+Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their
+batch keys.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class LossShare(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchCounts:
-    """What the sums of one mini-batch are divided by. Counts of disjoint rows add: `counts_of(a) + counts_of(b)`."""
+    """What the sums of one mini-batch are divided by. Counts of disjoint rows add: `counts_of(a) +
+    counts_of(b)`."""
 
     num_tokens: float  # valid response tokens
     num_sequences: float  # rows with a valid token
@@ -53,9 +57,14 @@ class MiniBatchCounts:
         )
 
     def __add__(self, other: MiniBatchCounts) -> MiniBatchCounts:
-        return MiniBatchCounts(num_tokens=self.num_tokens + other.num_tokens, num_sequences=self.num_sequences + other.num_sequences)
+        return MiniBatchCounts(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+        )
 
-    def aggregate(self, per_token: Tensor, mask: Tensor, config: PolicyLossConfig | ValueLossConfig) -> Tensor:
+    def aggregate(
+        self, per_token: Tensor, mask: Tensor, config: PolicyLossConfig | ValueLossConfig
+    ) -> Tensor:
         """The share of these rows (b, R) in the mini-batch's loss, a scalar."""
         count = self.num_tokens if config.aggregation == Aggregation.token_mean else self.num_sequences
         return aggregate(per_token, mask, config.aggregation, count, config.norm_tokens)
@@ -67,18 +76,22 @@ class MiniBatchCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss:
-    """The policy loss that is configured, minus the entropy bonus, plus the KL term where `kl.where` is `loss`.
+    """The policy loss that is configured, minus the entropy bonus, plus the KL term where `kl.where` is
+    `loss`.
 
-    Reads outputs `log_probs` and, where there is one, `entropy`; rows `advantages`, `response_mask`, `ref_log_prob` for the KL term,
-    and where they are there `old_log_probs` (without it the old log-probs are those of now: one update per batch, every ratio
-    exactly 1), `rollout_weights` (factors of the per-token policy loss) or `rollout_log_probs` (from which, and the log-probs of now, such
-    factors are made), and what `PolicyLoss.prepare` of the kind has added. `with_entropy`: for the metric, where the loss has no bonus.
+    Reads outputs `log_probs` and, where there is one, `entropy`; rows `advantages`, `response_mask`,
+    `ref_log_prob` for the KL term, and where they are there `old_log_probs` (without it the old log-probs are
+    those of now: one update per batch, every ratio exactly 1), `rollout_weights` (factors of the per-token
+    policy loss) or `rollout_log_probs` (from which, and the log-probs of now, such factors are made), and
+    what `PolicyLoss.prepare` of the kind has added. `with_entropy`: for the metric, where the loss has no
+    bonus.
 
-    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens at which the loss's
-    own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of tokens that the dual clip bounds.
-    `actor/approx_kl`: mean over tokens of old - new log-prob. `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to
-    old probabilities. `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient, aggregated
-    as configured.
+    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens
+    at which the loss's own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of
+    tokens that the dual clip bounds. `actor/approx_kl`: mean over tokens of old - new log-prob.
+    `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to old probabilities.
+    `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient,
+    aggregated as configured.
     """
 
     name: ClassVar[str] = "actor"
@@ -98,7 +111,11 @@ class ActorLoss:
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
         inputs = PolicyInputs.of(
-            outputs["log_probs"], rows.get("old_log_probs"), rows["advantages"], mask, selected=rows.get(SELECTED_TOKENS)
+            outputs["log_probs"],
+            rows.get("old_log_probs"),
+            rows["advantages"],
+            mask,
+            selected=rows.get(SELECTED_TOKENS),
         )
         policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
         per_token = policy.loss
@@ -106,7 +123,9 @@ class ActorLoss:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
             correction = self.algorithm.rollout_correction
-            per_token = per_token * correction_weights(inputs.old_log_probs, rows["rollout_log_probs"], mask, correction)
+            per_token = per_token * correction_weights(
+                inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
+            )
         loss = self._aggregate(per_token, mask)
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
@@ -142,8 +161,8 @@ class CriticLoss:
     """Clipped value loss, aggregated as configured.
 
     Reads outputs `values`; rows `values` (of before the update), `returns`, `response_mask`.
-    Metrics. `critic/vf_loss`: the loss. `critic/vf_clipfrac`: share of tokens whose clipped term is the larger.
-    `critic/vpred_mean`: mean new value over tokens.
+    Metrics. `critic/vf_loss`: the loss. `critic/vf_clipfrac`: share of tokens whose clipped term is the
+    larger. `critic/vpred_mean`: mean new value over tokens.
     """
 
     name: ClassVar[str] = "critic"
@@ -153,7 +172,9 @@ class CriticLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
-        value = clipped_value_loss(outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip)
+        value = clipped_value_loss(
+            outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip
+        )
         loss = self.counts.aggregate(value.loss, mask, self.value_loss)
         metrics = {
             "critic/vf_loss": Metric.sum(loss),
@@ -165,14 +186,17 @@ class CriticLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTLoss:
-    """Negative log-likelihood, a mean over the trained tokens. Reads outputs `log_probs`; rows `response_mask`. Metric: `sft/loss`."""
+    """Negative log-likelihood, a mean over the trained tokens. Reads outputs `log_probs`; rows
+    `response_mask`. Metric: `sft/loss`."""
 
     name: ClassVar[str] = "sft"
     extras: ClassVar[tuple[()]] = ()
     counts: MiniBatchCounts
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
-        loss = aggregate(-outputs["log_probs"], rows["response_mask"], Aggregation.token_mean, self.counts.num_tokens)
+        loss = aggregate(
+            -outputs["log_probs"], rows["response_mask"], Aggregation.token_mean, self.counts.num_tokens
+        )
         return LossShare(loss, {"sft/loss": Metric.sum(loss)})
 
 
@@ -183,14 +207,18 @@ class ValueLoss(NamedTuple):
     clipped: Tensor  # bool: the clipped term is the larger one
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
-    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), all (b, R); without `clip`, 1/2 (V - R)^2."""
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> ValueLoss:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), all (b, R); without `clip`, 1/2 (V -
+    R)^2."""
     values = masked(values, mask)
     old_values = masked(old_values, mask)
     returns = masked(returns, mask)
     plain = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))
-    # Within the bounds a value is itself to the bit: by old_values + a clamped difference rounding would pass for clipping.
+    # Within the bounds a value is itself to the bit: by old_values + a clamped difference rounding would pass
+    # for clipping.
     bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)

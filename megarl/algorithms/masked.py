@@ -15,11 +15,14 @@ from megarl.config.schema import Aggregation
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with 0 where `mask` is False. Unlike `x * mask`, a masked NaN reaches neither the value nor the gradient."""
+    """`x` with 0 where `mask` is False. Unlike `x * mask`, a masked NaN reaches neither the value nor the
+    gradient."""
     return torch.where(mask, x, 0.0)
 
 
-# ---- columns of a batch, on the host and without a graph: (B, R) tensors, or rows of tokens. Functions of several take all of one form.
+# ---- columns of a batch, on the host and without a graph: (B, R) tensors, or rows of tokens
+#
+# Functions of several columns take all of one form.
 
 
 def as_rows(x: Column) -> RaggedTensor:
@@ -38,8 +41,8 @@ def leaves_nothing_out(mask: Column) -> bool:
 
 
 class TokenBlock(NamedTuple):
-    """Of some rows of a batch. tokens: which of all rows' tokens, one row behind the other, are theirs. lengths: (b,) of the rows. mask:
-    (n,) bool, None where all tokens count. columns: (n,) each."""
+    """Of some rows of a batch. tokens: which of all rows' tokens, one row behind the other, are theirs.
+    lengths: (b,) of the rows. mask: (n,) bool, None where all tokens count. columns: (n,) each."""
 
     rows: slice
     tokens: slice
@@ -66,7 +69,8 @@ class TokenBlock(NamedTuple):
 
 
 def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
-    """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache, not of the memory."""
+    """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of
+    the cache, not of the memory."""
     rows_of_mask = as_rows(mask)
     rows_of_columns = [as_rows(column) for column in columns]
     all_count = leaves_nothing_out(mask)
@@ -79,7 +83,10 @@ def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
             tokens,
             rows_of_mask.lengths[rows],
             None if all_count else rows_of_mask.select(rows).flat(),
-            [column.select(rows).flat() if whole is None else whole[tokens] for column, whole in zip(rows_of_columns, flat, strict=True)],
+            [
+                column.select(rows).flat() if whole is None else whole[tokens]
+                for column, whole in zip(rows_of_columns, flat, strict=True)
+            ],
         )
 
 
@@ -89,10 +96,15 @@ def empty_like(x: Column, dtype: torch.dtype) -> RaggedTensor:
 
 
 def map_tokens(
-    function: Callable[..., Tensor], mask: Column, *columns: Column, dtype: torch.dtype | None = None, out: Column | None = None
+    function: Callable[..., Tensor],
+    mask: Column,
+    *columns: Column,
+    dtype: torch.dtype | None = None,
+    out: Column | None = None,
 ) -> Column:
-    """What the function makes of each token by itself, of blocks of tokens (n,) of the columns; 0 or False where the mask is False. In the
-    dtype of the first column, or in `dtype`; in new memory, or in that of `out`, whose rows stand one behind the other."""
+    """What the function makes of each token by itself, of blocks of tokens (n,) of the columns; 0 or False
+    where the mask is False. In the dtype of the first column, or in `dtype`; in new memory, or in that of
+    `out`, whose rows stand one behind the other."""
     made = empty_like(mask, dtype or columns[0].dtype) if out is None else as_rows(out)
     for block in token_blocks(mask, *columns):
         made.values[block.tokens] = block.only_valid(function(*block.columns))
@@ -117,7 +129,8 @@ def on_every_token(per_row: Tensor, mask: Column) -> Column:
 
 
 def row_sums(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Tensor:
-    """(B,): of value(*columns), of each token by itself, the sum of each row over the True tokens of the mask; in the first's dtype."""
+    """(B,): of value(*columns), of each token by itself, the sum of each row over the True tokens of the
+    mask; in the first's dtype."""
     sums = torch.empty(mask.shape[0], dtype=columns[0].dtype)
     for block in token_blocks(mask, *columns):
         sums[block.rows] = block.row_sums(block.only_valid(value(*block.columns)))
@@ -142,7 +155,8 @@ def row_lengths(mask: Column) -> Tensor:
 
 
 class Moments(NamedTuple):
-    """Of a value over tokens. mean and variance, the mean squared deviation, are summed in float64; without a token they are 0."""
+    """Of a value over tokens. mean and variance, the mean squared deviation, are summed in float64; without a
+    token they are 0."""
 
     number: int
     mean: float
@@ -166,7 +180,8 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
         low, high = x.aminmax()
         maximum = max(maximum, float(high))
         minimum = min(minimum, float(low))
-        shift = shift if number else float(x[0])  # deviations from any one value: where all are the same, nothing is left of them
+        # deviations from any one value: where all are the same, nothing is left of them
+        shift = shift if number else float(x[0])
         exact = x.to(torch.float64, copy=True).sub_(shift)
         number = number + len(x)
         total = total + float(exact.sum())
@@ -189,9 +204,11 @@ def masked_mean(x: Column, mask: Column) -> float:
 
 
 def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = None) -> Column:
-    """(x - mean) / sqrt(variance + epsilon) over the True tokens of mask, both (B, R); 0 in masked slots. out: as of map_tokens; may be x.
+    """(x - mean) / sqrt(variance + epsilon) over the True tokens of mask, both (B, R); 0 in masked slots.
+    out: as of map_tokens; may be x.
 
-    The variance is the unbiased one (divided by n - 1). With a single valid token it is taken as 0, so the result is 0.
+    The variance is the unbiased one (divided by n - 1). With a single valid token it is taken as 0, so the
+    result is 0.
     """
     number, mean, variance, *_ = moments(itself, mask, x)
     scale = 1 / math.sqrt(variance * number / max(number - 1, 1) + epsilon)
@@ -199,14 +216,16 @@ def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = 
 
 
 def front_slots(mask: Tensor) -> Tensor | None:
-    """(b, R) int64: where each valid token of mask (b, R) goes; R for all others. None where all stand there already."""
+    """(b, R) int64: where each valid token of mask (b, R) goes; R for all others. None where all stand there
+    already."""
     if not (mask[:, 1:] > mask[:, :-1]).any():
         return None
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
 
 
 def to_front(x: Tensor, slots: Tensor) -> Tensor:
-    """x (b, R) with its valid tokens at the front, in their order, and 0 behind; what is masked must be 0 in x."""
+    """x (b, R) with its valid tokens at the front, in their order, and 0 behind; what is masked must be 0 in
+    x."""
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)[:, :-1]
 
 
@@ -216,7 +235,8 @@ def from_front(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def denominator(response_mask: Column, kind: Aggregation) -> float:
-    """Valid tokens for `token_mean`, rows that have a valid token for the sequence means; response_mask is (B, R) bool.
+    """Valid tokens for `token_mean`, rows that have a valid token for the sequence means; response_mask is
+    (B, R) bool.
 
     It adds over disjoint sets of rows. Rows without a valid token (filler of an uneven batch) do not count.
     """
@@ -224,13 +244,18 @@ def denominator(response_mask: Column, kind: Aggregation) -> float:
     return float(lengths.sum() if kind == Aggregation.token_mean else (lengths > 0).sum())
 
 
-def aggregate(per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None) -> Tensor:
-    """The share of these rows (b, R) in the mini-batch's loss, a scalar; `denominator` is that of the whole mini-batch.
+def aggregate(
+    per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None
+) -> Tensor:
+    """The share of these rows (b, R) in the mini-batch's loss, a scalar; `denominator` is that of the whole
+    mini-batch.
 
-    token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
-    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm: the sum over a row's
-    tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). A mini-batch without
-    tokens gives 0. Raises ValueError where the kind needs `norm_tokens` and there is none.
+    token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens,
+    averaged over rows.
+    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm:
+    the sum over a row's tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et
+    al. 2025, arXiv 2503.20783). A mini-batch without tokens gives 0. Raises ValueError where the kind needs
+    `norm_tokens` and there is none.
     """
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:

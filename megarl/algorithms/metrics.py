@@ -25,18 +25,21 @@ def _summary(name: str, x: Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[str, float]:
-    """Metrics of a whole batch by batch key, all that is (B, R) as tensors or all as rows of tokens; `response_mask` is needed, each other
-    key adds its metrics.
+    """Metrics of a whole batch by batch key, all that is (B, R) as tensors or all as rows of tokens;
+    `response_mask` is needed, each other key adds its metrics.
 
-    - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` / `token_level_rewards`.
+    - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` /
+      `token_level_rewards`.
     - `reward/mean`: the same number as `critic/score/mean`, by the name that other frameworks use.
-    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square root of the mean squared
-      deviation.
-    - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where Var(returns) is 0).
-    - `response_length/{mean,max,min}`: tokens that the model wrote, over rows; `clip_ratio`: share of rows with
-      `max_response_length` tokens or more.
+    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square
+      root of the mean squared deviation.
+    - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where
+      Var(returns) is 0).
+    - `response_length/{mean,max,min}`: tokens that the model wrote, over rows; `clip_ratio`: share of rows
+      with `max_response_length` tokens or more.
     - `prompt_length/{mean,max,min}`: tokens of `prompts`, over rows.
-    - `training/rollout_probs_diff_{mean,max}`: over valid tokens, |exp(rollout_log_probs) - exp(old_log_probs)|.
+    - `training/rollout_probs_diff_{mean,max}`: over valid tokens, |exp(rollout_log_probs) -
+      exp(old_log_probs)|.
     - `training/rollout_log_probs_diff_{mean,max}`: over valid tokens, |rollout_log_probs - old_log_probs|.
     """
     mask = batch["response_mask"]
@@ -51,15 +54,25 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
             metrics |= _summary(f"critic/{name}", masked_row_sums(batch[key], mask))
     if "critic/score/mean" in metrics:
         metrics["reward/mean"] = metrics["critic/score/mean"]
-    over_tokens = {id(column): moments(itself, mask, column) for column in map(batch.get, _SPREAD_KEYS) if column is not None}
+    over_tokens = {
+        id(column): moments(itself, mask, column)
+        for column in map(batch.get, _SPREAD_KEYS)
+        if column is not None
+    }
     for name in _SPREAD_KEYS:
         if name in batch and (tokens := over_tokens[id(batch[name])]).number:
-            metrics |= {f"critic/{name}/mean": tokens.mean, f"critic/{name}/max": tokens.maximum, f"critic/{name}/min": tokens.minimum}
+            metrics |= {
+                f"critic/{name}/mean": tokens.mean,
+                f"critic/{name}/max": tokens.maximum,
+                f"critic/{name}/min": tokens.minimum,
+            }
             metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
     if "values" in batch and "returns" in batch:
         errors = moments(torch.sub, mask, batch["returns"], batch["values"])
         returns = over_tokens[id(batch["returns"])]
-        metrics["critic/vf_explained_var"] = 1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
+        metrics["critic/vf_explained_var"] = (
+            1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
+        )
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
             tokens = moments(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
@@ -77,11 +90,12 @@ def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
 
 
 def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
-    """How many weight versions before `version`, the one that is trained, each token of `response_mask` was drawn.
+    """How many weight versions before `version`, the one that is trained, each token of `response_mask` was
+    drawn.
 
     - `rollout/age/{mean,max}`: of version - `token_versions` (B, R), over valid tokens.
-    - `training/rollout_log_probs_diff_mean/{current,older}`: as in data_metrics, over the tokens of age 0 and the others; where there are
-      older ones, and the trainer's own log-probs.
+    - `training/rollout_log_probs_diff_mean/{current,older}`: as in data_metrics, over the tokens of age 0 and
+      the others; where there are older ones, and the trainer's own log-probs.
     """
     mask = batch["response_mask"]
     ages = moments(lambda versions: version - versions, mask, batch["token_versions"])
@@ -90,7 +104,12 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
     metrics = {"rollout/age/mean": ages.mean, "rollout/age/max": ages.maximum}
     if "old_log_probs" in batch and ages.maximum > 0:
         for name, of_age in (("current", torch.eq), ("older", torch.ne)):
-            chosen = map_tokens(lambda versions: of_age(versions, version), mask, batch["token_versions"], dtype=torch.bool)  # noqa: B023
+            chosen = map_tokens(
+                lambda versions, of_age=of_age: of_age(versions, version),
+                mask,
+                batch["token_versions"],
+                dtype=torch.bool,
+            )
             difference = moments(_of_log_probs, chosen, batch["rollout_log_probs"], batch["old_log_probs"])
             if difference.number:
                 metrics[f"training/rollout_log_probs_diff_mean/{name}"] = difference.mean
@@ -108,7 +127,10 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
         return {}
     metrics = _summary("agent/turns", torch.tensor(arrays["num_turns"].tolist()))
     calls = arrays["num_calls"].sum()
-    metrics |= {"agent/calls/mean": calls / len(arrays["num_calls"]), "agent/tool_s/mean": float(arrays["tool_s"].mean())}
+    metrics |= {
+        "agent/calls/mean": calls / len(arrays["num_calls"]),
+        "agent/tool_s/mean": float(arrays["tool_s"].mean()),
+    }
     errors = sum((Counter(each) for each in arrays["call_errors"]), Counter())
     metrics |= {f"agent/errors/{kind.replace(' ', '_')}": count / calls for kind, count in errors.items()}
     ends = Counter(arrays["episode_end"].tolist())
@@ -119,8 +141,8 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
     """Return `reward/<name>/{mean,max,min}` of the numbers that reward functions gave beside their score.
 
     Args:
-        numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number of some name, such as
-            one whose scoring failed, does not count in that name's metrics.
+        numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number
+            of some name, such as one whose scoring failed, does not count in that name's metrics.
     """
     by_name: dict[str, list[float]] = {}
     for of_sample in numbers:
@@ -135,14 +157,19 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
 def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Nothing for a batch without `reward_model_scores`. All (B,), before weights:
 
-    - `reward/model/{mean,max,min}`: of `reward_model_scores`; `reward/functions/{mean,max,min}`: of `reward_function_scores`.
-    - `reward/model/truncated`, `reward/model/spells_special`: shares of True in `reward_model_truncated` (conversations that lost their
-      oldest tokens) and `reward_model_spells_special` (answers whose text has a special token of the reward model in it).
+    - `reward/model/{mean,max,min}`: of `reward_model_scores`; `reward/functions/{mean,max,min}`: of
+      `reward_function_scores`.
+    - `reward/model/truncated`, `reward/model/spells_special`: shares of True in `reward_model_truncated`
+      (conversations that lost their oldest tokens) and `reward_model_spells_special` (answers whose text has
+      a special token of the reward model in it).
     """
     if "reward_model_scores" not in batch:
         return {}
     metrics: dict[str, float] = {}
-    for name, scores in (("model", batch["reward_model_scores"]), ("functions", batch["reward_function_scores"])):
+    for name, scores in (
+        ("model", batch["reward_model_scores"]),
+        ("functions", batch["reward_function_scores"]),
+    ):
         metrics |= _summary(f"reward/{name}", scores)
     for name in ("truncated", "spells_special"):
         metrics[f"reward/model/{name}"] = float(batch[f"reward_model_{name}"].float().mean())

@@ -1,7 +1,9 @@
-"""What is done about a rollout engine whose log-probs are not the trainer's: weights, rejected responses, and diagnostics.
+"""What is done about a rollout engine whose log-probs are not the trainer's: weights, rejected responses, and
+diagnostics.
 
-A batch is drawn from the rollout engine's policy mu and learnt from by the trainer's policy pi. Shapes: B samples, R padded response
-tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t; all estimates are over tokens drawn from mu.
+A batch is drawn from the rollout engine's policy mu and learnt from by the trainer's policy pi. Shapes: B
+samples, R padded response tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t; all
+estimates are over tokens drawn from mu.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from megarl.config.schema import (
 
 
 class Correction(NamedTuple):
-    """weights: factors of the per-token policy loss (the batch key `rollout_weights`), without a graph, 0 in masked slots; None where
-    `level` is none. mask: the response mask without the rows that were rejected.
+    """weights: factors of the per-token policy loss (the batch key `rollout_weights`), without a graph, 0 in
+    masked slots; None where `level` is none. mask: the response mask without the rows that were rejected.
 
-    A token of weight 0 still counts in the loss's denominator, as importance sampling wants it; a rejected row does not.
+    A token of weight 0 still counts in the loss's denominator, as importance sampling wants it; a rejected
+    row does not.
     """
 
     weights: Column | None  # (B, R)
@@ -46,17 +49,23 @@ class Correction(NamedTuple):
     metrics: dict[str, float]
 
 
-def correct(old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig) -> Correction:
-    """Weights and rejections for (B, R) log-probs of the same tokens by the trainer and by the rollout engine.
+def correct(
+    old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
+) -> Correction:
+    """Weights and rejections for (B, R) log-probs of the same tokens by the trainer and by the rollout
+    engine.
 
-    Weights: pi/mu of each token (`level` token), its product over the response (sequence: exact, of large variance), or its geometric
-    mean over the response (geometric: biased, comparable over lengths). `truncate`: at most `high` (truncated importance sampling,
-    Ionides 2008). `mask`: 0 outside [low, high], else as it is (masked importance sampling).
-    Rejection: see RejectionConfig; k1 to k3 as in kl.py, summed over the response (sequence) or averaged over its tokens (geometric).
+    Weights: pi/mu of each token (`level` token), its product over the response (sequence: exact, of large
+    variance), or its geometric mean over the response (geometric: biased, comparable over lengths).
+    `truncate`: at most `high` (truncated importance sampling, Ionides 2008). `mask`: 0 outside [low, high],
+    else as it is (masked importance sampling).
+    Rejection: see RejectionConfig; k1 to k3 as in kl.py, summed over the response (sequence) or averaged over
+    its tokens (geometric).
 
-    Metrics, beside those of `diagnostics`. `rollout_correction/weight_mean`; `.../effective_sample_size`: (sum w)^2 / (n sum w^2), in
-    [1/n, 1]; `.../fraction_truncated` and `.../fraction_masked`: share of weights that were cut, or set to 0. All over tokens at
-    token level, else over responses. `.../fraction_rejected`: share of responses.
+    Metrics, beside those of `diagnostics`. `rollout_correction/weight_mean`; `.../effective_sample_size`:
+    (sum w)^2 / (n sum w^2), in [1/n, 1]; `.../fraction_truncated` and `.../fraction_masked`: share of weights
+    that were cut, or set to 0. All over tokens at token level, else over responses. `.../fraction_rejected`:
+    share of responses.
 
     Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
@@ -70,11 +79,15 @@ def correct(old_log_probs: Column, rollout_log_probs: Column, mask: Column, conf
     if config.rejection.estimator is not RejectionEstimator.none:
         accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
         kept = on_every_token(accepted, mask)
-        metrics["rollout_correction/fraction_rejected"] = int((has_tokens & ~accepted).sum()) / max(int(has_tokens.sum()), 1)
+        metrics["rollout_correction/fraction_rejected"] = int((has_tokens & ~accepted).sum()) / max(
+            int(has_tokens.sum()), 1
+        )
     return Correction(weights, kept, metrics)
 
 
-def _log_ratios(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> Iterator[tuple[TokenBlock, Tensor]]:
+def _log_ratios(
+    old_log_probs: Column, rollout_log_probs: Column, mask: Column
+) -> Iterator[tuple[TokenBlock, Tensor]]:
     """Of all rows, in blocks: x of each token (n,), cut as in `diagnostics`, 0 where the mask is False."""
     for block in token_blocks(mask, old_log_probs, rollout_log_probs):
         yield block, block.only_valid(torch.sub(*block.columns)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -133,14 +146,18 @@ class _WeightTotals(NamedTuple):
         count = max(self.number, 1)
         return {
             "rollout_correction/weight_mean": self.weights / count,
-            "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares) if self.squares > 0 else 0.0,
+            "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares)
+            if self.squares > 0
+            else 0.0,
             f"rollout_correction/{name}": self.changed / count,
         }
 
 
-def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. On a device nothing waits for them: what is
-    no number is not refused, and ends in the weights."""
+def correction_weights(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig
+) -> Tensor:
+    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. On a device
+    nothing waits for them: what is no number is not refused, and ends in the weights."""
     log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.level is CorrectionLevel.token:
@@ -153,9 +170,10 @@ def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
 def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> dict[str, float]:
     """How far the two policies are apart, for (B, R) log-probs; nothing for a batch without a valid token.
 
-    Over tokens: `rollout_correction/kl_k1`: mean of -x, of KL(mu, pi); `.../kl`: mean of e^x - 1 - x, the same, never negative;
-    `.../kl_reverse`: mean of x e^x - e^x + 1, of KL(pi, mu), never negative; `.../chi_square_token`: mean of e^2x, less 1;
-    `.../ratio_max` and `.../ratio_min`: of e^x. Over responses: `.../chi_square_sequence`: mean of e^(2 sum x), less 1.
+    Over tokens: `rollout_correction/kl_k1`: mean of -x, of KL(mu, pi); `.../kl`: mean of e^x - 1 - x, the
+    same, never negative; `.../kl_reverse`: mean of x e^x - e^x + 1, of KL(pi, mu), never negative;
+    `.../chi_square_token`: mean of e^2x, less 1; `.../ratio_max` and `.../ratio_min`: of e^x. Over responses:
+    `.../chi_square_sequence`: mean of e^(2 sum x), less 1.
 
     Exponents are cut at +-20. Raises ValueError for a log-prob of a valid token that is NaN or infinite.
     """
@@ -171,7 +189,9 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
         if len(x):
             less_one = torch.expm1(x)
             ratio = less_one + 1
-            sums += torch.stack([-x.sum(), (less_one - x).sum(), (x * ratio).sub_(less_one).sum(), torch.dot(ratio, ratio)])
+            sums += torch.stack(
+                [-x.sum(), (less_one - x).sum(), (x * ratio).sub_(less_one).sum(), torch.dot(ratio, ratio)]
+            )
             smallest, largest = ratio.aminmax()
             count = count + len(x)
             high = max(high, float(largest))
@@ -194,8 +214,8 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
 
 
 def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
-    """Raises ValueError that names the rows in which a log-prob of a valid token is NaN or infinite. log_probs: `old_log_probs`,
-    `rollout_log_probs`, or one of them."""
+    """Raises ValueError that names the rows in which a log-prob of a valid token is NaN or infinite.
+    log_probs: `old_log_probs`, `rollout_log_probs`, or one of them."""
     unusable = []
     for block in token_blocks(mask, *log_probs):
         for column in block.columns:
@@ -205,8 +225,10 @@ def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
                 unusable += rows.tolist()
     if unusable:
         raise ValueError(
-            f"old_log_probs or rollout_log_probs of rows {sorted(set(unusable))[:8]} (of {len(mask)}) are not finite, so the rollout "
-            "cannot be corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
+            f"old_log_probs or rollout_log_probs of rows {sorted(set(unusable))[:8]} (of {len(mask)}) are "
+            f"not finite, so the rollout "
+            "cannot be corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, "
+            "top_k=-1) and reports log-probs"
         )
 
 
@@ -216,7 +238,9 @@ def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     return torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0)
 
 
-def _accepted(old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig) -> Tensor:
+def _accepted(
+    old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig
+) -> Tensor:
     """(B,) bool."""
     value = {
         RejectionEstimator.k1: torch.neg,

@@ -1,4 +1,5 @@
-"""Scores of outcomes: on the last token that the model wrote, finite, and less where a response comes close to the length limit."""
+"""Scores of outcomes: on the last token that the model wrote, finite, and less where a response comes close
+to the length limit."""
 
 from __future__ import annotations
 
@@ -9,20 +10,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import as_rows, leaves_nothing_out, map_tokens, of_form, row_lengths, token_blocks
+from megarl.algorithms.masked import (
+    as_rows,
+    leaves_nothing_out,
+    map_tokens,
+    of_form,
+    row_lengths,
+    token_blocks,
+)
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import OverlongConfig
 
 
 def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Column:
-    """`token_level_scores` (B, R) float32: scores (B,) on the last True token of each row of response_mask (B, R), else 0.
+    """`token_level_scores` (B, R) float32: scores (B,) on the last True token of each row of response_mask
+    (B, R), else 0.
 
     Raises ValueError for a row without a response token, which has no place for its score.
     """
     empty = (row_lengths(response_mask) == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"rows {empty[:8]} of {len(response_mask)} have no response token, so their scores have no place; "
+            f"rows {empty[:8]} of {len(response_mask)} have no response token, so their scores have no "
+            f"place; "
             "a response holds at least its end token: check that the rollout returned one for every prompt"
         )
     per_row = torch.as_tensor(scores, dtype=torch.float32)
@@ -39,7 +49,8 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Col
 
 
 def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
-    """Raises ValueError where a value of `per_row` (B,) is NaN or infinite, with the uids (B,) of the first such samples."""
+    """Raises ValueError where a value of `per_row` (B,) is NaN or infinite, with the uids (B,) of the first
+    such samples."""
     rows = (~torch.isfinite(per_row)).nonzero().flatten().tolist()
     if rows:
         shown = ", ".join([*(str(uid[row]) for row in rows[:8]), *(["..."] if len(rows) > 8 else [])])
@@ -55,10 +66,11 @@ class ShapedScores(NamedTuple):
 
 
 def overlong_penalty(lengths: Tensor, max_response_length: int, config: OverlongConfig) -> Tensor:
-    """(B,), 0 or less, for lengths (B,) in tokens: DAPO's soft over-long punishment (Yu et al. 2025, arXiv 2503.14476, eq. 13).
+    """(B,), 0 or less, for lengths (B,) in tokens: DAPO's soft over-long punishment (Yu et al. 2025, arXiv
+    2503.14476, eq. 13).
 
-    0 up to max_response_length - buffer_tokens, then falling in a straight line to -penalty at max_response_length. Without a buffer
-    it is 0 everywhere.
+    0 up to max_response_length - buffer_tokens, then falling in a straight line to -penalty at
+    max_response_length. Without a buffer it is 0 everywhere.
     """
     buffer_tokens = config.buffer_tokens(max_response_length)
     if buffer_tokens == 0:
@@ -67,12 +79,18 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
     return -config.penalty * (excess / buffer_tokens).clamp(0.0, 1.0)
 
 
-def penalise_overlong(token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig) -> ShapedScores:
-    """The scores (B, R) with the penalty on each row's last token; a response's length counts the tokens that the model wrote.
+def penalise_overlong(
+    token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig
+) -> ShapedScores:
+    """The scores (B, R) with the penalty on each row's last token; a response's length counts the tokens that
+    the model wrote.
 
-    Metrics: `reward/overlong_penalty`, the mean over rows, 0 or less; `reward/overlong_fraction`, the share of rows with one.
-    Raises ValueError for a row without a response token, as `place_scores`.
+    Metrics: `reward/overlong_penalty`, the mean over rows, 0 or less; `reward/overlong_fraction`, the share
+    of rows with one. Raises ValueError for a row without a response token, as `place_scores`.
     """
     penalty = overlong_penalty(row_lengths(mask), max_response_length, config)
-    metrics = {"reward/overlong_penalty": float(penalty.mean()), "reward/overlong_fraction": float((penalty < 0).float().mean())}
+    metrics = {
+        "reward/overlong_penalty": float(penalty.mean()),
+        "reward/overlong_fraction": float((penalty < 0).float().mean()),
+    }
     return ShapedScores(map_tokens(torch.add, mask, token_level_scores, place_scores(penalty, mask)), metrics)

@@ -1,6 +1,7 @@
 """Maths of the user's own, by reference, in the place of an advantage estimator's or a policy loss's.
 
-`algorithm.advantage.estimator` and `algorithm.policy_loss.kind` say what the function gets: all that their own maths gets.
+`algorithm.advantage.estimator` and `algorithm.policy_loss.kind` say what the function gets: all that their
+own maths gets.
 """
 
 from __future__ import annotations
@@ -38,16 +39,24 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     """Raises UserFunctionError for a function that cannot be loaded."""
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
-    function = _load(config.function, _ESTIMATOR)  # anew: between two runs of a process the file may have changed
+    # anew: between two runs of a process the file may have changed
+    function = _load(config.function, _ESTIMATOR)
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
         padded = inputs.padded()
         mask = inputs.response_mask
         assert isinstance(padded.response_mask, Tensor)
         given: Advantages = function(padded, config)
-        _refuse_others(given, Advantages, padded.response_mask, f"{config.function} must return Advantages(advantages, returns)")
+        _refuse_others(
+            given,
+            Advantages,
+            padded.response_mask,
+            f"{config.function} must return Advantages(advantages, returns)",
+        )
         own = (masked(values, padded.response_mask) for values in given if isinstance(values, Tensor))
-        return Advantages(*(RaggedTensor.from_padded(x, mask.lengths) if isinstance(mask, RaggedTensor) else x for x in own))
+        return Advantages(
+            *(RaggedTensor.from_padded(x, mask.lengths) if isinstance(mask, RaggedTensor) else x for x in own)
+        )
 
     return estimate
 
@@ -61,14 +70,17 @@ def policy_loss_of(config: PolicyLossConfig) -> PolicyLoss:
 
     def per_token(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
         given: TokenLosses = function(inputs, config)
-        _refuse_others(given, TokenLosses, inputs.mask, f"{config.function} must return TokenLosses(loss, bounded)")
+        _refuse_others(
+            given, TokenLosses, inputs.mask, f"{config.function} must return TokenLosses(loss, bounded)"
+        )
         return given
 
     return PolicyLoss(per_token, kind.prepare)
 
 
 def try_functions(config: AlgorithmConfig) -> None:
-    """Calls those that are configured with two samples of one prompt. Raises UserFunctionError for what would fail in a run."""
+    """Calls those that are configured with two samples of one prompt. Raises UserFunctionError for what would
+    fail in a run."""
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(mask.shape)
     needs = config.advantage.estimator.needs
@@ -86,10 +98,18 @@ def try_functions(config: AlgorithmConfig) -> None:
         _try(config.advantage.function, lambda: estimator_of(config.advantage)(inputs, config.advantage))
     if config.policy_loss.function is not None:
         log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
-        given = PolicyInputs.of(log_probs, zeros - 1.1, torch.tensor([[1.0], [-1.0]]).expand(mask.shape), mask)
-        losses = _try(config.policy_loss.function, lambda: policy_loss_of(config.policy_loss).per_token(given, config.policy_loss))
+        given = PolicyInputs.of(
+            log_probs, zeros - 1.1, torch.tensor([[1.0], [-1.0]]).expand(mask.shape), mask
+        )
+        losses = _try(
+            config.policy_loss.function,
+            lambda: policy_loss_of(config.policy_loss).per_token(given, config.policy_loss),
+        )
         if not losses.loss.requires_grad:
-            raise UserFunctionError(f"{config.policy_loss.function}: the loss has no gradient; make it of inputs.log_probs or inputs.ratio")
+            raise UserFunctionError(
+                f"{config.policy_loss.function}: the loss has no gradient; make it of inputs.log_probs or "
+                f"inputs.ratio"
+            )
 
 
 def _try(reference: str, call: Callable[[], Any]) -> Any:
@@ -98,7 +118,9 @@ def _try(reference: str, call: Callable[[], Any]) -> Any:
     except UserFunctionError:
         raise
     except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
-        raise UserFunctionError(f"{reference} fails for two samples of 3 and 1 tokens: {last_line(error)}") from error
+        raise UserFunctionError(
+            f"{reference} fails for two samples of 3 and 1 tokens: {last_line(error)}"
+        ) from error
 
 
 def _load(reference: str, expected: Expected) -> Callable[..., Any]:
@@ -106,7 +128,8 @@ def _load(reference: str, expected: Expected) -> Callable[..., Any]:
     return load_function(path, name, expected)
 
 
-_load_once = cache(_load)  # of every micro-batch, in a rank's process: it is the run's own, and the file may change meanwhile
+# of every micro-batch, in a rank's process: it is the run's own, and the file may change meanwhile
+_load_once = cache(_load)
 
 
 def _refuse_others(given: Any, expected: type, mask: Tensor, must: str) -> None:

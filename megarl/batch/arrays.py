@@ -1,4 +1,5 @@
-"""Rows and values of a batch: numbering rows, comparing values of any kind, and tensors as numpy arrays, without a copy."""
+"""Rows and values of a batch: numbering rows, comparing values of any kind, and tensors as numpy arrays,
+without a copy."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
     if isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1:
         return rows.copy()
     array = np.empty(len(rows), dtype=object)
-    for index, row in enumerate(rows):  # one by one: numpy would read rows that are lists as a second dimension
+    # one by one: numpy would read rows that are lists as a second dimension
+    for index, row in enumerate(rows):
         array[index] = row
     return array
 
 
 def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -> np.ndarray:
-    """Row numbers in [0, num_rows), int64, from row numbers or a mask. Raises ValueError for others or a mask of another length."""
+    """Row numbers in [0, num_rows), int64, from row numbers or a mask. Raises ValueError for others or a mask
+    of another length."""
     array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1:
         raise ValueError(f"rows are picked by a one-dimensional index, not one of shape {array.shape}")
@@ -75,7 +78,9 @@ def merge_equal(mappings: Sequence[Mapping[str, Any]], what: str) -> dict[str, A
     for mapping in mappings:
         for key, value in mapping.items():
             if key in merged and not same(merged[key], value):
-                raise ValueError(f"{what} {key!r} has two different values: {_brief(merged[key])} and {_brief(value)}")
+                raise ValueError(
+                    f"{what} {key!r} has two different values: {_brief(merged[key])} and {_brief(value)}"
+                )
             merged.setdefault(key, value)
     return merged
 
@@ -92,7 +97,8 @@ _CARRIER = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch
 
 
 class TensorArray(NamedTuple):
-    """`array` holds the bits of a tensor of `dtype`; it shares memory with a contiguous tensor on the host."""
+    """`array` holds the bits of a tensor of `dtype`; it shares memory with a contiguous tensor on the
+    host."""
 
     array: np.ndarray
     dtype: torch.dtype
@@ -106,7 +112,8 @@ def tensor_to_array(tensor: torch.Tensor) -> TensorArray:
 
 
 def array_to_tensor(packed: TensorArray) -> torch.Tensor:
-    """Shares memory with the array. PyTorch cannot mark a tensor read-only: whoever passes a read-only array vouches that nobody writes."""
+    """Shares memory with the array. PyTorch cannot mark a tensor read-only: whoever passes a read-only array
+    vouches that nobody writes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(packed.array)
@@ -114,8 +121,9 @@ def array_to_tensor(packed: TensorArray) -> torch.Tensor:
 
 
 def array_to_private_tensor(packed: TensorArray) -> torch.Tensor:
-    """Copies a read-only array. Ray hands every process of a node the same memory as read-only arrays, and a tensor
-    over it can be written without an error: one rank's in-place operation would change the batch of the others."""
+    """Copies a read-only array. Ray hands every process of a node the same memory as read-only arrays, and a
+    tensor over it can be written without an error: one rank's in-place operation would change the batch of
+    the others."""
     if packed.array.flags.writeable:
         return array_to_tensor(packed)
     return array_to_tensor(TensorArray(packed.array.copy(), packed.dtype))

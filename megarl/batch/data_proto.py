@@ -1,4 +1,5 @@
-"""DataProto, the batch that travels between the driver and the workers: tensors, rows of tokens, object arrays and meta information."""
+"""DataProto, the batch that travels between the driver and the workers: tensors, rows of tokens, object
+arrays and meta information."""
 
 from __future__ import annotations
 
@@ -39,14 +40,15 @@ class DataProtoItem(NamedTuple):
 
 @dataclass(eq=False)
 class DataProto:
-    """B rows. `batch`: tensors (B, ...); `ragged`: rows of tokens, without padding; `non_tensor_batch`: object arrays (B,); `meta_info`:
-    facts about the whole batch.
+    """B rows. `batch`: tensors (B, ...); `ragged`: rows of tokens, without padding; `non_tensor_batch`:
+    object arrays (B,); `meta_info`: facts about the whole batch.
 
-    `tensors` gives both kinds of tensors by key, rows of tokens padded to (B, R); `columns` gives them as they are kept.
+    `tensors` gives both kinds of tensors by key, rows of tokens padded to (B, R); `columns` gives them as
+    they are kept.
 
-    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`, `reorder` and `to`,
-    which change the batch in place (and return what was popped, or the batch). What a process receives is its own copy, but for the
-    values of rows of tokens, which nobody writes.
+    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`,
+    `reorder` and `to`, which change the batch in place (and return what was popped, or the batch). What a
+    process receives is its own copy, but for the values of rows of tokens, which nobody writes.
     """
 
     batch: TensorDict | None = None
@@ -69,29 +71,47 @@ class DataProto:
         """Raises ValueError that names the key when two leading dimensions differ."""
         tensors = dict(tensors or {})
         arrays = {key: object_array(rows) for key, rows in (non_tensors or {}).items()}
-        num_rows = _check_rows({**_leading_sizes(tensors), **{key: len(rows) for key, rows in arrays.items()}})
+        num_rows = _check_rows(
+            {**_leading_sizes(tensors), **{key: len(rows) for key, rows in arrays.items()}}
+        )
         if both := tensors.keys() & arrays.keys():
-            raise ValueError(f"DataProto: {sorted(both)} are given as tensors and as arrays; a key names one of them")
+            raise ValueError(
+                f"DataProto: {sorted(both)} are given as tensors and as arrays; a key names one of them"
+            )
         return cls._of(tensors, arrays, dict(meta_info or {}), num_rows)
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
         """Sorts the values: tensors to the tensors, numpy arrays and lists to the arrays."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))}
+        tensors = {
+            key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))
+        }
         others = {key: value for key, value in data.items() if key not in tensors}
         for key, value in others.items():
             if not isinstance(value, (np.ndarray, list)):
-                raise ValueError(f"DataProto: {key!r} is a {type(value).__name__}; rows come as a tensor, numpy array or list")
+                raise ValueError(
+                    f"DataProto: {key!r} is a {type(value).__name__}; rows come as a tensor, numpy array or "
+                    f"list"
+                )
         return cls.from_dict(tensors, others, meta_info)
 
     def check_consistency(self) -> None:
-        """Raises ValueError that names the key and both lengths when a tensor or array has another number of rows than the first."""
+        """Raises ValueError that names the key and both lengths when a tensor or array has another number of
+        rows than the first."""
         for key, rows in self.non_tensor_batch.items():
             if not isinstance(rows, np.ndarray) or rows.dtype != object or rows.ndim != 1:
                 raise ValueError(
-                    f"DataProto: non_tensor_batch[{key!r}] must be a one-dimensional object array; from_dict makes one of a list"
+                    f"DataProto: non_tensor_batch[{key!r}] must be a one-dimensional object array; "
+                    f"from_dict makes one of a list"
                 )
-        _check_rows({**_leading_sizes(self.columns), **{key: len(rows) for key, rows in self.non_tensor_batch.items()}})
+        _check_rows(
+            {
+                **_leading_sizes(self.columns),
+                **{key: len(rows) for key, rows in self.non_tensor_batch.items()},
+            }
+        )
 
     @property
     def _dense(self) -> dict[str, torch.Tensor]:
@@ -116,23 +136,32 @@ class DataProto:
 
     def __repr__(self) -> str:
         tensors = {key: f"{tuple(value.shape)} {value.dtype}" for key, value in self.columns.items()}
-        return f"DataProto(rows={len(self)}, tensors={tensors}, arrays={sorted(self.non_tensor_batch)}, meta_info={sorted(self.meta_info)})"
+        return (
+            f"DataProto(rows={len(self)}, tensors={tensors}, arrays={sorted(self.non_tensor_batch)}, "
+            f"meta_info={sorted(self.meta_info)})"
+        )
 
     # ---- rows
 
     def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray | torch.Tensor) -> Any:
-        """An int gives a DataProtoItem; a slice, and a list, array or tensor of ints or of B bools, a DataProto."""
+        """An int gives a DataProtoItem; a slice, and a list, array or tensor of ints or of B bools, a
+        DataProto."""
         if isinstance(index, (int, np.integer)):
             row = int(row_index([int(index)], len(self))[0])
-            ragged = {key: next(value.select(slice(row, row + 1)).each()) for key, value in self.ragged.items()}
+            ragged = {
+                key: next(value.select(slice(row, row + 1)).each()) for key, value in self.ragged.items()
+            }
             tensors = {**{key: value[row] for key, value in self._dense.items()}, **ragged}
-            return DataProtoItem(tensors, {key: rows[row] for key, rows in self.non_tensor_batch.items()}, self.meta_info)
+            return DataProtoItem(
+                tensors, {key: rows[row] for key, rows in self.non_tensor_batch.items()}, self.meta_info
+            )
         if isinstance(index, slice):
             return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
         return self.select_idxs(index)
 
     def select_idxs(self, index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies, but for rows of tokens."""
+        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies, but
+        for rows of tokens."""
         return self._rows(row_index(index, len(self)))
 
     def _rows(self, index: slice | range | np.ndarray) -> DataProto:
@@ -146,10 +175,14 @@ class DataProto:
         )
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation of the rows."""
+        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation
+        of the rows."""
         order = row_index(indices, len(self))
         if not np.array_equal(np.sort(order), np.arange(len(self))):
-            raise ValueError(f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows freely")
+            raise ValueError(
+                f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows "
+                f"freely"
+            )
         ordered = self._rows(order)
         self.batch = ordered.batch
         self.non_tensor_batch = ordered.non_tensor_batch
@@ -165,7 +198,8 @@ class DataProto:
         """Equal parts in order. Raises ValueError when B is not a multiple of `chunks`."""
         if chunks < 1 or len(self) % chunks:
             raise ValueError(
-                f"chunk: {len(self)} rows cannot be cut into {chunks} equal parts; pad with pad_dataproto_to_divisor(batch, {chunks})"
+                f"chunk: {len(self)} rows cannot be cut into {chunks} equal parts; pad with "
+                f"pad_dataproto_to_divisor(batch, {chunks})"
             )
         size = len(self) // chunks
         return [self[part * size : (part + 1) * size] for part in range(chunks)]
@@ -178,7 +212,8 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts in order. Raises ValueError when keys, row shapes, dtypes or meta information differ, naming the key."""
+        """Rows of all parts in order. Raises ValueError when keys, row shapes, dtypes or meta information
+        differ, naming the key."""
         if not parts:
             raise ValueError("concat: there is nothing to concatenate")
         first = parts[0]
@@ -186,18 +221,39 @@ class DataProto:
             _check_same_columns(first, part, number)
         columns = [part.columns for part in parts]
         tensors = {key: _concat([column[key] for column in columns]) for key in columns[0]}
-        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-        return DataProto._of(tensors, arrays, merge_equal([part.meta_info for part in parts], "concat: meta_info"), sum(map(len, parts)))
+        arrays = {
+            key: np.concatenate([part.non_tensor_batch[key] for part in parts])
+            for key in first.non_tensor_batch
+        }
+        return DataProto._of(
+            tensors,
+            arrays,
+            merge_equal([part.meta_info for part in parts], "concat: meta_info"),
+            sum(map(len, parts)),
+        )
 
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches of equal size, `epochs` passes; with a seed each pass has its own random order, the same in every run."""
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
+    ) -> Iterator[DataProto]:
+        """Mini-batches of equal size, `epochs` passes; with a seed each pass has its own random order, the
+        same in every run."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}")
-        return self._iterate(mini_batch_size, epochs, None if seed is None else torch.Generator().manual_seed(seed))
+            raise ValueError(
+                f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}"
+            )
+        return self._iterate(
+            mini_batch_size, epochs, None if seed is None else torch.Generator().manual_seed(seed)
+        )
 
-    def _iterate(self, mini_batch_size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
+    def _iterate(
+        self, mini_batch_size: int, epochs: int, generator: torch.Generator | None
+    ) -> Iterator[DataProto]:
         for _ in range(epochs):
-            shuffled = self if generator is None else self._rows(torch.randperm(len(self), generator=generator).numpy())
+            shuffled = (
+                self
+                if generator is None
+                else self._rows(torch.randperm(len(self), generator=generator).numpy())
+            )
             yield from shuffled.split(mini_batch_size)
 
     # ---- columns
@@ -219,9 +275,13 @@ class DataProto:
         return copy.deepcopy(chosen) if deepcopy else chosen
 
     def pop(
-        self, batch_keys: Iterable[str] = (), non_tensor_batch_keys: Iterable[str] = (), meta_info_keys: Iterable[str] = ()
+        self,
+        batch_keys: Iterable[str] = (),
+        non_tensor_batch_keys: Iterable[str] = (),
+        meta_info_keys: Iterable[str] = (),
     ) -> DataProto:
-        """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing, for a missing key."""
+        """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing,
+        for a missing key."""
         batch_keys = list(batch_keys)
         non_tensor_batch_keys = list(non_tensor_batch_keys)
         meta_info_keys = list(meta_info_keys)
@@ -270,9 +330,14 @@ class DataProto:
         Raises ValueError when a key has two values or the rows differ in number.
         """
         batches = [self, *_arrived(others)]
-        with_rows = [batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch]
+        with_rows = [
+            batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch
+        ]
         if len({len(batch) for batch in with_rows}) > 1:
-            raise ValueError(f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the same number")
+            raise ValueError(
+                f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the "
+                f"same number"
+            )
         joined = DataProto.from_dict(
             merge_equal([batch.columns for batch in batches], "union: tensor"),
             merge_equal([batch.non_tensor_batch for batch in batches], "union: array"),
@@ -289,7 +354,8 @@ class DataProto:
     # ---- between processes and machines
 
     def to_bytes(self) -> bytes:
-        """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value of another kind."""
+        """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value
+        of another kind."""
         arrays = {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}
         return encode(BatchContents(self.columns, arrays, self.meta_info, len(self)))
 
@@ -297,7 +363,9 @@ class DataProto:
     def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
         """Never runs code from the bytes. Raises SerializationError for bytes that are not a whole batch."""
         contents = decode(data, source)
-        return cls.from_dict(contents.columns, contents.non_tensors, contents.meta_info)._with_rows(contents.num_rows)
+        return cls.from_dict(contents.columns, contents.non_tensors, contents.meta_info)._with_rows(
+            contents.num_rows
+        )
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Writes beside `path` and renames, so that a reader finds a whole file or none."""
@@ -309,30 +377,49 @@ class DataProto:
         return cls.from_bytes(Path(path).read_bytes(), str(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They arrive on the host. Rows of tokens
-        leave with the values that they need, those that rows share once."""
+        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They
+        arrive on the host. Rows of tokens leave with the values that they need, those that rows share once.
+        """
         tensors = {key: tensor_to_array(value) for key, value in self._dense.items()}
         packed = {key: column.packed() for key, column in self.ragged.items()}
-        ragged = {key: (tensor_to_array(column.values), replace(column, values=torch.empty(0))) for key, column in packed.items()}
+        ragged = {
+            key: (tensor_to_array(column.values), replace(column, values=torch.empty(0)))
+            for key, column in packed.items()
+        }
         return _rebuild, (tensors, ragged, len(self), self.non_tensor_batch, self.meta_info)
 
     def _with_rows(self, num_rows: int) -> DataProto:
         """Where no column is left that says how many there are."""
-        return self if self.columns or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
+        return (
+            self if self.columns or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
+        )
 
     @classmethod
-    def _of(cls, columns: Mapping[str, Column], arrays: dict[str, np.ndarray], meta_info: dict[str, Any], num_rows: int) -> DataProto:
-        """Without a column an empty table says how many rows there are; it is None where another column says it, or there are none."""
+    def _of(
+        cls,
+        columns: Mapping[str, Column],
+        arrays: dict[str, np.ndarray],
+        meta_info: dict[str, Any],
+        num_rows: int,
+    ) -> DataProto:
+        """Without a column an empty table says how many rows there are; it is None where another column says
+        it, or there are none."""
         tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
         ragged = {key: value for key, value in columns.items() if isinstance(value, RaggedTensor)}
         is_needed = tensors or (num_rows and not arrays and not ragged)
-        return cls(TensorDict(tensors, batch_size=[num_rows]) if is_needed else None, arrays, meta_info, ragged)
+        return cls(
+            TensorDict(tensors, batch_size=[num_rows]) if is_needed else None, arrays, meta_info, ragged
+        )
 
 
 def _concat(columns: Sequence[Column]) -> Column:
     """Of one kind, see _check_same_columns."""
     ragged = [column for column in columns if isinstance(column, RaggedTensor)]
-    return RaggedTensor.concat(ragged) if ragged else torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
+    return (
+        RaggedTensor.concat(ragged)
+        if ragged
+        else torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
+    )
 
 
 def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
@@ -353,14 +440,19 @@ def _rebuild(
     meta_info: dict[str, Any],
 ) -> DataProto:
     columns: dict[str, Column] = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
-    columns |= {key: replace(column, values=array_to_tensor(packed)) for key, (packed, column) in ragged.items()}
+    columns |= {
+        key: replace(column, values=array_to_tensor(packed)) for key, (packed, column) in ragged.items()
+    }
     return DataProto._of(columns, non_tensor_batch, meta_info, num_rows)
 
 
 def _leading_sizes(columns: Mapping[str, Column]) -> dict[str, int]:
     for key, column in columns.items():
         if isinstance(column, torch.Tensor) and column.ndim == 0:
-            raise ValueError(f"DataProto: tensor {key!r} is a scalar and has no rows; a fact about the whole batch belongs in meta_info")
+            raise ValueError(
+                f"DataProto: tensor {key!r} is a scalar and has no rows; a fact about the whole batch "
+                f"belongs in meta_info"
+            )
     return {key: len(column) for key, column in columns.items()}
 
 
@@ -371,7 +463,8 @@ def _check_rows(lengths: dict[str, int]) -> int:
         assert first is not None
         if length != lengths[first]:
             raise ValueError(
-                f"DataProto: {key!r} has {length} rows where {first!r} has {lengths[first]}; all leading dimensions must be equal"
+                f"DataProto: {key!r} has {length} rows where {first!r} has {lengths[first]}; all leading "
+                f"dimensions must be equal"
             )
     return 0 if first is None else lengths[first]
 
@@ -388,16 +481,22 @@ def _pick(mapping: Mapping[str, Any], keys: Iterable[str] | None, kind: str) -> 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
     expected = first.columns
     found = part.columns
-    if odd := (expected.keys() ^ found.keys()) | (first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()):
+    if odd := (expected.keys() ^ found.keys()) | (
+        first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()
+    ):
         raise ValueError(f"concat: part 0 and part {number} do not both have {sorted(odd)}")
     for key, column in expected.items():
         if _kind(column) != _kind(found[key]):
             raise ValueError(
-                f"concat: {key!r} has {_kind(column)} in part 0 and {_kind(found[key])} in part {number}; bring them to one shape first"
+                f"concat: {key!r} has {_kind(column)} in part 0 and {_kind(found[key])} in part {number}; "
+                f"bring them to one shape first"
             )
 
 
 def _kind(column: Column) -> str:
     if isinstance(column, torch.Tensor):
         return f"rows of {tuple(column.shape[1:])} {column.dtype}"
-    return f"rows of tokens {column.dtype}, padded with {column.padding} to the {'left' if column.on_left else 'right'}"
+    return (
+        f"rows of tokens {column.dtype}, padded with {column.padding} to the "
+        f"{'left' if column.on_left else 'right'}"
+    )

@@ -13,15 +13,16 @@ class Future(Protocol[T_co]):
     """Anything with `.get()`."""
 
     def get(self, timeout: float | None = None) -> T_co:
-        """Waits for the result; `timeout` in seconds, None for ever. Raises TimeoutError, or what the call raised."""
+        """Waits for the result; `timeout` in seconds, None for ever. Raises TimeoutError, or what the call
+        raised."""
         ...
 
 
 class DataProtoFuture(ABC):
     """A batch that a worker group is still making. `DataProto.union` takes it in place of a batch.
 
-    An implementation knows how to wait for several of its kind at the same time, so that a failure behind any of them
-    is seen at once and not after the ones in front of it have finished.
+    An implementation knows how to wait for several of its kind at the same time, so that a failure behind any
+    of them is seen at once and not after the ones in front of it have finished.
     """
 
     @abstractmethod

@@ -15,14 +15,15 @@ _MOST_SPARE = 1.25  # of what is asked for, so much memory may be lent
 
 
 class KeptMemory:
-    """Large pieces of this process's memory. One that nobody holds any more is kept for those to come: the first touch of new memory, page
-    by page, takes longer than what is written there.
+    """Large pieces of this process's memory. One that nobody holds any more is kept for those to come: the
+    first touch of new memory, page by page, takes longer than what is written there.
 
     What is lent and what is kept are together never more than was once lent at a time.
     """
 
     def __init__(self) -> None:
-        self._given_back: deque[np.ndarray] = deque()  # in whatever thread lets go, at any time: no lock is waited for there
+        # in whatever thread lets go, at any time: no lock is waited for there
+        self._given_back: deque[np.ndarray] = deque()
         self._kept: list[np.ndarray] = []  # those that were given back last at the end
         self._num_lent = self._most_lent = 0  # bytes
         self._lock = threading.Lock()
@@ -35,7 +36,8 @@ class KeptMemory:
             return sum(map(len, self._kept))
 
     def lend(self, size: int) -> np.ndarray:
-        """(size,) uint8, not set; given back when the array, and each tensor over it, is gone. Other arrays over it are not counted."""
+        """(size,) uint8, not set; given back when the array, and each tensor over it, is gone. Other arrays
+        over it are not counted."""
         with self._lock:
             self._take_back()
             whole = self._fitting(size)
@@ -57,7 +59,8 @@ class KeptMemory:
         fits = [place for place, whole in enumerate(self._kept) if size <= len(whole) <= _MOST_SPARE * size]
         if fits:
             return self._kept.pop(min(fits, key=lambda place: len(self._kept[place])))
-        step = 1 << max(0, size.bit_length() - 4)  # the next step's columns are a little longer: what is not touched is not there
+        # the next step's columns are a little longer: what is not touched is not there
+        step = 1 << max(0, size.bit_length() - 4)
         return np.empty(-(-size // step) * step, np.uint8)
 
 
@@ -65,7 +68,8 @@ _memory = KeptMemory()
 
 
 def new_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(count,), not set. Much of it on the host is KeptMemory, and numpy's, which asks for large pages, as torch's does not."""
+    """(count,), not set. Much of it on the host is KeptMemory, and numpy's, which asks for large pages, as
+    torch's does not."""
     if device.type != "cpu" or count * dtype.itemsize < _LARGE_BYTES:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(_memory.lend(count * dtype.itemsize)).view(dtype)

@@ -1,7 +1,8 @@
-"""How the parts of a metric come together: each says it itself, so that engine, workers and roles agree without knowing the metric.
+"""How the parts of a metric come together: each says it itself, so that engine, workers and roles agree
+without knowing the metric.
 
-A loss gives the parts of a micro-batch. Those of one update, which are of disjoint rows, are merged over the micro-batches of a replica,
-then over replicas; a step's values are taken over its updates:
+A loss gives the parts of a micro-batch. Those of one update, which are of disjoint rows, are merged over the
+micro-batches of a replica, then over replicas; a step's values are taken over its updates:
 
     reduction   parts of one update                  updates of a step
     sum         add up                               mean
@@ -9,8 +10,9 @@ then over replicas; a step's values are taken over its updates:
     max, min    extreme                              extreme
     same        alike in all, or ValueError          mean
 
-A part whose count is 0 has nothing to say, nor has one that lacks the metric: what nobody has anything to say of is no metric of the
-step. A NaN is never lost. A mean whose denominator is fixed before the rows are cut (MiniBatchCounts) is a sum: of shares.
+A part whose count is 0 has nothing to say, nor has one that lacks the metric: what nobody has anything to say
+of is no metric of the step. A NaN is never lost. A mean whose denominator is fixed before the rows are cut
+(MiniBatchCounts) is a sum: of shares.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Metric:
 
     @classmethod
     def sum(cls, value: Tensor | float) -> Metric:
-        """A share of what the parts add up to: a count, or a value that is divided by a count of the whole mini-batch."""
+        """A share of what the parts add up to: a count, or a value that is divided by a count of the whole
+        mini-batch."""
         return cls(Reduction.sum, _detached(value))
 
     @classmethod
@@ -74,7 +77,8 @@ class Metric:
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """The metrics of disjoint rows of one update, as numbers.
 
-    Raises ValueError for a value that does not say how it comes together, and where two parts say it differently or are not alike.
+    Raises ValueError for a value that does not say how it comes together, and where two parts say it
+    differently or are not alike.
     """
     numbers = _as_numbers(parts)
     names = dict.fromkeys(name for part in numbers for name in part)
@@ -84,14 +88,17 @@ def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Of one update, merged; without those of which nobody has anything to say."""
     return {
-        name: float(metric.value / metric.count) if metric.reduction is Reduction.mean else float(metric.value)
+        name: float(metric.value / metric.count)
+        if metric.reduction is Reduction.mean
+        else float(metric.value)
         for name, metric in metrics.items()
         if metric.count != 0
     }
 
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The values of a step, of its updates' merged metrics. Every update weighs the same, whatever its rows."""
+    """The values of a step, of its updates' merged metrics. Every update weighs the same, whatever its
+    rows."""
     reductions = {name: metric.reduction for update in updates for name, metric in update.items()}
     by_update = [values_of(update) for update in updates]
     step = {}
@@ -133,14 +140,20 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
     for name, metric in ((name, metric) for part in parts for name, metric in part.items()):
         if not isinstance(metric, Metric):
             raise ValueError(
-                f"metric {name!r} is a {type(metric).__name__}, which does not say how its parts come together: "
+                f"metric {name!r} is a {type(metric).__name__}, which does not say how its parts come "
+                f"together: "
                 "give Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
             )
-    scalars = [scalar for part in parts for metric in part.values() for scalar in (metric.value, metric.count)]
+    scalars = [
+        scalar for part in parts for metric in part.values() for scalar in (metric.value, metric.count)
+    ]
     on_device = [scalar.detach().double() for scalar in scalars if isinstance(scalar, Tensor)]
     fetched = iter(torch.stack(on_device).tolist() if on_device else ())
     numbers = iter([next(fetched) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
-    return [{name: Metric(metric.reduction, next(numbers), next(numbers)) for name, metric in part.items()} for part in parts]
+    return [
+        {name: Metric(metric.reduction, next(numbers), next(numbers)) for name, metric in part.items()}
+        for part in parts
+    ]
 
 
 def _detached(value: Tensor | float) -> Tensor | float:

@@ -8,10 +8,11 @@ from megarl.batch.data_proto import DataProto
 
 
 def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, int]:
-    """Appends copies of the first rows (again from the start when there are too few) until `divisor` divides the length.
+    """Appends copies of the first rows (again from the start when there are too few) until `divisor` divides
+    the length.
 
-    Copies of real rows, not zeros: every shape and mask stays one that the models can take. Returns the batch and the
-    number of rows appended. Raises ValueError for an empty batch.
+    Copies of real rows, not zeros: every shape and mask stays one that the models can take. Returns the batch
+    and the number of rows appended. Raises ValueError for an empty batch.
     """
     if len(data) == 0:
         raise ValueError(f"an empty batch cannot be padded to a multiple of {divisor}")

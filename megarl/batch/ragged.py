@@ -1,4 +1,5 @@
-"""Rows of tokens without padding: one buffer of values, and for each row where it begins in it and how long it is."""
+"""Rows of tokens without padding: one buffer of values, and for each row where it begins in it and how long
+it is."""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.batch.arrays import same
 from megarl.batch.memory import new_values
 
-_CACHED_ELEMENTS = 1 << 17  # of a block: what is in between of several operations on it stays in a core's cache
+# of a block: what is in between of several operations on it stays in a core's cache
+_CACHED_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedTensor:
-    """B rows of so many values each. Picking, repeating and reordering rows gives another view of the same values; rows may share them.
+    """B rows of so many values each. Picking, repeating and reordering rows gives another view of the same
+    values; rows may share them.
 
-    In place of a tensor (B, R) it has its `shape`, where R is the longest row, its `dtype`, and blocks of its rows by `x[rows]`. Values
-    that came from another process are memory that others read too: only a column made by `empty` may be written, by `x[rows] = block`.
+    In place of a tensor (B, R) it has its `shape`, where R is the longest row, its `dtype`, and blocks of its
+    rows by `x[rows]`. Values that came from another process are memory that others read too: only a column
+    made by `empty` may be written, by `x[rows] = block`.
     """
 
     values: Tensor  # (N,)
@@ -36,12 +40,18 @@ class RaggedTensor:
 
     @classmethod
     def of_rows(
-        cls, rows: Sequence[Sequence[int] | np.ndarray], dtype: torch.dtype, padding: int = 0, on_left: bool = False
+        cls,
+        rows: Sequence[Sequence[int] | np.ndarray],
+        dtype: torch.dtype,
+        padding: int = 0,
+        on_left: bool = False,
     ) -> RaggedTensor:
         """From the values of each row."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         values = new_values(int(lengths.sum()), dtype, lengths.device)
-        np.concatenate([np.empty(0, np.bool_), *(np.asarray(row) for row in rows)], out=values.numpy(), casting="unsafe")
+        np.concatenate(
+            [np.empty(0, np.bool_), *(np.asarray(row) for row in rows)], out=values.numpy(), casting="unsafe"
+        )
         return cls.packed_rows(values, lengths, padding, on_left)
 
     @classmethod
@@ -51,11 +61,15 @@ class RaggedTensor:
 
     @classmethod
     def from_padded(cls, x: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
-        """From x (B, R), the first `lengths` (B,) values of each row, or the last. Raises ValueError where a row has not so many."""
+        """From x (B, R), the first `lengths` (B,) values of each row, or the last. Raises ValueError where a
+        row has not so many."""
         lengths = lengths.to("cpu", torch.int64)
         if x.ndim != 2 or len(x) != len(lengths) or (len(x) and int(lengths.max()) > x.shape[1]):
             longest = int(lengths.max()) if len(lengths) else 0
-            raise ValueError(f"a tensor of shape {tuple(x.shape)} does not hold {len(lengths)} rows of up to {longest} tokens")
+            raise ValueError(
+                f"a tensor of shape {tuple(x.shape)} does not hold {len(lengths)} rows of up to {longest} "
+                f"tokens"
+            )
         column = torch.arange(x.shape[1], device=x.device)
         ends = lengths.to(x.device)[:, None]
         mask = column >= x.shape[1] - ends if on_left else column < ends
@@ -73,7 +87,9 @@ class RaggedTensor:
         return cls.packed_rows(new_values(like.num_tokens, dtype, like.device), like.lengths)
 
     @classmethod
-    def packed_rows(cls, values: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False) -> RaggedTensor:
+    def packed_rows(
+        cls, values: Tensor, lengths: Tensor, padding: int = 0, on_left: bool = False
+    ) -> RaggedTensor:
         """From the values (N,) of all rows, one behind the other, and the rows' lengths (B,) int64."""
         return cls(values, lengths.cumsum(0) - lengths, lengths, padding, on_left)
 
@@ -142,7 +158,9 @@ class RaggedTensor:
         is_first[1:] = begins[1:] > ends[:-1]
         run_begins = begins[is_first]
         run_ends = ends[np.append(np.flatnonzero(is_first)[1:] - 1, len(ends) - 1)] if len(ends) else ends
-        runs = [self.values[begin:end] for begin, end in zip(run_begins.tolist(), run_ends.tolist(), strict=True)]
+        runs = [
+            self.values[begin:end] for begin, end in zip(run_begins.tolist(), run_ends.tolist(), strict=True)
+        ]
         shifts = run_begins - (np.cumsum(run_ends - run_begins) - (run_ends - run_begins))
         moved = np.empty_like(starts)
         moved[order] = begins - shifts[np.cumsum(is_first) - 1]
@@ -151,7 +169,8 @@ class RaggedTensor:
 
     @staticmethod
     def gather(parts: Sequence[RaggedTensor], order: Sequence[int]) -> RaggedTensor:
-        """Of the rows of all parts, counted through, those of `order`, packed: their values are copied once."""
+        """Of the rows of all parts, counted through, those of `order`, packed: their values are copied
+        once."""
         rows = [row for part in parts for row in part.each()]
         values = _joined([rows[place] for place in order])
         lengths = torch.cat([part.lengths for part in parts])[torch.tensor(order)]
@@ -175,7 +194,8 @@ class RaggedTensor:
     # ---- blocks
 
     def blocks(self) -> Iterator[slice]:
-        """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of the cache."""
+        """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed
+        of the cache."""
         ends = self.lengths.cumsum(0).tolist()
         start = 0
         while start < len(self):
@@ -185,8 +205,8 @@ class RaggedTensor:
             start = stop
 
     def blocks_of_like_length(self) -> Iterator[Tensor]:
-        """Numbers (b,) of all rows, in blocks that fit the cache as padded tensors do: rows of about one length, so that little of it is
-        padding."""
+        """Numbers (b,) of all rows, in blocks that fit the cache as padded tensors do: rows of about one
+        length, so that little of it is padding."""
         order = torch.argsort(self.lengths, stable=True)
         lengths = self.lengths[order].tolist()
         start = 0
@@ -216,11 +236,15 @@ class RaggedTensor:
         block = self.values.new_full((0, 0), self.padding)
         if len(self):
             side = "left" if self.on_left else "right"
-            block = pad_sequence(list(self.each()), batch_first=True, padding_value=self.padding, padding_side=side)
+            block = pad_sequence(
+                list(self.each()), batch_first=True, padding_value=self.padding, padding_side=side
+            )
         missing = 0 if width is None else width - block.shape[1]
         if missing == 0:
             return block
-        return torch.nn.functional.pad(block, (missing, 0) if self.on_left else (0, missing), value=self.padding)
+        return torch.nn.functional.pad(
+            block, (missing, 0) if self.on_left else (0, missing), value=self.padding
+        )
 
 
 Column = Tensor | RaggedTensor  # (B, ...)

@@ -1,8 +1,10 @@
-"""A batch as bytes that are safe to load: safetensors for tensors, JSON for the rest, a checksum over all. Never pickle.
+"""A batch as bytes that are safe to load: safetensors for tensors, JSON for the rest, a checksum over all.
+Never pickle.
 
-Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose tensor
-`document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for raw texts). Rows of tokens
-are three tensors, `values/KEY`, `starts/KEY` and `lengths/KEY`; how they are padded is in the JSON.
+Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose
+tensor `document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for
+raw texts). Rows of tokens are three tensors, `values/KEY`, `starts/KEY` and `lengths/KEY`; how they are
+padded is in the JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _TAG = "__megarl__"  # the one key that marks a JSON object as something JSON ha
 
 
 class SerializationError(ValueError):
-    """A value that cannot be stored safely, or bytes that are not a whole batch; the message names the value or the file."""
+    """A value that cannot be stored safely, or bytes that are not a whole batch; the message names the value
+    or the file."""
 
 
 class BatchContents(NamedTuple):
@@ -38,13 +41,27 @@ class BatchContents(NamedTuple):
 
 
 def encode(contents: BatchContents) -> bytes:
-    """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of these."""
-    ragged = {key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)}
-    tensors = {_TENSOR_PREFIX + key: column for key, column in contents.columns.items() if isinstance(column, torch.Tensor)}
-    tensors |= {f"{part}/{key}": getattr(column, part) for key, column in ragged.items() for part in _RAGGED_PARTS}
+    """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of
+    these."""
+    ragged = {
+        key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)
+    }
+    tensors = {
+        _TENSOR_PREFIX + key: column
+        for key, column in contents.columns.items()
+        if isinstance(column, torch.Tensor)
+    }
+    tensors |= {
+        f"{part}/{key}": getattr(column, part) for key, column in ragged.items() for part in _RAGGED_PARTS
+    }
     document = {
-        "ragged": {key: {"padding": column.padding, "on_left": column.on_left} for key, column in ragged.items()},
-        "non_tensors": {key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows] for key, rows in contents.non_tensors.items()},
+        "ragged": {
+            key: {"padding": column.padding, "on_left": column.on_left} for key, column in ragged.items()
+        },
+        "non_tensors": {
+            key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows]
+            for key, rows in contents.non_tensors.items()
+        },
         "meta_info": _to_json(contents.meta_info, "meta_info"),
         "num_rows": contents.num_rows,
     }
@@ -54,32 +71,57 @@ def encode(contents: BatchContents) -> bytes:
 
 
 def decode(data: bytes, source: str = "bytes") -> BatchContents:
-    """`source` names the data in errors. Raises SerializationError when it is not a batch, cut short, or changed."""
+    """`source` names the data in errors. Raises SerializationError when it is not a batch, cut short, or
+    changed."""
     body_start = len(MAGIC) + 4
     if len(data) < body_start or not data.startswith(MAGIC):
         raise SerializationError(f"{source} is not a stored DataProto: it does not start with {MAGIC!r}")
     body = data[body_start:]
     if zlib.crc32(body) != int.from_bytes(data[len(MAGIC) : body_start], "little"):
-        raise SerializationError(f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again")
+        raise SerializationError(
+            f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again"
+        )
     try:
         tensors = load(body)
         document = json.loads(bytes(tensors.pop(_DOCUMENT).numpy()))
-        ragged = {key: _ragged([tensors.pop(f"{part}/{key}") for part in _RAGGED_PARTS], how) for key, how in document["ragged"].items()}
+        ragged = {
+            key: _ragged([tensors.pop(f"{part}/{key}") for part in _RAGGED_PARTS], how)
+            for key, how in document["ragged"].items()
+        }
         return BatchContents(
-            columns={**{name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()}, **ragged},
-            non_tensors={key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()},
+            columns={
+                **{name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()},
+                **ragged,
+            },
+            non_tensors={
+                key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()
+            },
             meta_info=_from_json(document["meta_info"]),
             num_rows=_row_count(document["num_rows"]),
         )
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:  # someone else's bytes with a good checksum
+    except (
+        SafetensorError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # someone else's bytes with a good checksum
         raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
 
 
 def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTensor:
     values, starts, lengths = parts
-    if starts.dtype != torch.int64 or lengths.dtype != torch.int64 or starts.shape != lengths.shape or values.ndim != 1 or starts.ndim != 1:
+    if (
+        starts.dtype != torch.int64
+        or lengths.dtype != torch.int64
+        or starts.shape != lengths.shape
+        or values.ndim != 1
+        or starts.ndim != 1
+    ):
         raise ValueError("rows of tokens whose places are no numbers")
-    if len(starts) and not (int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)):
+    if len(starts) and not (
+        int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)
+    ):
         raise ValueError(f"rows of tokens that lie outside of their {len(values)} values")
     if type(how["padding"]) is not int or type(how["on_left"]) is not bool:
         raise ValueError(f"rows of tokens padded with {how['padding']!r}")
@@ -93,7 +135,8 @@ def _row_count(value: Any) -> int:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory (two keys of one tensor): the second gets memory of its own."""
+    """safetensors refuses tensors that share memory (two keys of one tensor): the second gets memory of its
+    own."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -112,7 +155,12 @@ def _to_json(value: Any, where: str) -> Any:
         return value
     if isinstance(value, np.ndarray):
         rows = [_to_json(item, where) for item in value.ravel().tolist()]
-        return {_TAG: "array", "dtype": "object" if value.dtype == object else value.dtype.str, "shape": list(value.shape), "value": rows}
+        return {
+            _TAG: "array",
+            "dtype": "object" if value.dtype == object else value.dtype.str,
+            "shape": list(value.shape),
+            "value": rows,
+        }
     if isinstance(value, tuple):
         return {_TAG: "tuple", "value": [_to_json(item, where) for item in value]}
     if isinstance(value, list):
@@ -120,10 +168,13 @@ def _to_json(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == _TAG:
-                raise SerializationError(f"{where} has the key {key!r}: only strings other than {_TAG!r} can be stored")
+                raise SerializationError(
+                    f"{where} has the key {key!r}: only strings other than {_TAG!r} can be stored"
+                )
         return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     raise SerializationError(
-        f"{where} holds a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy values or tensors"
+        f"{where} holds a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy "
+        f"values or tensors"
     )
 
 
@@ -142,7 +193,8 @@ def _from_json(value: Any) -> Any:
         return np.dtype(value["dtype"]).type(content)
     if kind == "array":
         array = np.empty(len(content), dtype=np.dtype(value["dtype"]))
-        for index, item in enumerate(content):  # one by one: numpy would read rows that are lists as a second dimension
+        # one by one: numpy would read rows that are lists as a second dimension
+        for index, item in enumerate(content):
             array[index] = item
         return array.reshape(value["shape"])
     raise ValueError(f"unknown kind of value {kind!r}")

@@ -1,5 +1,7 @@
-"""The two documented forms of a batch's tokens, rows without padding and padded tensors (B, R) and (B, S), and the way from each to the
-other: batches hold rows, whichever form their maker gave, and padded views are made when they are asked for."""
+"""The two documented forms of a batch's tokens, rows without padding and padded tensors (B, R) and (B, S),
+and the way from each to the
+other: batches hold rows, whichever form their maker gave, and padded views are made when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from megarl.batch.ragged import Column, RaggedTensor
 RAGGED_KEYS = ("prompts", "responses", "response_mask")
 _IDS = ("prompts", "responses")
 PADDED_KEYS = ("input_ids", "attention_mask", "response_mask")
-ROUTED_EXPERTS = "routed_experts"  # rows of the numbers of experts, of a row's tokens but the last: see engine/routing.py
+# rows of the numbers of experts, of a row's tokens but the last: see engine/routing.py
+ROUTED_EXPERTS = "routed_experts"
 RESPONSE_KEYS = (
     *(
         "response_mask",
@@ -42,15 +45,20 @@ def model_keys(columns: Mapping[str, Column]) -> tuple[str, str, str]:
 
 
 def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[str, RaggedTensor]:
-    """`prompts`, `responses`, `response_mask`, and what else of the responses' tokens is named, as rows of tokens.
+    """`prompts`, `responses`, `response_mask`, and what else of the responses' tokens is named, as rows of
+    tokens.
 
-    Columns: rows of tokens already, beside which others may be (B, R), as a function of the user gives them; or `input_ids`,
-    `attention_mask` (B, S), `response_mask` and whatever else (B, R). Raises ValueError for a row without a prompt or whose tokens are not
-    one run around the prompt's end, and for a tensor that does not hold a row's tokens.
+    Columns: rows of tokens already, beside which others may be (B, R), as a function of the user gives them;
+    or `input_ids`, `attention_mask` (B, S), `response_mask` and whatever else (B, R). Raises ValueError for a
+    row without a prompt or whose tokens are not one run around the prompt's end, and for a tensor that does
+    not hold a row's tokens.
     """
     if model_keys(columns) == PADDED_KEYS:
         ragged = {key: column for key, column in columns.items() if isinstance(column, RaggedTensor)}
-        columns = {**ragged, **_unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)})}
+        columns = {
+            **ragged,
+            **_unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)}),
+        }
     responses = columns["responses"]
     assert isinstance(responses, RaggedTensor)
     others = [key for key in keys if key not in (*RAGGED_KEYS, *PADDED_KEYS)]
@@ -58,13 +66,19 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
 
 
 def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns, with `prompts` as rows of tokens: as they are, or made of `prompts` and `prompt_attention_mask` (B, P), as a padded view
-    has them. Raises ValueError for a batch without them, or where a prompt has no token or its tokens do not end its row."""
+    """The columns, with `prompts` as rows of tokens: as they are, or made of `prompts` and
+    `prompt_attention_mask` (B, P), as a padded view has them. Raises ValueError for a batch without them, or
+    where a prompt has no token or its tokens do not end its row."""
     prompts = columns.get("prompts")
     mask = columns.get("prompt_attention_mask")
     if isinstance(prompts, RaggedTensor):
         return dict(columns)
-    if not isinstance(prompts, Tensor) or not isinstance(mask, Tensor) or prompts.shape != mask.shape or prompts.ndim != 2:
+    if (
+        not isinstance(prompts, Tensor)
+        or not isinstance(mask, Tensor)
+        or prompts.shape != mask.shape
+        or prompts.ndim != 2
+    ):
         raise ValueError(
             "a batch of prompts needs `prompts` as rows of tokens (RaggedTensor.of_rows), or `prompts` and "
             f"`prompt_attention_mask`, (B, P) and padded on the left; it has {sorted(columns)}"
@@ -73,7 +87,8 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     expected = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]
     if wrong := ((mask.bool() != expected).any(1) | (lengths == 0)).nonzero().flatten().tolist():
         raise ValueError(
-            f"row {wrong[0]} of the prompts: prompt_attention_mask has {int(lengths[wrong[0]])} tokens that are not one run at the row's "
+            f"row {wrong[0]} of the prompts: prompt_attention_mask has {int(lengths[wrong[0]])} tokens that "
+            f"are not one run at the row's "
             "end; a prompt needs at least one token and is padded on the left"
         )
     others = {key: column for key, column in columns.items() if key != "prompt_attention_mask"}
@@ -81,12 +96,16 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns; where the responses, or `response_mask`, are rows of tokens, so is what else is of their tokens (RESPONSE_KEYS), as a
-    user may give it padded. Raises ValueError for a tensor that does not hold a row's tokens."""
+    """The columns; where the responses, or `response_mask`, are rows of tokens, so is what else is of their
+    tokens (RESPONSE_KEYS), as a user may give it padded. Raises ValueError for a tensor that does not hold a
+    row's tokens."""
     responses = columns.get("responses", columns["response_mask"])
     if isinstance(responses, Tensor):
         return dict(columns)
-    return {key: _like(responses, key, column) if key in RESPONSE_KEYS else column for key, column in columns.items()}
+    return {
+        key: _like(responses, key, column) if key in RESPONSE_KEYS else column
+        for key, column in columns.items()
+    }
 
 
 def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
@@ -99,8 +118,10 @@ def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
     expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
     if wrong := ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist():
         raise ValueError(
-            f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and {int(responses[wrong[0]])} response "
-            "tokens that are not one run; a prompt needs at least one token and is padded on the left, a response on the right"
+            f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
+            f"{int(responses[wrong[0]])} response "
+            "tokens that are not one run; a prompt needs at least one token and is padded on the left, a "
+            "response on the right"
         )
     return {
         **tensors,
@@ -121,17 +142,23 @@ def _like(responses: RaggedTensor, key: str, column: Column) -> RaggedTensor:
 def padded_rows(columns: Mapping[str, Column], rows: Sequence[int]) -> PaddedView:
     """Of the rows `rows`, padded to the longest of these."""
     index = torch.as_tensor(rows)
-    return PaddedView({key: column[index] if isinstance(column, Tensor) else column.select(index) for key, column in columns.items()})
+    return PaddedView(
+        {
+            key: column[index] if isinstance(column, Tensor) else column.select(index)
+            for key, column in columns.items()
+        }
+    )
 
 
 class PaddedView(Mapping[str, Tensor]):
-    """By key, the tensors of a batch as they are, and rows of tokens padded: P, R are the longest prompt and response, ids are int64.
+    """By key, the tensors of a batch as they are, and rows of tokens padded: P, R are the longest prompt and
+    response, ids are int64.
 
-    Beside the columns that are kept it answers to those that follow from `prompts` and `responses`: `input_ids`, `attention_mask`,
-    `position_ids` (B, P + R) and `prompt_attention_mask` (B, P).
+    Beside the columns that are kept it answers to those that follow from `prompts` and `responses`:
+    `input_ids`, `attention_mask`, `position_ids` (B, P + R) and `prompt_attention_mask` (B, P).
 
-    What is padded is a copy that torch refuses to write into (an inference tensor): a change to it would be lost. `clone()` it, take
-    the column out of the batch (`pop`), and `union` yours.
+    What is padded is a copy that torch refuses to write into (an inference tensor): a change to it would be
+    lost. `clone()` it, take the column out of the batch (`pop`), and `union` yours.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -176,9 +203,11 @@ class PaddedView(Mapping[str, Tensor]):
 
 
 def first_with_prompt(prompts: Iterable[Tensor]) -> list[int]:
-    """For each row the first row whose prompt has the same tokens. prompts: of each row (its length,), of one type, on the host.
+    """For each row the first row whose prompt has the same tokens. prompts: of each row (its length,), of one
+    type, on the host.
 
-    Tokens are compared, and nothing else: rows that are said to be of one prompt may have been cut, or answered, differently.
+    Tokens are compared, and nothing else: rows that are said to be of one prompt may have been cut, or
+    answered, differently.
     """
     firsts: dict[bytes, int] = {}
     return [firsts.setdefault(tokens.numpy().tobytes(), row) for row, tokens in enumerate(prompts)]

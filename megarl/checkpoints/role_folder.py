@@ -1,4 +1,5 @@
-"""`manifest.json` of a role's folder in a checkpoint: what its distributed checkpoint holds, with a checksum of each item.
+"""`manifest.json` of a role's folder in a checkpoint: what its distributed checkpoint holds, with a checksum
+of each item.
 
 It is written last, and compared before anything is loaded: Megatron believes what it reads.
 """
@@ -30,7 +31,8 @@ from megarl.machine.files import write_whole
 from megarl.models.tensor_table import Head
 
 MANIFEST_FILE = "manifest.json"
-HUGGING_FACE_FOLDER = "huggingface"  # config, tokenizer and chat template of the role's model; beside the roles: all of the policy
+# config, tokenizer and chat template of the role's model; beside the roles: all of the policy
+HUGGING_FACE_FOLDER = "huggingface"
 FORMAT = 1
 WHOLE_FILES = (METADATA_FILE, BACKEND_FILE, COMMON_FILE)
 _NUM_THREADS = 4
@@ -51,7 +53,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What the folder says of its model. dtype: of the weights, such as bfloat16. step: None where the model is not of a run."""
+    """What the folder says of its model. dtype: of the weights, such as bfloat16. step: None where the model
+    is not of a run."""
 
     head: Head
     dtype: str
@@ -73,14 +76,20 @@ def item_name(item: StoredItem) -> str:
 
 
 def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]:
-    """name -> xxh3_64 as hex digits, of every item that lies in `files` (names in the folder, of a complete checkpoint).
+    """name -> xxh3_64 as hex digits, of every item that lies in `files` (names in the folder, of a complete
+    checkpoint).
 
-    Ranks share the work by files. The names are unique over all files. Raises CheckpointError where a file is missing or too short.
+    Ranks share the work by files. The names are unique over all files. Raises CheckpointError where a file is
+    missing or too short.
     """
     folder = Path(folder)
     index = read_index(folder)
     items = [item for _, item in index.items() if item.file in files]
-    items += [StoredItem(file=name, position=0, nbytes=(folder / name).stat().st_size) for name in WHOLE_FILES if name in files]
+    items += [
+        StoredItem(file=name, position=0, nbytes=(folder / name).stat().st_size)
+        for name in WHOLE_FILES
+        if name in files
+    ]
     return _checksums(folder, items)
 
 
@@ -103,7 +112,8 @@ def _checksum(folder: Path, item: StoredItem) -> str:
 
 
 def write_manifest(folder: str | Path, description: Description, checksums: Mapping[str, str]) -> None:
-    """`checksums`: those of all files of the folder. Raises CheckpointError that names an item without one."""
+    """`checksums`: those of all files of the folder. Raises CheckpointError that names an item without
+    one."""
     folder = Path(folder)
     index = read_index(folder)
 
@@ -134,37 +144,50 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
             key: {
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
-                "chunks": [{"offsets": list(chunk.offsets), "shape": list(chunk.shape), **place(chunk)} for chunk in tensor.chunks],
+                "chunks": [
+                    {"offsets": list(chunk.offsets), "shape": list(chunk.shape), **place(chunk)}
+                    for chunk in tensor.chunks
+                ],
             }
             for key, tensor in index.tensors.items()
         },
         "objects": {key: place(item) for key, item in index.objects.items()},
-        "files": {name: {"nbytes": (index.folder / name).stat().st_size} for name in WHOLE_FILES if (index.folder / name).is_file()},
+        "files": {
+            name: {"nbytes": (index.folder / name).stat().st_size}
+            for name in WHOLE_FILES
+            if (index.folder / name).is_file()
+        },
     }
 
 
 def read_manifest(folder: str | Path) -> RoleManifest:
-    """Raises CheckpointError where it is missing (the folder is not complete), damaged, or of another format."""
+    """Raises CheckpointError where it is missing (the folder is not complete), damaged, or of another
+    format."""
     path = Path(folder) / MANIFEST_FILE
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path}: has format {content['format']!r}, this megarl reads {FORMAT}")
         layout = Layout(**content["layout"])
-        description = Description(head=content["head"], dtype=content["dtype"], layout=layout, step=content["step"])
+        description = Description(
+            head=content["head"], dtype=content["dtype"], layout=layout, step=content["step"]
+        )
         entries = {part: dict(content[part]) for part in ("tensors", "objects", "files")}
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing; it is written last, so the folder is not a complete checkpoint") from None
+        raise CheckpointError(
+            f"{path}: the file is missing; it is written last, so the folder is not a complete checkpoint"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from error
     return RoleManifest(description=description, entries=entries)
 
 
 def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
-    """Proves that the folder is what was written; the items' bytes are shared out: this rank takes part `part[0]` of `part[1]`.
+    """Proves that the folder is what was written; the items' bytes are shared out: this rank takes part
+    `part[0]` of `part[1]`.
 
-    Raises CheckpointError, one line, that names file and tensor: a file missing, truncated or swapped, a changed bit, a pickle that
-    names something that is not data.
+    Raises CheckpointError, one line, that names file and tensor: a file missing, truncated or swapped, a
+    changed bit, a pickle that names something that is not data.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -172,12 +195,15 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
     refuse_code(folder / COMMON_FILE)
     index = read_index(folder)
     _check_entries(folder, _entries(index), manifest.entries)
-    mine = _share(sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part)
+    mine = _share(
+        sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part
+    )
     found = _checksums(folder, [each.item for each in mine])
     for each in mine:
         if found[item_name(each.item)] != each.checksum:
             raise CheckpointError(
-                f"{folder / each.item.file}: {each.key} at bytes {each.item.position} to {each.item.position + each.item.nbytes} is not "
+                f"{folder / each.item.file}: {each.key} at bytes {each.item.position} to "
+                f"{each.item.position + each.item.nbytes} is not "
                 "what was written (its checksum differs); use another checkpoint"
             )
     for key, item in index.objects.items():
@@ -192,7 +218,9 @@ def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:
             raise CheckpointError(f"{path}: the file is missing")
         item = StoredItem(file=name, position=0, nbytes=path.stat().st_size)
         if item.nbytes != entry["nbytes"] or _checksum(folder, item) != entry["checksum"]:
-            raise CheckpointError(f"{path}: is not what was written (its checksum differs); use another checkpoint")
+            raise CheckpointError(
+                f"{path}: is not what was written (its checksum differs); use another checkpoint"
+            )
 
 
 def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -206,7 +234,10 @@ def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str
     for part in ("tensors", "objects"):
         for key in {**found[part], **expected[part]}:
             if found[part].get(key) != without_checksums(expected[part].get(key)):
-                raise CheckpointError(f"{folder}: {METADATA_FILE} and {MANIFEST_FILE} differ in {key}: one of the two was changed")
+                raise CheckpointError(
+                    f"{folder}: {METADATA_FILE} and {MANIFEST_FILE} differ in {key}: one of the two was "
+                    f"changed"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +248,9 @@ class _ExpectedItem:
 
 
 def _expected_items(manifest: RoleManifest) -> Iterable[_ExpectedItem]:
-    chunks = [(key, chunk) for key, tensor in manifest.entries["tensors"].items() for chunk in tensor["chunks"]]
+    chunks = [
+        (key, chunk) for key, tensor in manifest.entries["tensors"].items() for chunk in tensor["chunks"]
+    ]
     for key, entry in [*chunks, *manifest.entries["objects"].items()]:
         item = StoredItem(file=entry["file"], position=entry["position"], nbytes=entry["nbytes"])
         yield _ExpectedItem(key=key, item=item, checksum=entry["checksum"])

@@ -1,7 +1,8 @@
-"""Megatron's distributed checkpoint (torch_dist) as plain files: what lies where, read without a process group, and its pickles not run.
+"""Megatron's distributed checkpoint (torch_dist) as plain files: what lies where, read without a process
+group, and its pickles not run.
 
-A folder holds `.metadata` (which chunk of which tensor, or which object, lies at which bytes of which file), `__<rank>_<n>.distcp`
-(items back to back, each written by torch.save), `common.pt` and `metadata.json`.
+A folder holds `.metadata` (which chunk of which tensor, or which object, lies at which bytes of which file),
+`__<rank>_<n>.distcp` (items back to back, each written by torch.save), `common.pt` and `metadata.json`.
 """
 
 from __future__ import annotations
@@ -19,25 +20,72 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megarl.checkpoints.torch_file import PICKLE_DAMAGE, FilePart, check_stored, mapped, read_outline, refusal, stored_tensor
+from megarl.checkpoints.torch_file import (
+    PICKLE_DAMAGE,
+    FilePart,
+    check_stored,
+    mapped,
+    read_outline,
+    refusal,
+    stored_tensor,
+)
 from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import TensorSlice, tiling_fault
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
-TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 _CLASSES = (
-    *(set, frozenset, list, dict, tuple, bytes, bytearray, int, float, str, OrderedDict, defaultdict, torch.Size, PosixPath, PurePosixPath),
-    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.TensorWriteData, filesystem._StorageInfo),
-    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, metadata.ChunkStorageMetadata, metadata.BytesStorageMetadata),
-    *(metadata.TensorStorageMetadata, metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout),
+    *(
+        set,
+        frozenset,
+        list,
+        dict,
+        tuple,
+        bytes,
+        bytearray,
+        int,
+        float,
+        str,
+        OrderedDict,
+        defaultdict,
+        torch.Size,
+        PosixPath,
+        PurePosixPath,
+    ),
+    *(
+        planner.SavePlan,
+        planner.WriteItem,
+        planner.WriteItemType,
+        planner.TensorWriteData,
+        filesystem._StorageInfo,
+    ),
+    *(
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.ChunkStorageMetadata,
+        metadata.BytesStorageMetadata,
+    ),
+    *(
+        metadata.TensorStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        torch.serialization._get_layout,
+    ),
 )
 # What the pickle `.metadata` may name, all of which holds data and does nothing.
 _METADATA_NAMES: dict[str, Any] = {f"{known.__module__}.{known.__name__}": known for known in _CLASSES} | {
     "pathlib._local.PosixPath": PosixPath,  # of newer Pythons
-    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": metadata.Metadata,  # of Megatron-Core 0.15
+    # of Megatron-Core 0.15
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": metadata.Metadata,
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan": planner.SavePlan,
 }
 
@@ -111,7 +159,8 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def read_index(folder: str | Path) -> TorchDistIndex:
-    """Reads `.metadata` and proves that each tensor's chunks tile it and that each item lies inside a file of the folder.
+    """Reads `.metadata` and proves that each tensor's chunks tile it and that each item lies inside a file of
+    the folder.
 
     Raises CheckpointError that names file and tensor.
     """
@@ -125,13 +174,21 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     for key, entry in stored.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
-            tensors[key] = DistributedTensor(shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=chunks)
-            if (fault := chunks_fault(tensors[key].shape, [chunk.tensor_slice for chunk in chunks])) is not None:
-                raise CheckpointError(f"{folder / METADATA_FILE}: the chunks of {key} do not make it once: {fault}")
+            tensors[key] = DistributedTensor(
+                shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=chunks
+            )
+            if (
+                fault := chunks_fault(tensors[key].shape, [chunk.tensor_slice for chunk in chunks])
+            ) is not None:
+                raise CheckpointError(
+                    f"{folder / METADATA_FILE}: the chunks of {key} do not make it once: {fault}"
+                )
         else:
             item = items.get(metadata.MetadataIndex(key))
             if item is None:
-                raise CheckpointError(f"{folder / METADATA_FILE}: lists {key} and does not say where it is stored")
+                raise CheckpointError(
+                    f"{folder / METADATA_FILE}: lists {key} and does not say where it is stored"
+                )
             objects[key] = item
     return TorchDistIndex(folder=folder, tensors=tensors, objects=objects)
 
@@ -141,7 +198,9 @@ def _check_backend(folder: Path) -> None:
     try:
         written = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing: {folder} is not a whole Megatron checkpoint (torch_dist)") from None
+        raise CheckpointError(
+            f"{path}: the file is missing: {folder} is not a whole Megatron checkpoint (torch_dist)"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
@@ -154,7 +213,9 @@ def _read_metadata(path: Path) -> metadata.Metadata:
     try:
         stored = _MetadataUnpickler(path.read_bytes(), str(path)).load()
     except PICKLE_DAMAGE as error:
-        raise CheckpointError(f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}"
+        ) from error
     storage = getattr(stored, "storage_data", None)
     entries = getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -163,7 +224,8 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         or not isinstance(storage, dict)
         or not isinstance(entries, dict)
         or not all(
-            isinstance(index, metadata.MetadataIndex) and isinstance(info, filesystem._StorageInfo) for index, info in storage.items()
+            isinstance(index, metadata.MetadataIndex) and isinstance(info, filesystem._StorageInfo)
+            for index, info in storage.items()
         )
         or not all(isinstance(key, str) and isinstance(entry, kinds) for key, entry in entries.items())
     ):
@@ -190,15 +252,30 @@ def _check_files(folder: Path, items: Sequence[tuple[str, StoredItem]]) -> None:
             )
 
 
-def _chunk(folder: Path, key: str, chunk: metadata.ChunkStorageMetadata, items: dict[metadata.MetadataIndex, StoredItem]) -> StoredChunk:
+def _chunk(
+    folder: Path,
+    key: str,
+    chunk: metadata.ChunkStorageMetadata,
+    items: dict[metadata.MetadataIndex, StoredItem],
+) -> StoredChunk:
     item = items.get(metadata.MetadataIndex(key, chunk.offsets))
     if item is None:
-        raise CheckpointError(f"{folder / METADATA_FILE}: does not say where the chunk of {key} at {tuple(chunk.offsets)} is stored")
-    return StoredChunk(file=item.file, position=item.position, nbytes=item.nbytes, offsets=tuple(chunk.offsets), shape=tuple(chunk.sizes))
+        raise CheckpointError(
+            f"{folder / METADATA_FILE}: does not say where the chunk of {key} at {tuple(chunk.offsets)} is "
+            f"stored"
+        )
+    return StoredChunk(
+        file=item.file,
+        position=item.position,
+        nbytes=item.nbytes,
+        offsets=tuple(chunk.offsets),
+        shape=tuple(chunk.sizes),
+    )
 
 
 def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """As `tiling_fault`, for thousands of slices: those that begin and end alike along the first dimension are one group (a layer)."""
+    """As `tiling_fault`, for thousands of slices: those that begin and end alike along the first dimension
+    are one group (a layer)."""
     if not prod(shape):
         return None
     groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
@@ -206,14 +283,20 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
         if len(tensor_slice.starts) != len(shape):
             return f"{tensor_slice} has another number of dimensions than {tuple(shape)}"
         if shape:
-            groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:]))
+            groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(
+                TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:])
+            )
     spans = [TensorSlice((start,), (stop,)) for start, stop in sorted(groups)]
-    if not shape or any(left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)):
+    if not shape or any(
+        left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)
+    ):
         return tiling_fault(shape, slices)
     if (fault := tiling_fault(shape[:1], spans)) is not None:
         return f"along the first dimension: {fault}"
     if len(shape) == 1:
-        return next((f"[{span[0]}:{span[1]}] comes twice" for span, inner in groups.items() if len(inner) > 1), None)
+        return next(
+            (f"[{span[0]}:{span[1]}] comes twice" for span, inner in groups.items() if len(inner) > 1), None
+        )
     for (start, stop), inner in groups.items():
         if (fault := chunks_fault(shape[1:], inner)) is not None:
             return f"at {start}:{stop} of the first dimension, {fault}"
@@ -221,9 +304,11 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
 
 
 def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Tensor:
-    """The chunk of tensor `key`, in its shape: a view of a private memory map, so only what is touched is read.
+    """The chunk of tensor `key`, in its shape: a view of a private memory map, so only what is touched is
+    read.
 
-    Raises CheckpointError where the item is not that tensor: damaged, of another shape or dtype, or with code in its pickle.
+    Raises CheckpointError where the item is not that tensor: damaged, of another shape or dtype, or with code
+    in its pickle.
     """
     source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
     with open_item(index.folder, chunk) as item:
@@ -232,16 +317,20 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
         raise CheckpointError(f"{source}: the item is not a contiguous tensor")
     if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
         raise CheckpointError(
-            f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says {chunk.shape} and "
+            f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says "
+            f"{chunk.shape} and "
             f"{index.tensors[key].dtype}: files were swapped or changed"
         )
     if stored.end > chunk.nbytes:
-        raise CheckpointError(f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need")
+        raise CheckpointError(
+            f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need"
+        )
     return mapped(index.folder / chunk.file, chunk.position + stored.position, stored.shape, stored.dtype)
 
 
 def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
-    """Raises CheckpointError where its bytes are not those that torch.save wrote, by the CRC-32 it took of them (it may take none)."""
+    """Raises CheckpointError where its bytes are not those that torch.save wrote, by the CRC-32 it took of
+    them (it may take none)."""
     source = str(index.folder / chunk.file)
     name = f"{key} at {chunk.offsets}"
     with open_item(index.folder, chunk) as item:

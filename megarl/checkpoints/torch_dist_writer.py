@@ -1,4 +1,5 @@
-"""Writes a distributed checkpoint (torch_dist): the items of a rank, each by torch.save, and the files that say where all of them lie."""
+"""Writes a distributed checkpoint (torch_dist): the items of a rank, each by torch.save, and the files that
+say where all of them lie."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChun
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 
-_ALIGNMENT = 64  # bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+# bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+_ALIGNMENT = 64
 _PART_BYTES = 2**20  # goes through checksum and file while it is in a core's cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemToWrite:
-    """To be written. data: a tensor that owns its memory; offsets: its place in the whole tensor, which has `shape`. Else an object."""
+    """To be written. data: a tensor that owns its memory; offsets: its place in the whole tensor, which has
+    `shape`. Else an object."""
 
     key: str
     data: Any
@@ -45,7 +48,8 @@ class ItemToWrite:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenItem:
-    """stored: a StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem. checksum: xxh3_64 of its bytes."""
+    """stored: a StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem. checksum: xxh3_64
+    of its bytes."""
 
     key: str
     stored: StoredItem
@@ -76,7 +80,8 @@ class _HashedFile(io.RawIOBase):
 
 
 def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[WrittenItem], None]) -> None:
-    """Makes a file of the items, back to back, and has it on the disk. An item is asked for when the one before it is written.
+    """Makes a file of the items, back to back, and has it on the disk. An item is asked for when the one
+    before it is written.
 
     Raises OSError with the file's name.
     """
@@ -104,7 +109,8 @@ def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
 
 
 def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, Any]) -> None:
-    """`.metadata` and `common.pt` of the items of all ranks. Raises OSError; CheckpointError where they are not whole tensors."""
+    """`.metadata` and `common.pt` of the items of all ranks. Raises OSError; CheckpointError where they are
+    not whole tensors."""
     buffer = io.BytesIO()
     torch.save(common, buffer)
     write_whole(folder / COMMON_FILE, buffer.getvalue())
@@ -118,12 +124,19 @@ def _metadata(items: Sequence[WrittenItem]) -> Metadata:
         chunks[item.key].append(item)
     entries = {key: _entry(key, of_key) for key, of_key in chunks.items()}
     places = {
-        MetadataIndex(item.key, item.stored.offsets if isinstance(item.stored, StoredChunk) else None): _StorageInfo(
+        MetadataIndex(
+            item.key, item.stored.offsets if isinstance(item.stored, StoredChunk) else None
+        ): _StorageInfo(
             relative_path=item.stored.file, offset=item.stored.position, length=item.stored.nbytes
         )
         for item in items
     }
-    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    return Metadata(
+        state_dict_metadata=entries,
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
 
 
 def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -131,7 +144,9 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
     if first.dtype is None:
         assert len(items) == 1, f"several ranks have written {key}"
         return BytesStorageMetadata()
-    assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), f"ranks do not agree on {key}"
+    assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), (
+        f"ranks do not agree on {key}"
+    )
     chunks = [item.stored for item in items if isinstance(item.stored, StoredChunk)]
     fault = chunks_fault(first.shape, [chunk.tensor_slice for chunk in chunks])
     if fault is not None:
@@ -139,5 +154,8 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=first.dtype),
         size=torch.Size(first.shape),
-        chunks=[ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape)) for chunk in chunks],
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape))
+            for chunk in chunks
+        ],
     )

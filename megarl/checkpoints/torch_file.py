@@ -1,7 +1,8 @@
-"""What torch.save wrote, a file or a part of one: looked at without running it, and its elements where they lie.
+"""What torch.save wrote, a file or a part of one: looked at without running it, and its elements where they
+lie.
 
-A pickle is a program. `torch.load` runs it here as `weights_only`, which makes nothing but tensors and plain data. What it may name
-is listed, because Megatron and PyTorch read the same file later.
+A pickle is a program. `torch.load` runs it here as `weights_only`, which makes nothing but tensors and plain
+data. What it may name is listed, because Megatron and PyTorch read the same file later.
 """
 
 from __future__ import annotations
@@ -24,25 +25,70 @@ import torch
 
 from megarl.machine.errors import CheckpointError
 
-ReadableFile = Path | IO[bytes] | io.RawIOBase  # torch and zipfile want no more of one than the last has, though their hints do
+# torch and zipfile want no more of one than the last has, though their hints do
+ReadableFile = Path | IO[bytes] | io.RawIOBase
 _CRC_BYTES = 2**20  # read at a time
 # What can go wrong in a damaged file. MemoryError: a length that was made huge.
-PICKLE_DAMAGE = (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, MemoryError, OverflowError)
+PICKLE_DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OverflowError,
+)
 _DAMAGE = (*PICKLE_DAMAGE, AssertionError, RuntimeError, struct.error, zipfile.BadZipFile)
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _MEGATRON_ENUMS = {
     "megatron.core.enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
-    "megatron.core.transformer.enums": ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope"),
+    "megatron.core.transformer.enums": (
+        "ModelType",
+        "LayerType",
+        "AttnType",
+        "AttnMaskType",
+        "AttnBackend",
+        "CudaGraphScope",
+    ),
     "megatron.core.rerun_state_machine": ("RerunMode", "RerunDiagnostic", "RerunState"),
     "megatron.core.num_microbatches_calculator": ("ConstantNumMicroBatchesCalculator",),
     "megatron.model.enums": ("LayerType", "AttnType", "AttnMaskType", "ModelType", "PositionEmbeddingType"),
-    "megatron.legacy.model.enums": ("LayerType", "AttnType", "AttnMaskType", "ModelType", "PositionEmbeddingType"),
+    "megatron.legacy.model.enums": (
+        "LayerType",
+        "AttnType",
+        "AttnMaskType",
+        "ModelType",
+        "PositionEmbeddingType",
+    ),
 }
 # Beside those that PyTorch takes for safe.
 DATA_NAMES = frozenset(
-    {f"builtins.{name}" for name in ("frozenset", "list", "dict", "tuple", "bytes", "slice", "range", "int", "float", "str", "bool")}
+    {
+        f"builtins.{name}"
+        for name in (
+            "frozenset",
+            "list",
+            "dict",
+            "tuple",
+            "bytes",
+            "slice",
+            "range",
+            "int",
+            "float",
+            "str",
+            "bool",
+        )
+    }
     | {f"{module}.{name}" for module in _NUMPY for name in ("_reconstruct", "scalar")}
-    | {"numpy.ndarray", "numpy.dtype", "collections.defaultdict", "argparse.Namespace", "types.SimpleNamespace", "_io.BytesIO"}
+    | {
+        "numpy.ndarray",
+        "numpy.dtype",
+        "collections.defaultdict",
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "_io.BytesIO",
+    }
     | {"pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "signal.Signals"}
     | {f"{module}.{name}" for module, names in _MEGATRON_ENUMS.items() for name in names}
 )
@@ -75,7 +121,9 @@ class FilePart(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        )
         if self._position < 0:
             raise OSError("a place before the beginning of the file")
         return self._position
@@ -108,12 +156,14 @@ def _damage_named(source: str) -> Iterator[None]:
     except _DAMAGE as error:
         said = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{source}: damaged, or not in the zip format that torch.save has written since torch 1.6: {type(error).__name__}: {said}"
+            f"{source}: damaged, or not in the zip format that torch.save has written since torch 1.6: "
+            f"{type(error).__name__}: {said}"
         ) from error
 
 
 def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
-    """Raises CheckpointError, with `source` or the path, where the pickle names something that is not data, or is damaged.
+    """Raises CheckpointError, with `source` or the path, where the pickle names something that is not data,
+    or is damaged.
 
     Returns what it names of `DATA_NAMES`.
     """
@@ -127,13 +177,15 @@ def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
 
 def refusal(source: str, name: str) -> str:
     return (
-        f"{source}: its pickle names {name}, which is not on the list of what a checkpoint may hold, so it is not loaded; "
+        f"{source}: its pickle names {name}, which is not on the list of what a checkpoint may hold, so it "
+        f"is not loaded; "
         "it may be code that runs on loading"
     )
 
 
 def read_outline(file: ReadableFile, source: str) -> Any:
-    """What the file holds, its tensors without elements (on the device `meta`). Objects of listed classes are `Inert`.
+    """What the file holds, its tensors without elements (on the device `meta`). Objects of listed classes are
+    `Inert`.
 
     Raises CheckpointError, with `source`, as `refuse_code`.
     """
@@ -144,11 +196,14 @@ def read_outline(file: ReadableFile, source: str) -> Any:
             if not isinstance(file, Path):
                 file.seek(0)
             refuse_code(file, source)
-            raise CheckpointError(f"{source}: damaged, its pickle holds something else than tensors and plain data") from error
+            raise CheckpointError(
+                f"{source}: damaged, its pickle holds something else than tensors and plain data"
+            ) from error
 
 
 def read_outline_with_objects(path: Path) -> Any:
-    """As `read_outline`, of a file in which there may be objects of listed classes: they are `Inert`. Not for several threads at once."""
+    """As `read_outline`, of a file in which there may be objects of listed classes: they are `Inert`. Not for
+    several threads at once."""
     names = refuse_code(path)
     with torch.serialization.safe_globals([(Inert, name) for name in names]):
         return read_outline(path, str(path))
@@ -156,7 +211,8 @@ def read_outline_with_objects(path: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A contiguous tensor whose elements lie in a file that torch.save wrote, the first at the byte `position`."""
+    """A contiguous tensor whose elements lie in a file that torch.save wrote, the first at the byte
+    `position`."""
 
     position: int
     shape: tuple[int, ...]
@@ -169,16 +225,26 @@ class StoredTensor:
 
 def stored_tensor(value: object) -> StoredTensor | None:
     """Where the elements of a tensor of an outline lie; None where `value` is no contiguous tensor."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or not value.is_contiguous():
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or value.is_quantized
+        or not value.is_contiguous()
+    ):
         return None
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
-    return StoredTensor(position=start + int(value.storage_offset()) * value.itemsize, shape=tuple(value.shape), dtype=value.dtype)
+    return StoredTensor(
+        position=start + int(value.storage_offset()) * value.itemsize,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+    )
 
 
 def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Each tensor lies in one entry of the zip, whose bytes have the CRC-32 that torch.save took of them (it may take none).
+    """Each tensor lies in one entry of the zip, whose bytes have the CRC-32 that torch.save took of them (it
+    may take none).
 
     Raises CheckpointError that names the tensor. An entry is read once.
     """
@@ -192,10 +258,16 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
                 continue
             entry = entries[bisect_right(headers, tensor.position) - 1]
             start = _entry_start(archive.fp, entry)
-            if entry.compress_type != zipfile.ZIP_STORED or tensor.position < start or tensor.end > start + entry.file_size:
+            if (
+                entry.compress_type != zipfile.ZIP_STORED
+                or tensor.position < start
+                or tensor.end > start + entry.file_size
+            ):
                 raise CheckpointError(f"{source}: damaged: the bytes of {name} are not in the file")
             if entry.CRC and entry.filename not in read and not _is_intact(archive, entry):
-                raise CheckpointError(f"{source}: {name} is not what was written (its CRC-32 differs); use another checkpoint")
+                raise CheckpointError(
+                    f"{source}: {name} is not what was written (its CRC-32 differs); use another checkpoint"
+                )
             read.add(entry.filename)
 
 
@@ -216,7 +288,8 @@ def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Elements where they lie in a file: no more is read than is touched. Raises CheckpointError where it cannot be read."""
+    """Elements where they lie in a file: no more is read than is touched. Raises CheckpointError where it
+    cannot be read."""
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
@@ -224,7 +297,12 @@ def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype
     try:
         with path.open("rb") as file:
             # Private, so that it counts as writable for torch, and nobody writes the file through it.
-            memory = mmap.mmap(file.fileno(), before + count * dtype.itemsize, offset=position - before, access=mmap.ACCESS_COPY)
+            memory = mmap.mmap(
+                file.fileno(),
+                before + count * dtype.itemsize,
+                offset=position - before,
+                access=mmap.ACCESS_COPY,
+            )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=before).view(shape)

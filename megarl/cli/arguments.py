@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
-_OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")  # as other programs take them
+# as other programs take them
+_OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -18,10 +19,11 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Return the arguments of a command that takes overrides with options first, then what has a place, then overrides.
+    """Return the arguments of a command that takes overrides with options first, then what has a place, then
+    overrides.
 
-    argparse takes what has no name in one run only, and people put it anywhere. `--key.sub=value` and `--key.sub value` are overrides
-    as well.
+    argparse takes what has no name in one run only, and people put it anywhere. `--key.sub=value` and
+    `--key.sub value` are overrides as well.
     """
     command = commands.get(arguments[0]) if arguments else None
     if command is None or all(action.dest != "overrides" for action in command._actions):

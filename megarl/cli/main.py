@@ -1,7 +1,9 @@
-"""The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit status.
+"""The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit
+status.
 
-0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown by failure_report.py.
-A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl --help` need no torch.
+0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown by
+failure_report.py. A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl
+--help` need no torch.
 """
 
 from __future__ import annotations
@@ -20,15 +22,28 @@ from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
 from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import end_processes_of, owned_processes
 
-# Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job continues on its cluster.
-_START_PROCESSES = ("train", "sft", "check", "rehearse", "doctor", "eval", "generate", "score", "quickstart", "init")
+# Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job
+# continues on its cluster.
+_START_PROCESSES = (
+    "train",
+    "sft",
+    "check",
+    "rehearse",
+    "doctor",
+    "eval",
+    "generate",
+    "score",
+    "quickstart",
+    "init",
+)
 GOOD = 0
 FAILED = 1
 USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command line)."""
+    """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command
+    line)."""
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
         parser.print_help(sys.stderr)
@@ -41,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _own_processes(parsed):
             return parsed.start(parsed)
     except KeyboardInterrupt as interrupted:
-        print("; ".join([f"megarl {parsed.command}: interrupted", *map(str, interrupted.args)]), file=sys.stderr)
+        print(
+            "; ".join([f"megarl {parsed.command}: interrupted", *map(str, interrupted.args)]), file=sys.stderr
+        )
         return INTERRUPTED
     except RunFailedError as failed:
         return _end(failed.error, parsed.command, failed.context)
@@ -60,7 +77,9 @@ def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:
-    can_be_mended = isinstance(error, ConfigError) or (isinstance(error, ValueError) and _raised_by_megarl(error))
+    can_be_mended = isinstance(error, ConfigError) or (
+        isinstance(error, ValueError) and _raised_by_megarl(error)
+    )
     if can_be_mended and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
@@ -70,7 +89,8 @@ def _end(error: Exception, command: str, context: RunContext | None) -> int:
 
 
 def _raised_by_megarl(error: ValueError) -> bool:
-    """megarl's own code raises ValueError only for what a user wrote. One from a library, or from a worker, is a failure."""
+    """megarl's own code raises ValueError only for what a user wrote. One from a library, or from a worker,
+    is a failure."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

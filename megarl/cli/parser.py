@@ -1,4 +1,5 @@
-"""The command line's commands and options. Each command names the module that runs it, which is imported when it is asked for."""
+"""The command line's commands and options. Each command names the module that runs it, which is imported when
+it is asked for."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ _EXAMPLES = """examples:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     description = "Reinforcement learning of large language models on Megatron-Core and Ray."
-    parser = argparse.ArgumentParser(prog="megarl", description=description, epilog=_EXAMPLES, formatter_class=_AS_WRITTEN)
+    parser = argparse.ArgumentParser(
+        prog="megarl", description=description, epilog=_EXAMPLES, formatter_class=_AS_WRITTEN
+    )
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in _COMMANDS:
@@ -50,31 +53,59 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(commands: Commands) -> None:
     summary = "train: by reinforcement learning, or as the file's `kind` says"
-    train = add_run_command(commands, "train", summary, lambda parsed: run_of("run.train")(parsed.config, parsed.overrides, parsed.verbose))
+    train = add_run_command(
+        commands,
+        "train",
+        summary,
+        lambda parsed: run_of("run.train")(parsed.config, parsed.overrides, parsed.verbose),
+    )
     _add_verbose(train)
 
 
 def _add_sft(commands: Commands) -> None:
     summary = "fine-tune on demonstrations"
-    sft = add_run_command(commands, "sft", summary, lambda parsed: run_of("run.sft")(parsed.config, parsed.overrides, parsed.verbose))
+    sft = add_run_command(
+        commands,
+        "sft",
+        summary,
+        lambda parsed: run_of("run.sft")(parsed.config, parsed.overrides, parsed.verbose),
+    )
     _add_verbose(sft)
 
 
 def _add_verbose(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--verbose", action="store_true", help="print all that is known before the run starts, as `megarl check` does")
+    command.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print all that is known before the run starts, as `megarl check` does",
+    )
 
 
 def _add_submit(commands: Commands) -> None:
     summary = "run `megarl train` as a job of an existing Ray cluster, and follow it"
     submit = add_run_command(
-        commands, "submit", summary, lambda parsed: run_of("submit", "megarl.launch")(parsed.config, parsed.overrides, parsed.address)
+        commands,
+        "submit",
+        summary,
+        lambda parsed: run_of("submit", "megarl.launch")(parsed.config, parsed.overrides, parsed.address),
     )
-    submit.add_argument("--address", metavar="URL", help="of the job server, http://HEAD:8265; the default is RAY_API_SERVER_ADDRESS")
+    submit.add_argument(
+        "--address",
+        metavar="URL",
+        help="of the job server, http://HEAD:8265; the default is RAY_API_SERVER_ADDRESS",
+    )
 
 
 def _add_launch(commands: Commands) -> None:
-    summary = "run `megarl train` on the nodes of a torchrun, as the command that torchrun starts on each node"
-    add_run_command(commands, "launch", summary, lambda parsed: run_of("torchrun_node", "megarl.launch")(parsed.config, parsed.overrides))
+    summary = (
+        "run `megarl train` on the nodes of a torchrun, as the command that torchrun starts on each node"
+    )
+    add_run_command(
+        commands,
+        "launch",
+        summary,
+        lambda parsed: run_of("torchrun_node", "megarl.launch")(parsed.config, parsed.overrides),
+    )
 
 
 # ---- will it run?
@@ -84,13 +115,25 @@ def _add_check(commands: Commands) -> None:
     summary = "find every error in a configuration, and print what the run would do"
     check = add_run_command(commands, "check", summary, _start_check)
     check.add_argument(
-        "--fast", action="store_true", help="in a second: without tokenizers, data, weights, reward functions and the plan of a push"
+        "--fast",
+        action="store_true",
+        help="in a second: without tokenizers, data, weights, reward functions and the plan of a push",
     )
     parts = check.add_argument_group("to answer one part of the question, or several")
     parts.add_argument("--plan", action="store_true", help="where each role would run, as `megarl plan`")
-    parts.add_argument("--simulate", action="store_true", help="the length of a step, as `megarl plan --simulate`")
-    parts.add_argument("--machine", action="store_true", help="whether this machine and the cluster are ready, as `megarl doctor`")
-    parts.add_argument("--dry-run", action="store_true", help="what it does to its devices, on fake ones, as `megarl rehearse`")
+    parts.add_argument(
+        "--simulate", action="store_true", help="the length of a step, as `megarl plan --simulate`"
+    )
+    parts.add_argument(
+        "--machine",
+        action="store_true",
+        help="whether this machine and the cluster are ready, as `megarl doctor`",
+    )
+    parts.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="what it does to its devices, on fake ones, as `megarl rehearse`",
+    )
     _add_plan_options(check.add_argument_group("with --plan or --simulate"))
     _add_dry_run_options(check.add_argument_group("with --dry-run"))
 
@@ -101,12 +144,16 @@ def _start_check(parsed: argparse.Namespace) -> int:
     if not chosen:
         return run_of("inspect.check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
     if parsed.fast:
-        raise ValueError("--fast is for the whole check: leave it out, or leave --plan, --simulate, --machine and --dry-run out")
+        raise ValueError(
+            "--fast is for the whole check: leave it out, or leave --plan, --simulate, --machine and "
+            "--dry-run out"
+        )
     return max([start(parsed) for start in chosen])
 
 
 def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a part that is not asked for, and for a drawing of two parts in one file."""
+    """Raise ValueError for an option of a part that is not asked for, and for a drawing of two parts in one
+    file."""
     if parsed.output is not None and parsed.plan == parsed.simulate:
         raise ValueError(f"--output {parsed.output} draws either --plan or --simulate: give one of them")
     if not parsed.simulate:
@@ -119,17 +166,35 @@ def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
 def _add_plan(commands: Commands) -> None:
     summary = "print, and draw, where each role would run and what each device would hold"
     plan = add_run_command(commands, "plan", summary, _start_plan_or_simulation)
-    plan.add_argument("--simulate", action="store_true", help="step time and idleness, for several max_staleness and splits of the devices")
+    plan.add_argument(
+        "--simulate",
+        action="store_true",
+        help="step time and idleness, for several max_staleness and splits of the devices",
+    )
     _add_plan_options(plan)
 
 
 def _add_plan_options(command: argparse._ActionsContainer) -> None:
     command.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
-    command.add_argument("--lengths", metavar="MEAN,MOST", help="to simulate: tokens of a sample, log-normal; without MOST data's limit")
-    command.add_argument("--training-s", metavar="S", type=float, help="to simulate: seconds of a step's training, as configured")
-    command.add_argument("--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample")
     command.add_argument(
-        "--from", metavar="RUN_DIR", dest="run_dir", help="to simulate: a run at max_staleness 0 that has measured all that"
+        "--lengths",
+        metavar="MEAN,MOST",
+        help="to simulate: tokens of a sample, log-normal; without MOST data's limit",
+    )
+    command.add_argument(
+        "--training-s",
+        metavar="S",
+        type=float,
+        help="to simulate: seconds of a step's training, as configured",
+    )
+    command.add_argument(
+        "--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample"
+    )
+    command.add_argument(
+        "--from",
+        metavar="RUN_DIR",
+        dest="run_dir",
+        help="to simulate: a run at max_staleness 0 that has measured all that",
     )
 
 
@@ -145,16 +210,22 @@ def _start_plan(parsed: argparse.Namespace) -> int:
 
 
 def _start_simulation(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.simulate")(parsed.config, parsed.overrides, _schema(parsed), _simulation_options(parsed), parsed.output)
+    return run_of("inspect.simulate")(
+        parsed.config, parsed.overrides, _schema(parsed), _simulation_options(parsed), parsed.output
+    )
 
 
-def _simulation_options(parsed: argparse.Namespace) -> tuple[str | None, str | None, float | None, float | None]:
+def _simulation_options(
+    parsed: argparse.Namespace,
+) -> tuple[str | None, str | None, float | None, float | None]:
     return parsed.lengths, parsed.run_dir, parsed.training_s, parsed.tokens_per_s
 
 
 def _refuse_simulation_options(parsed: argparse.Namespace) -> None:
     if any(value is not None for value in _simulation_options(parsed)):
-        raise ValueError("--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate")
+        raise ValueError(
+            "--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate"
+        )
 
 
 def _add_rehearse(commands: Commands) -> None:
@@ -166,20 +237,38 @@ _DRY_RUN_DEFAULTS = {"role": "actor", "ranks": "distinct", "json": None}
 
 
 def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
-    command.add_argument("--role", metavar="ROLE", help="actor, reference, critic or reward_model; without it the actor")
-    command.add_argument("--ranks", metavar="RANKS", help="distinct (one of the first, a middle and the last stage), all, or 0,8")
-    command.add_argument("--json", metavar="FILE", help="write everything to a file, each collective and wait with its line")
+    command.add_argument(
+        "--role", metavar="ROLE", help="actor, reference, critic or reward_model; without it the actor"
+    )
+    command.add_argument(
+        "--ranks",
+        metavar="RANKS",
+        help="distinct (one of the first, a middle and the last stage), all, or 0,8",
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="write everything to a file, each collective and wait with its line"
+    )
     command.set_defaults(**_DRY_RUN_DEFAULTS)
 
 
 def _start_rehearse(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.rehearse")(parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json)
+    return run_of("inspect.rehearse")(
+        parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json
+    )
 
 
 def _add_doctor(commands: Commands) -> None:
-    summary = "examine this machine, the cluster and what a run reads: each line ok, a warning or an error with the remedy"
+    summary = (
+        "examine this machine, the cluster and what a run reads: each line ok, a warning or an error "
+        "with the remedy"
+    )
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
-    doctor.add_argument("config", metavar="CONFIG", nargs="?", help="the run to examine them for; without it the machine alone is examined")
+    doctor.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="the run to examine them for; without it the machine alone is examined",
+    )
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     doctor.set_defaults(start=lambda parsed: _start_doctor(parsed, parsed.json))
@@ -203,7 +292,9 @@ _PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def _add_status(commands: Commands) -> None:
     summary = "where a run is right now: step, prompts by state, replicas, tokens a second, who waits"
-    status = commands.add_parser("status", help=summary, description=f"{summary}; reads its {STATUS_FILE} only")
+    status = commands.add_parser(
+        "status", help=summary, description=f"{summary}; reads its {STATUS_FILE} only"
+    )
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
     status.set_defaults(start=lambda parsed: run_of("inspect.status")(parsed.run_dir, parsed.watch))
@@ -213,7 +304,13 @@ def _add_scale(commands: Commands) -> None:
     summary = "change the number of rollout replicas of a running job"
     scale = commands.add_parser("scale", help=summary, description=f"{summary}; it looks between two steps")
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
-    scale.add_argument("--replicas", metavar="N", type=int, required=True, help="engines, each with a whole copy of the model")
+    scale.add_argument(
+        "--replicas",
+        metavar="N",
+        type=int,
+        required=True,
+        help="engines, each with a whole copy of the model",
+    )
     scale.set_defaults(start=lambda parsed: run_of("run.scale")(parsed.run_dir, parsed.replicas))
 
 
@@ -226,11 +323,21 @@ def _add_plot(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     summary = "write a page of one or several runs: curves, samples, timeline, configuration, failures"
     report = commands.add_parser("report", help=summary, description=summary)
-    report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are overlaid")
+    report.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are overlaid"
+    )
     report.add_argument("--output", metavar="FILE", help="without it, report.html in the first folder")
-    report.add_argument("--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C")
-    report.add_argument("--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free")
-    report.set_defaults(start=lambda parsed: run_of("inspect.report")(parsed.run_dirs, parsed.output, parsed.live, parsed.port))
+    report.add_argument(
+        "--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C"
+    )
+    report.add_argument(
+        "--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free"
+    )
+    report.set_defaults(
+        start=lambda parsed: run_of("inspect.report")(
+            parsed.run_dirs, parsed.output, parsed.live, parsed.port
+        )
+    )
 
 
 # ---- models and rewards
@@ -241,24 +348,40 @@ def _add_score(commands: Commands) -> None:
     score = commands.add_parser("score", help=summary, description=summary, allow_abbrev=False)
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
-        "rows", metavar="ROWS", help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's generations.jsonl"
+        "rows",
+        metavar="ROWS",
+        help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's "
+        "generations.jsonl",
     )
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
-    score.add_argument("--ground-truth", action="store_true", help="score each row's ground truth instead of a response")
-    score.set_defaults(start=lambda parsed: run_of("run.score")(parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth))
+    score.add_argument(
+        "--ground-truth", action="store_true", help="score each row's ground truth instead of a response"
+    )
+    score.set_defaults(
+        start=lambda parsed: run_of("run.score")(
+            parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth
+        )
+    )
 
 
 def _add_quickstart(commands: Commands) -> None:
     summary = "create a tiny model and its data, and train it: minutes on two cores"
     quickstart = commands.add_parser("quickstart", help=summary, description=summary)
-    quickstart.add_argument("overrides", metavar="key=value", nargs="*", help="of configs/quickstart.yaml, such as trainer.total_steps=10")
+    quickstart.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="of configs/quickstart.yaml, such as trainer.total_steps=10",
+    )
     quickstart.set_defaults(start=lambda parsed: run_of("run", "megarl.recipes.quickstart")(parsed.overrides))
 
 
 def _add_completion(commands: Commands) -> None:
     summary = "print what makes a shell complete commands, files and keys"
     completion = commands.add_parser("completion", help=summary, description=summary)
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"')
+    completion.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"'
+    )
     completion.set_defaults(start=lambda parsed: run_of("inspect.completion")(parsed.shell))
 
 
@@ -269,15 +392,47 @@ def _add_convert(commands: Commands) -> None:
 
 def _add_init(commands: Commands) -> None:
     summary = "write what a run of your own begins with: configuration, reward, data script"
-    init = commands.add_parser("init", help=summary, description=f"{summary}; what is not given is asked, on a terminal")
-    init.add_argument("folder", metavar="FOLDER", nargs="?", default=".", help="where to; the current one where none is given")
-    init.add_argument("--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on its hub")
-    init.add_argument("--data", metavar="FILE", help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made")
-    init.add_argument("--val", metavar="FILE", help="held-out questions and answers; without it, some of --data are held out")
-    init.add_argument("--kind", choices=[kind.value for kind in RunKind], help="ppo: reinforcement learning (the default); or sft")
-    init.add_argument("--algorithm", metavar="NAME", help="of reinforcement learning: a preset, such as grpo (the default) or ppo")
-    init.add_argument("--device", choices=[device.value for device in Device], help="auto: GPUs where there are any (the default)")
-    init.add_argument("--devices", metavar="N", type=positive, help="GPUs, or processes on a CPU: 1 where not given")
+    init = commands.add_parser(
+        "init", help=summary, description=f"{summary}; what is not given is asked, on a terminal"
+    )
+    init.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        default=".",
+        help="where to; the current one where none is given",
+    )
+    init.add_argument(
+        "--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on its hub"
+    )
+    init.add_argument(
+        "--data",
+        metavar="FILE",
+        help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made",
+    )
+    init.add_argument(
+        "--val",
+        metavar="FILE",
+        help="held-out questions and answers; without it, some of --data are held out",
+    )
+    init.add_argument(
+        "--kind",
+        choices=[kind.value for kind in RunKind],
+        help="ppo: reinforcement learning (the default); or sft",
+    )
+    init.add_argument(
+        "--algorithm",
+        metavar="NAME",
+        help="of reinforcement learning: a preset, such as grpo (the default) or ppo",
+    )
+    init.add_argument(
+        "--device",
+        choices=[device.value for device in Device],
+        help="auto: GPUs where there are any (the default)",
+    )
+    init.add_argument(
+        "--devices", metavar="N", type=positive, help="GPUs, or processes on a CPU: 1 where not given"
+    )
     init.set_defaults(start=_start_init)
 
 
@@ -311,7 +466,9 @@ def _start_init(parsed: argparse.Namespace) -> int:
         validation=parsed.val,
         kind=kind,
         algorithm=wish("algorithm", "by which algorithm", "grpo") if kind is RunKind.ppo else "",
-        device=Device(wish("device", "on which devices", Device.auto.value, tuple(each.value for each in Device))),
+        device=Device(
+            wish("device", "on which devices", Device.auto.value, tuple(each.value for each in Device))
+        ),
         num_devices=positive(wish("devices", "how many of them", "1")),
     )
     return int(module.run(wishes))

@@ -9,11 +9,17 @@ from collections.abc import Callable
 Commands = argparse._SubParsersAction
 
 
-def add_run_command(commands: Commands, name: str, summary: str, start: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def add_run_command(
+    commands: Commands, name: str, summary: str, start: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     """A subcommand that reads a configuration."""
     command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    command.add_argument("config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo")
+    command.add_argument(
+        "config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl"
+    )
+    command.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo"
+    )
     command.set_defaults(start=start)
     return command
 

@@ -1,4 +1,5 @@
-"""The arithmetic of batches: prompts -> samples -> mini-batches -> rows of a rank -> micro-batches -> optimizer steps. Pure."""
+"""The arithmetic of batches: prompts -> samples -> mini-batches -> rows of a rank -> micro-batches ->
+optimizer steps. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +20,29 @@ def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) 
 
 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
-    """Return how many tokens of a conversation the reward model reads: the least of `max_length`, its positions and a micro-batch."""
-    limits = (model.max_length, architecture.max_position_embeddings, micro_batch_room(model.micro_batch, model.parallel))
+    """Return how many tokens of a conversation the reward model reads: the least of `max_length`, its
+    positions and a micro-batch."""
+    limits = (
+        model.max_length,
+        architecture.max_position_embeddings,
+        micro_batch_room(model.micro_batch, model.parallel),
+    )
     return min(limit for limit in limits if limit is not None)
 
 
 def padded_length(length: int, context_parallel_size: int) -> int:
-    """Return the padded length of a sequence that several ranks share: each has two chunks of it, all equal."""
-    return length if context_parallel_size == 1 else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
+    """Return the padded length of a sequence that several ranks share: each has two chunks of it, all
+    equal."""
+    return (
+        length
+        if context_parallel_size == 1
+        else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
+    )
 
 
 def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
-    """Return the tokens, padding included, of all ranks that share a micro-batch; None if it is limited by rows."""
+    """Return the tokens, padding included, of all ranks that share a micro-batch; None if it is limited by
+    rows."""
     if limit.max_tokens is None:
         return None
     size = parallel.context_parallel_size
@@ -51,7 +63,8 @@ class Row(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
-    """Count the tokens of packed rows over the ranks that share them, padding included, and each shared prompt once."""
+    """Count the tokens of packed rows over the ranks that share them, padding included, and each shared
+    prompt once."""
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.prompt_number].append(row)
@@ -78,17 +91,23 @@ def rows_of_pass(config: RunConfig, *, trains: bool) -> int:
     return config.samples_per_step // (config.updates_per_pass if trains else 1)
 
 
-def fullest_micro_batch(config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool) -> list[Row]:
-    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in what `max_tokens` leaves.
+def fullest_micro_batch(
+    config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool
+) -> list[Row]:
+    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in what
+    `max_tokens` leaves.
 
-    Under a row limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as possible share one.
+    Under a row limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as
+    possible share one.
     """
     longest = longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size
     if room is None:
-        return [longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))]
+        return [
+            longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))
+        ]
     rows: list[Row] = []
     left = room
     together = rows_of_prompt(config, role)
@@ -96,11 +115,19 @@ def fullest_micro_batch(config: RunConfig, role: ModelRole, architecture: Archit
     for number in range(most):
         prompt_number = number // together
         is_first = number % together == 0
-        needed = _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
+        needed = (
+            _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
+        )
         if left < needed:
             if left > least * is_first:
                 response = min(longest.response, left - least * is_first)
-                rows.append(Row(left - padded_length(response, size) if is_first else longest.prompt, response, prompt_number))
+                rows.append(
+                    Row(
+                        left - padded_length(response, size) if is_first else longest.prompt,
+                        response,
+                        prompt_number,
+                    )
+                )
             break
         rows.append(longest._replace(prompt_number=prompt_number))
         left -= needed
@@ -114,14 +141,16 @@ def room_of_longest_row(config: RunConfig, role: ModelRole) -> int:
 
 
 def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
-    """Return the padded tokens of a row. If it may share its prompt, prompt and response are padded separately."""
+    """Return the padded tokens of a row. If it may share its prompt, prompt and response are padded
+    separately."""
     parts = (row.prompt, row.response) if shares_prompt else (row.tokens,)
     return sum(padded_length(part, context_parallel_size) for part in parts)
 
 
 def longest_row(config: RunConfig, role: ModelRole, architecture: Architecture) -> Row:
     if not role.reads_policy_tokens:
-        return Row(role_tokens(config, role, architecture) - 1, 1)  # a reward model's score is read at the last token
+        # a reward model's score is read at the last token
+        return Row(role_tokens(config, role, architecture) - 1, 1)
     return _row_of_policy(config)
 
 
@@ -141,11 +170,13 @@ def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
     return steps * optimizer_steps_per_step(config, role)
 
 
-def micro_batches(rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int) -> tuple[int, int]:
+def micro_batches(
+    rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int
+) -> tuple[int, int]:
     """Return the least and the most micro-batches of that many rows.
 
-    An interleaved pipeline runs a multiple of its stages (`multiple_of`), filled up with empty ones. The most are needed if
-    no two rows share a prompt.
+    An interleaved pipeline runs a multiple of its stages (`multiple_of`), filled up with empty ones. The most
+    are needed if no two rows share a prompt.
     """
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size

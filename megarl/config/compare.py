@@ -1,4 +1,5 @@
-"""What differs between the configuration that a checkpoint was written with and the one that goes on from it."""
+"""What differs between the configuration that a checkpoint was written with and the one that goes on from
+it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def differences(saved: Path, config: RunConfig) -> list[Difference]:
 
 
 def other_run(saved: Path, config: RunConfig) -> list[Difference]:
-    """What makes `config` another run than that of `saved`; nothing where it is the same, from its beginning. As `differences`."""
+    """What makes `config` another run than that of `saved`; nothing where it is the same, from its beginning.
+    As `differences`."""
     return [
         each
         for each in _all_differences(saved, config)
@@ -61,7 +63,9 @@ def other_run(saved: Path, config: RunConfig) -> list[Difference]:
 def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
     values = yaml.safe_load(saved.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
-        raise ValueError(f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys")
+        raise ValueError(
+            f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"
+        )
     before = dict(flat(values))
     now = dict(flat(plain_values(config)))
     return [

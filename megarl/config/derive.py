@@ -1,4 +1,5 @@
-"""The numbers that follow from a configuration, for the tables of `megarl check` and of the report: batches, steps and memory. Pure."""
+"""The numbers that follow from a configuration, for the tables of `megarl check` and of the report: batches,
+steps and memory. Pure."""
 
 from __future__ import annotations
 
@@ -25,10 +26,13 @@ from megarl.models.counts import num_parameters
 class RoleArithmetic:
     """What one model does in one step. A range is (least, most).
 
-    mini_batch_rows: rows of one optimizer step, over all replicas; of a model that only infers: all rows of the step.
+    mini_batch_rows: rows of one optimizer step, over all replicas; of a model that only infers: all rows of
+    the step.
     rows_per_replica: of a mini-batch; the ranges differ where the rows do not divide by the replicas.
-    micro_batches: of the fullest replica in a mini-batch, from "all rows are as short as can be" to "all are as long as allowed".
-    state_bytes_per_rank: of weights, gradients and optimizer state, parameters cut evenly; activations come on top.
+    micro_batches: of the fullest replica in a mini-batch, from "all rows are as short as can be" to "all are
+    as long as allowed".
+    state_bytes_per_rank: of weights, gradients and optimizer state, parameters cut evenly; activations come
+    on top.
     """
 
     role: str
@@ -45,7 +49,8 @@ class RoleArithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArithmetic:
-    """`max_row_tokens`: tokens of the longest row that the data settings allow, prompt and response together."""
+    """`max_row_tokens`: tokens of the longest row that the data settings allow, prompt and response
+    together."""
 
     total_steps: int
     prompts_per_step: int
@@ -58,7 +63,8 @@ class RunArithmetic:
 
 
 def derive(config: RunConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
-    """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by its name."""
+    """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by
+    its name."""
     return RunArithmetic(
         total_steps=config.trainer.total_steps,
         prompts_per_step=config.prompts_per_step,

@@ -1,4 +1,5 @@
-"""What the schema's source says of its keys, choices and sections: `docs/configuration.md` and `megarl schema` are made from it.
+"""What the schema's source says of its keys, choices and sections: `docs/configuration.md` and `megarl
+schema` are made from it.
 
 A key or a choice is explained by the comment behind it and the lines above it, a section by its docstring.
 """
@@ -16,7 +17,8 @@ _FOR_TOOLS = ("type:", "noqa")
 
 
 def explanation(owner: type, name: str) -> str:
-    """Return what the comments say about a field of a dataclass or a member of an enumeration; empty without comments.
+    """Return what the comments say about a field of a dataclass or a member of an enumeration; empty without
+    comments.
 
     Args:
         owner: The class. A field that it inherits is explained where it is defined.
@@ -43,7 +45,13 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
         if not isinstance(owner, ast.ClassDef):
             continue
         for node in owner.body:
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+            target = (
+                node.target
+                if isinstance(node, ast.AnnAssign)
+                else node.targets[0]
+                if isinstance(node, ast.Assign)
+                else None
+            )
             if isinstance(target, ast.Name):
                 assert node.end_lineno is not None
                 parts = [*_lines_above(alone, node.lineno), behind.get(node.end_lineno, "")]

@@ -1,7 +1,9 @@
-"""JSON Schemas (draft 2020-12) of the configuration files, with which editors complete and check them: `megarl schema`.
+"""JSON Schemas (draft 2020-12) of the configuration files, with which editors complete and check them:
+`megarl schema`.
 
-Everything comes from the typed schema: keys, types, ranges, choices and defaults, and the comments as descriptions. A schema is about
-one file. What stands in several keys, or in other files, is for `megarl check`.
+Everything comes from the typed schema: keys, types, ranges, choices and defaults, and the comments as
+descriptions. A schema is about one file. What stands in several keys, or in other files, is for `megarl
+check`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _ANY_NUMBER = Range()
 
 
 def json_schema(kind: str) -> Schema:
-    """Return the schema of a file of one of KINDS: of any run, of one kind of run, or of a preset of the section `algorithm`."""
+    """Return the schema of a file of one of KINDS: of any run, of one kind of run, or of a preset of the
+    section `algorithm`."""
     if kind == PRESET:
         return {"$schema": DRAFT, "title": "A preset of the section algorithm", **_preset()}
     if kind == ANY_RUN:
@@ -52,19 +55,24 @@ def _run(kind: RunKind) -> Schema:
             properties[name] = _with_presets(name, properties[name])
     properties[BASE] = {
         "type": "string",
-        "description": "a file to inherit from, relative to this one, such as configs/quickstart.yaml, which ships with megarl",
+        "description": "a file to inherit from, relative to this one, such as configs/quickstart.yaml, "
+        "which ships with megarl",
     }
 
     # What must be given may come from the inherited file.
     required = section.pop("required", None)
     nested = {name: needed for name, each in properties.items() if (needed := each.pop("required", None))}
     assert required is None
-    needed = {"required": list(nested), "properties": {name: {"required": keys} for name, keys in nested.items()}}
+    needed = {
+        "required": list(nested),
+        "properties": {name: {"required": keys} for name, keys in nested.items()},
+    }
     return section | {"if": {"not": {"required": [BASE]}}, "then": needed}
 
 
 def _with_presets(name: str, section: Schema) -> Schema:
-    """The section, or the name of a ready-made one, which stands alone or, below `base`, beside the keys that it changes."""
+    """The section, or the name of a ready-made one, which stands alone or, below `base`, beside the keys that
+    it changes."""
     presets = [file.stem for file in sorted((CONFIGS_DIR / name).glob("*.yaml"))]
     preset = {
         "type": "string",
@@ -82,14 +90,18 @@ def _preset() -> Schema:
     for each in others["properties"].values():
         each.pop("required", None)
     section["properties"] |= {
-        BASE: {"type": "string", "description": "a preset to inherit from, as the path of its file, relative to this one"},
+        BASE: {
+            "type": "string",
+            "description": "a preset to inherit from, as the path of its file, relative to this one",
+        },
         WITH: others | {"description": "keys of other sections that the preset needs"},
     }
     return section
 
 
 def _section(section: type, value: Any = None) -> Schema:
-    """The schema of a section. Its keys have the defaults that they have in `value`, or those of the class."""
+    """The schema of a section. Its keys have the defaults that they have in `value`, or those of the
+    class."""
     types = key_types(section)
     properties: dict[str, Schema] = {}
     required = []
@@ -120,7 +132,12 @@ def _default(entry: Field[Any]) -> Any:
 def _description(section: type, name: str, kind: Any) -> str:
     """Return what the comments say of a key, and of each value where it takes one of several."""
     choices = [member for choice in _enumerations(kind) for member in choice]
-    return "\n".join([explanation(section, name), *(f"- {each.value}: {explanation(type(each), each.name)}" for each in choices)])
+    return "\n".join(
+        [
+            explanation(section, name),
+            *(f"- {each.value}: {explanation(type(each), each.name)}" for each in choices),
+        ]
+    )
 
 
 def _or_reference(value: Schema) -> Schema:

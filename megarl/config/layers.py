@@ -15,7 +15,10 @@ class LayerChoice(NamedTuple):
 
 def has_transformer_engine() -> bool:
     """In this environment: the package and its part for torch, which is compiled. Imports neither."""
-    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch"))
+    return all(
+        importlib.util.find_spec(name) is not None
+        for name in ("transformer_engine", "transformer_engine_torch")
+    )
 
 
 def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:
@@ -34,9 +37,15 @@ def describe_layers(config: RunConfig) -> str:
     """One line, for the environment of this process. `device: auto` may come to be either."""
     devices = {Device.cpu: (False,), Device.cuda: (True,), Device.auto: (False, True)}[config.device]
     installed = has_transformer_engine()
-    choices = [choose_layers(config.engine.layers, config.model.dtype, on_cuda=cuda, has_transformer_engine=installed) for cuda in devices]
+    choices = [
+        choose_layers(
+            config.engine.layers, config.model.dtype, on_cuda=cuda, has_transformer_engine=installed
+        )
+        for cuda in devices
+    ]
     if len(set(choices)) == 1:
         return f"{choices[0].layers.value} ({choices[0].why})"
     return "; ".join(
-        f"on {'CUDA' if cuda else 'a CPU'} {choice.layers.value} ({choice.why})" for cuda, choice in zip(devices, choices, strict=True)
+        f"on {'CUDA' if cuda else 'a CPU'} {choice.layers.value} ({choice.why})"
+        for cuda, choice in zip(devices, choices, strict=True)
     )

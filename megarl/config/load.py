@@ -1,4 +1,5 @@
-"""From files and overrides to a frozen, typed configuration: everything that does not fit the schema is listed at once."""
+"""From files and overrides to a frozen, typed configuration: everything that does not fit the schema is
+listed at once."""
 
 from __future__ import annotations
 
@@ -31,22 +32,27 @@ Config = typing.TypeVar("Config")
 Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
-_REQUIRED_LISTS = ("data.train_files",)  # the keys without a default whose value is a list; others are strings
+# the keys without a default whose value is a list; others are strings
+_REQUIRED_LISTS = ("data.train_files",)
 # bytes of a name in Linux's file systems; characters, below what a path may have
 _LONGEST_NAME = 255
 _LONGEST_TEXT = 4000
 
 
 def load_config(
-    schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), options: Layer | None = None
+    schema: type[Config],
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    options: Layer | None = None,
 ) -> Config:
-    """The configuration in the YAML file `source`, or in a mapping that could stand in one, with `key.sub=value` overrides, as a frozen
-    instance of `schema`. options: what a command's options say, which wins over all.
+    """The configuration in the YAML file `source`, or in a mapping that could stand in one, with
+    `key.sub=value` overrides, as a frozen instance of `schema`. options: what a command's options say, which
+    wins over all.
 
-    What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and the folders that a run
-    writes, to the current one. `model.dtype: auto` becomes what it is on the device.
-    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and its source; and for a run of
-    another kind.
+    What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and
+    the folders that a run writes, to the current one. `model.dtype: auto` becomes what it is on the device.
+    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and
+    its source; and for a run of another kind.
     """
     return resolved(read_config(schema, source, overrides, options).required())
 
@@ -57,7 +63,8 @@ class PartialConfig(Generic[Config]):
 
     Attributes:
         source: The file, as messages name it.
-        config: Refused and missing values have their default, or an empty one. `model.dtype` may still be `auto`.
+        config: Refused and missing values have their default, or an empty one. `model.dtype` may still be
+            `auto`.
         problems: What does not fit the schema, one line each.
         refused: The dotted keys of `problems`. What is checked later says nothing about these.
     """
@@ -74,7 +81,8 @@ class PartialConfig(Generic[Config]):
         return self.config
 
     def refuses(self, keys: Sequence[str]) -> bool:
-        """Whether one of `keys` was refused, or is in a section that was, or is a section that holds a refused key."""
+        """Whether one of `keys` was refused, or is in a section that was, or is a section that holds a
+        refused key."""
         return any(_overlap(key, refused) for key in keys for refused in self.refused)
 
 
@@ -85,18 +93,27 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def read_config(
-    schema: type[Config], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), options: Layer | None = None
+    schema: type[Config],
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    options: Layer | None = None,
 ) -> PartialConfig[Config]:
     """Read a configuration as `load_config` does, and keep what does not fit the schema as problems.
 
     Raises:
-        ConfigError: A file cannot be read, the run is of another kind, or a value refers to another one that does not exist.
+        ConfigError: A file cannot be read, the run is of another kind, or a value refers to another one that
+            does not exist.
     """
-    return _fit(schema, source_name(source), [*read_layers(source, overrides), *([] if options is None else [options])])
+    return _fit(
+        schema,
+        source_name(source),
+        [*read_layers(source, overrides), *([] if options is None else [options])],
+    )
 
 
 def resolved(config: Config) -> Config:
-    """Return the configuration with the `model.dtype` that `auto` means on its device, as far as that is known before the start."""
+    """Return the configuration with the `model.dtype` that `auto` means on its device, as far as that is
+    known before the start."""
     run = typing.cast(RunConfig, config)
     return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
@@ -105,11 +122,14 @@ def with_dtype(config: Run, is_on_cuda: bool) -> Run:
     """The configuration with the `model.dtype` that `auto` is on the device."""
     if config.model.dtype is not DType.auto:
         return config
-    return config.with_sections(model=replace(config.model, dtype=DType.bfloat16 if is_on_cuda else DType.float32))
+    return config.with_sections(
+        model=replace(config.model, dtype=DType.bfloat16 if is_on_cuda else DType.float32)
+    )
 
 
 def is_on_cuda(device: Device) -> bool:
-    """As far as it can be known before a run starts: a cluster that is joined by its address is taken for one with GPUs."""
+    """As far as it can be known before a run starts: a cluster that is joined by its address is taken for one
+    with GPUs."""
     return device is Device.cuda or (device is Device.auto and (has_gpu() or cluster_address() is not None))
 
 
@@ -131,7 +151,11 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
 def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
     if (meant := _schema_of_kind(kind) or schema) is not schema:
-        other = "use `megarl train`" if meant is PPOConfig else "give the configuration of a reinforcement learning run"
+        other = (
+            "use `megarl train`"
+            if meant is PPOConfig
+            else "give the configuration of a reinforcement learning run"
+        )
         raise ConfigError(path, [f"{_KIND}: is {kind!r}, which this command does not run; {other}"])
     review = _Review(schema)
     given: Any = OmegaConf.create()
@@ -156,7 +180,9 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
             if not _drop(given, key):
                 raise ConfigError(path, problems) from error
             refused.add(key)
-    problems += [f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused]
+    problems += [
+        f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused
+    ]
     refused.update(missing)
     for key, problem in _unusable_texts(config):
         refused.add(key)
@@ -189,7 +215,8 @@ def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
 
 
 def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
-    """Find texts that no file can have as its name, half characters, and another language's word for null. Yields keys and problems."""
+    """Find texts that no file can have as its name, half characters, and another language's word for null.
+    Yields keys and problems."""
     for leaf in leaves(config):
         key = leaf.key
         for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
@@ -199,15 +226,26 @@ def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
                 yield key, "is the text 'None'; write null for nothing"
             elif leaf.is_prose:
                 if any("\ud800" <= character <= "\udfff" for character in text):
-                    yield key, "has half of a character (a lone surrogate), which no tokenizer can read; remove it"
-            elif not text.isprintable() or len(text) > _LONGEST_TEXT or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+                    yield (
+                        key,
+                        "has half of a character (a lone surrogate), which no tokenizer can read; remove it",
+                    )
+            elif (
+                not text.isprintable()
+                or len(text) > _LONGEST_TEXT
+                or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/"))
+            ):
                 shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
-                yield key, f"is {shown}, which has characters that cannot be printed, or is longer than the name of a file can be"
+                yield (
+                    key,
+                    f"is {shown}, which has characters that cannot be printed, or is longer than the name "
+                    f"of a file can be",
+                )
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values. What a run reads has its whole path,
-    so that it is found from any folder."""
+    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values. What a
+    run reads has its whole path, so that it is found from any folder."""
     return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
 
 
@@ -229,7 +267,9 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
         value = getattr(section, entry.name)
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value, outputs)
-        elif isinstance(value, list) and _item_section(key_types(typing.cast(type, type(section)))[entry.name]):
+        elif isinstance(value, list) and _item_section(
+            key_types(typing.cast(type, type(section)))[entry.name]
+        ):
             changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = _each_text(value, _whole_path)
@@ -250,7 +290,8 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def dump_config(config: Any, path: Path) -> None:
-    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value, in any folder; all of it or nothing."""
+    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value, in any
+    folder; all of it or nothing."""
     write_whole(path, _as_yaml(config))
 
 
@@ -277,24 +318,48 @@ class _Review:
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self._refuse_unknown(key, value, f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}", layer)
+                self._refuse_unknown(
+                    key,
+                    value,
+                    f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}",
+                    layer,
+                )
             elif is_dataclass(hints[name]):
                 if isinstance(value, Mapping):
                     good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
                 else:
-                    self._refuse(key, f"{key}: is {value!r}, but is a section with the keys {', '.join(key_types(hints[name]))}", layer)
-            elif (item := _item_section(hints[name])) and isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
-                good[name] = [self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)]
+                    self._refuse(
+                        key,
+                        f"{key}: is {value!r}, but is a section with the keys "
+                        f"{', '.join(key_types(hints[name]))}",
+                        layer,
+                    )
+            elif (
+                (item := _item_section(hints[name]))
+                and isinstance(value, list)
+                and all(isinstance(row, Mapping) for row in value)
+            ):
+                good[name] = [
+                    self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
+                ]
             else:
                 plain[name] = value
         # Almost always all of them fit, and asking once is much quicker than asking for each.
         all_fit = not plain or _accepts(section, plain)
-        inputs = {entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata}
+        inputs = {
+            entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
+        }
         for name, value in plain.items():
             if all_fit or _accepts(section, {name: value}):
-                good[name] = _each_text(value, partial(layer.place_of, inputs[name])) if name in inputs else value
+                good[name] = (
+                    _each_text(value, partial(layer.place_of, inputs[name])) if name in inputs else value
+                )
             else:
-                self._refuse(f"{prefix}{name}", f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}", layer)
+                self._refuse(
+                    f"{prefix}{name}",
+                    f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}",
+                    layer,
+                )
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
@@ -320,7 +385,11 @@ def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _without_sign(f"{key}.{name}", below)
     else:
         name = key.lstrip("".join(_SIGNS))
-        yield name, f"{key}: write {name}=..., without a sign before it: every key is there already, and null unsets one that may be unset"
+        yield (
+            name,
+            f"{key}: write {name}=..., without a sign before it: every key is there already, and null "
+            f"unsets one that may be unset",
+        )
 
 
 @cache
@@ -337,16 +406,26 @@ def _item_section(hint: Any) -> type | None:
 
 
 def _accepts(section: type, values: Mapping[str, Any]) -> bool:
-    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5 is no integer.
+    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5
+    is no integer.
 
-    Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text in a list.
+    Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text
+    in a list.
     """
     hints = key_types(section)
     for name, value in values.items():
         single = _without_null(hints[name])
-        if single in (bool, int, float, str) and value not in (None, MISSING) and isinstance(value, bool) != (single is bool):
+        if (
+            single in (bool, int, float, str)
+            and value not in (None, MISSING)
+            and isinstance(value, bool) != (single is bool)
+        ):
             return False
-        if isinstance(value, list) and not _item_section(hints[name]) and any(isinstance(item, Mapping | list) for item in value):
+        if (
+            isinstance(value, list)
+            and not _item_section(hints[name])
+            and any(isinstance(item, Mapping | list) for item in value)
+        ):
             return False
     try:
         OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), dict(values))
@@ -363,9 +442,14 @@ def _without_null(hint: Any) -> Any:
 
 @cache
 def _without_sections(section: Any) -> Any:
-    """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all of them."""
+    """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all
+    of them."""
     hints = key_types(section)
-    own = [(entry.name, hints[entry.name], copy(entry)) for entry in fields(section) if not is_dataclass(hints[entry.name])]
+    own = [
+        (entry.name, hints[entry.name], copy(entry))
+        for entry in fields(section)
+        if not is_dataclass(hints[entry.name])
+    ]
     return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
 
 
@@ -402,12 +486,16 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
-    """A neighbour with a similar name, then the same name in another section, then any similar key, then the choices there are."""
+    """A neighbour with a similar name, then the same name in another section, then any similar key, then the
+    choices there are."""
     if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
-        return f"did you mean {max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
+        return (
+            f"did you mean "
+            f"{max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
+        )
     if near := difflib.get_close_matches(prefix + name, keys, n=1):
         return f"did you mean {near[0]}?"
     return f"known here: {', '.join(key_types(section))}"

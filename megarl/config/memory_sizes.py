@@ -1,4 +1,5 @@
-"""How much a run keeps: the state of a model on a rank, the logits of a chunk, and checkpoints on the disk. Pure."""
+"""How much a run keeps: the state of a model on a rank, the logits of a chunk, and checkpoints on the disk.
+Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from megarl.models.counts import num_expert_parameters, num_parameters
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
     """Return the bytes of weights, gradients and optimizer state on a rank.
 
-    Weights are in `dtype`. A model that trains has float32 gradients and, divided by the ranks that hold the same parameters
-    (ZeRO 1), two float32 Adam moments and a float32 master copy of bfloat16 weights.
+    Weights are in `dtype`. A model that trains has float32 gradients and, divided by the ranks that hold the
+    same parameters (ZeRO 1), two float32 Adam moments and a float32 master copy of bfloat16 weights.
     """
     parallel = role.parallel
     of_experts = num_expert_parameters(architecture)
     dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
     dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    expert_cut = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
+    expert_cut = (
+        parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
+    )
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     total = 0
     for parameters, copies in (
@@ -36,8 +39,8 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
     """Return for how many tokens logits exist at a time.
 
-    The default is 1,024, or as many as have 2**24 logits, which are 64 MiB in float32: those of a small vocabulary take less
-    memory to keep than time to compute again.
+    The default is 1,024, or as many as have 2**24 logits, which are 64 MiB in float32: those of a small
+    vocabulary take less memory to keep than time to compute again.
     """
     return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
 
@@ -45,8 +48,8 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
     """Return the bytes of one checkpoint, without what is small.
 
-    Each model that trains has its weights, float32 masters and two float32 moments in it; with `save_hf` the policy's weights
-    are there twice.
+    Each model that trains has its weights, float32 masters and two float32 moments in it; with `save_hf` the
+    policy's weights are there twice.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
@@ -59,7 +62,8 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """Return how many checkpoints are on the disk at one time: a new one is written before an old one is removed."""
+    """Return how many checkpoints are on the disk at one time: a new one is written before an old one is
+    removed."""
     checkpoint = config.checkpoint
     steps = config.trainer.total_steps
     keeps_best = checkpoint.keep_best.metric is not None

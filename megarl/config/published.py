@@ -1,4 +1,5 @@
-"""The `config.json` of a model that is not on this machine, from the `models` folder next to a configuration or from `configs/models`."""
+"""The `config.json` of a model that is not on this machine, from the `models` folder next to a configuration
+or from `configs/models`."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ _MODELS = "models"
 
 
 def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]]:
-    """Replace the path of each model that is not on this machine by a folder with its `config.json`, if there is one.
+    """Replace the path of each model that is not on this machine by a folder with its `config.json`, if there
+    is one.
 
     Returns:
-        The configuration, and a line, which begins with the key, about each replaced path. Other paths stay as they are.
+        The configuration, and a line, which begins with the key, about each replaced path. Other paths stay
+        as they are.
     """
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
@@ -30,12 +33,16 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
         published = _published(Path(role.path), folders)
         if published is not None:
             config = _changed(config, role.path_key.split("."), str(published))
-            said[role.path_key] = f"{role.path_key}: there is no {role.path} on this machine; using {shown(published)}/config.json"
+            said[role.path_key] = (
+                f"{role.path_key}: there is no {role.path} on this machine; using "
+                f"{shown(published)}/config.json"
+            )
     return config, list(said.values())
 
 
 def _published(path: Path, folders: Sequence[Path]) -> Path | None:
-    """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their `quickstart/model`."""
+    """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their
+    `quickstart/model`."""
     endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     found = (folder / ending for folder in folders for ending in endings)
     return next((folder for folder in found if os.path.isfile(folder / "config.json")), None)

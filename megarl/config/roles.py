@@ -1,7 +1,9 @@
-"""The table of model roles: when a run needs each, what configures it, its worker and handle, its phases and columns.
+"""The table of model roles: when a run needs each, what configures it, its worker and handle, its phases and
+columns.
 
-Everything that must know of a role follows from its row in ROLES: the models of a run (`model_roles`), the phases of a step
-(placement/dataflow.py), pools, memory, timings, and the worker and handle that roles/start.py starts.
+Everything that must know of a role follows from its row in ROLES: the models of a run (`model_roles`), the
+phases of a step (placement/dataflow.py), pools, memory, timings, and the worker and handle that
+roles/start.py starts.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class Role:
         phases: When it works.
         trained_key: The section with its optimizer and recomputation. None: its model is frozen.
         with_value_head: Whether its output is one number per token.
-        beside: It has the devices of the first of these roles that the run has, unless a placement says otherwise. Without any it has
-            devices of its own.
+        beside: It has the devices of the first of these roles that the run has, unless a placement says
+            otherwise. Without any it has devices of its own.
         reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has a tokenizer of its own.
     """
 
@@ -168,11 +170,12 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
 
 
 def scores_in_update(algorithm: AlgorithmConfig, *, one_update: bool) -> bool:
-    """Whether the trainer's log-probs of the samples are those of the update's own pass: a step has no other update, and nothing reads them
-    before it."""
+    """Whether the trainer's log-probs of the samples are those of the update's own pass: a step has no other
+    update, and nothing reads them before it."""
     is_read = (
         algorithm.kl.in_reward
-        or algorithm.rollout_correction.rejection.estimator is not RejectionEstimator.none  # it changes what the loss is divided by
+        # it changes what the loss is divided by
+        or algorithm.rollout_correction.rejection.estimator is not RejectionEstimator.none
         or algorithm.advantage.estimator.needs.old_log_probs
         or algorithm.policy_loss.kind.needs.whole_mini_batch
     )
@@ -193,7 +196,9 @@ ROLES: tuple[Role, ...] = (
         micro_batch_key="actor.micro_batch",
         trained_key="actor",
         phases=(
-            RolePhase(name="old_log_prob", stage=Stage.score, calls=("log_probs",), writes=("old_log_probs",)),
+            RolePhase(
+                name="old_log_prob", stage=Stage.score, calls=("log_probs",), writes=("old_log_probs",)
+            ),
             RolePhase(
                 name="update_actor",
                 stage=Stage.update_policy,
@@ -224,7 +229,13 @@ ROLES: tuple[Role, ...] = (
         with_value_head=True,
         phases=(
             RolePhase(name="values", stage=Stage.score, calls=("values",), writes=("values",)),
-            RolePhase(name="update_critic", stage=Stage.update, calls=("update",), reads=("values", "returns"), trains=True),
+            RolePhase(
+                name="update_critic",
+                stage=Stage.update,
+                calls=("update",),
+                reads=("values", "returns"),
+                trains=True,
+            ),
         ),
     ),
     Role(
@@ -237,7 +248,14 @@ ROLES: tuple[Role, ...] = (
         with_value_head=True,
         beside=("critic", "reward"),
         reads_policy_tokens=False,
-        phases=(RolePhase(name=REWARD_MODEL, stage=Stage.reward, calls=("score_conversations",), writes=("reward_model_scores",)),),
+        phases=(
+            RolePhase(
+                name=REWARD_MODEL,
+                stage=Stage.reward,
+                calls=("score_conversations",),
+                writes=("reward_model_scores",),
+            ),
+        ),
     ),
 )
 
@@ -259,7 +277,9 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     """names: All roles of the run."""
     path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
-    section: TrainedModelConfig | None = None if role.trained_key is None else attrgetter(role.trained_key)(config)
+    section: TrainedModelConfig | None = (
+        None if role.trained_key is None else attrgetter(role.trained_key)(config)
+    )
     return ModelRole(
         row=role,
         path=attrgetter(path_key)(config),

@@ -1,4 +1,5 @@
-"""Files that ship with megarl have the same name in every folder, such as `configs/quickstart.yaml` and `megarl/recipes/math/reward.py`."""
+"""Files that ship with megarl have the same name in every folder, such as `configs/quickstart.yaml` and
+`megarl/recipes/math/reward.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _FOR_CERTAIN = "quickstart.yaml"  # a folder of that name may also be left from 
 
 
 def configs_dir(package: Path) -> Path:
-    """Return the `configs` folder in the package, where a wheel puts it, or beside the package, where a clone has it."""
+    """Return the `configs` folder in the package, where a wheel puts it, or beside the package, where a clone
+    has it."""
     packaged = package / _NAME
     return packaged if (packaged / _FOR_CERTAIN).is_file() else package.parent / _NAME
 
@@ -20,12 +22,14 @@ CONFIGS_DIR = configs_dir(_PACKAGE)
 
 
 def find_config(path: Path, named: str) -> Path:
-    """Return `path`, or the shipped configuration called `named`, such as `configs/quickstart.yaml`, if `path` does not exist."""
+    """Return `path`, or the shipped configuration called `named`, such as `configs/quickstart.yaml`, if
+    `path` does not exist."""
     return _shipped(CONFIGS_DIR, _NAME, path, named) or path
 
 
 def find_code(path: Path, named: str) -> Path | None:
-    """Return the file of the package called `named`, such as `megarl/recipes/math/reward.py`, if `path` does not exist."""
+    """Return the file of the package called `named`, such as `megarl/recipes/math/reward.py`, if `path` does
+    not exist."""
     return _shipped(_PACKAGE, _PACKAGE.name, path, named)
 
 
@@ -44,7 +48,10 @@ def is_shipped(path: Path) -> bool:
     A clone may be used with a megarl that is installed elsewhere.
     """
     for folder in path.resolve().parents:
-        is_of_clone = folder.name == _NAME and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
+        is_of_clone = (
+            folder.name == _NAME
+            and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
+        )
         if folder == CONFIGS_DIR or is_of_clone:
             return True
     return False

@@ -1,9 +1,11 @@
-"""Where a configuration comes from: a file, the files that it inherits from, a group's file, the command line. Reads, does not judge.
+"""Where a configuration comes from: a file, the files that it inherits from, a group's file, the command
+line. Reads, does not judge.
 
-`base: other.yaml` inherits another file (its path is relative to the file that names it). A section may be a group of
-files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with changes. It is looked for
-beside the file that names it, then among those that ship with megarl; a file that ships is `configs/NAME.yaml` in any folder. What a
-group's file needs of other sections it says below `with`.
+`base: other.yaml` inherits another file (its path is relative to the file that names it). A section may be a
+group of
+files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with
+changes. It is looked for beside the file that names it, then among those that ship with megarl; a file that
+ships is `configs/NAME.yaml` in any folder. What a group's file needs of other sections it says below `with`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionEr
 
 
 class Refused(NamedTuple):
-    """A choice or an override that cannot be read: the key that it was meant for, None if unknown, and why."""
+    """A choice or an override that cannot be read: the key that it was meant for, None if unknown, and
+    why."""
 
     key: str | None
     problem: str
@@ -61,8 +64,9 @@ class Layer(NamedTuple):
     def place_of(self, kind: InputKind, path: str) -> str:
         """Return the place of an input that this layer names `path`.
 
-        It is relative to the file that names it, and to the current folder on the command line. A file that ships names models and data
-        of whoever uses it, in the current folder. `megarl/recipes/...` is code that ships, unless there is such a file.
+        It is relative to the file that names it, and to the current folder on the command line. A file that
+        ships names models and data of whoever uses it, in the current folder. `megarl/recipes/...` is code
+        that ships, unless there is such a file.
         """
         if path in ("", MISSING) or path.startswith("${"):  # of another key, which is a place already
             return path
@@ -85,14 +89,17 @@ def _from_here(path: Path) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """It has the form of a name on the Hugging Face hub, and there is nothing of that name in the current folder."""
+    """It has the form of a name on the Hugging Face hub, and there is nothing of that name in the current
+    folder."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
 
 
 def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:
-    """All layers of a run, the least important first. Group choices on the command line come before its other overrides.
+    """All layers of a run, the least important first. Group choices on the command line come before its other
+    overrides.
 
-    source: a file, or what would stand in one. Raises ConfigError for a file that cannot be read, and for a cycle of `base`.
+    source: a file, or what would stand in one. Raises ConfigError for a file that cannot be read, and for a
+    cycle of `base`.
     """
     if isinstance(source, Mapping):
         near = Path()
@@ -107,7 +114,11 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         if names := [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]:
             chosen[section] = names[-1]
     layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
-    others = [override for override in overrides if not override.startswith(tuple(f"{section}=" for section in GROUPS))]
+    others = [
+        override
+        for override in overrides
+        if not override.startswith(tuple(f"{section}=" for section in GROUPS))
+    ]
     if others:
         layers.append(_parse_overrides(others))
     return layers
@@ -133,7 +144,9 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     if BASE in values:
         base = values.pop(BASE)
         if not isinstance(base, str):
-            raise ConfigError(shown(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"])
+            raise ConfigError(
+                shown(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"]
+            )
         inherited = find_config(file.parent / base, base)
         if not os.path.isfile(inherited):  # False also of what no file can be called
             raise ConfigError(shown(file), [f"{BASE!r} is {base!r}: there is no file {str(inherited)!r}"])
@@ -160,8 +173,15 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
         for number, layer in enumerate(inherited):
             others = layer.values.pop(WITH, {})
             if not isinstance(others, dict) or section in others:
-                raise ConfigError(layer.source, [f"{WITH!r} is {others!r}, but must be a mapping of sections other than {section}"])
-            layers.append(layer._replace(values={section: layer.values, **others}, replaces=(section,) if number == 0 else ()))
+                raise ConfigError(
+                    layer.source,
+                    [f"{WITH!r} is {others!r}, but must be a mapping of sections other than {section}"],
+                )
+            layers.append(
+                layer._replace(
+                    values={section: layer.values, **others}, replaces=(section,) if number == 0 else ()
+                )
+            )
     return layers
 
 
@@ -172,14 +192,20 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
             return folder / f"{name}.yaml"
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     looked = ", ".join(shown(folder) for folder in folders)
-    return Refused(section, f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in {looked})")
+    return Refused(
+        section,
+        f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in "
+        f"{looked})",
+    )
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         loaded = OmegaConf.load(file)
     except FileNotFoundError as error:
-        raise ConfigError(shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]) from error
+        raise ConfigError(
+            shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(shown(file), [f"cannot be read: {error}"]) from error
     except _UNREADABLE as error:

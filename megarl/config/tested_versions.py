@@ -1,4 +1,5 @@
-"""The versions that `make test-wheel` has run with, from the quickstart to a converted checkpoint, with both engines."""
+"""The versions that `make test-wheel` has run with, from the quickstart to a converted checkpoint, with both
+engines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
     """Return the content of RECORD.
 
     Args:
-        environments: For each environment, the version of each distribution, and the minor version of "python".
+        environments: For each environment, the version of each distribution, and the minor version of
+            "python".
     """
     return json.dumps(environments, indent=2) + "\n"
 
@@ -41,4 +43,7 @@ def tested_versions() -> Mapping[str, Tested]:
     for versions in environments.values():
         for name, version in versions.items():
             found.setdefault(name, []).append(version)
-    return {name: Tested(min(versions, key=Version), max(versions, key=Version)) for name, versions in found.items()}
+    return {
+        name: Tested(min(versions, key=Version), max(versions, key=Version))
+        for name, versions in found.items()
+    }

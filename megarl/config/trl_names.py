@@ -1,4 +1,5 @@
-"""What the arguments of TRL's trainers are called here, for `megarl check`: they are flat names, which no key here is."""
+"""What the arguments of TRL's trainers are called here, for `megarl check`: they are flat names, which no key
+here is."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Container
 
 from megarl.config.verl_names import VerlProblem
 
-# Its name -> `<key here>; <what else differs>`, or `none; <why there is none>`. Of GRPOConfig, SFTConfig and TrainingArguments.
+# Its name -> `<key here>; <what else differs>`, or `none; <why there is none>`. Of GRPOConfig, SFTConfig and
+# TrainingArguments.
 _NAMES = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train_files; a list, also of one",
@@ -46,8 +48,10 @@ _NAMES = {
     "adam_beta2": "actor.optim.betas; both in a list",
     "adam_epsilon": "actor.optim.eps",
     "per_device_train_batch_size":
-        "actor.micro_batch.sequences; what a device computes at a time (with max_tokens=null); a step has trainer.prompts_per_step prompts",
-    "gradient_accumulation_steps": "trainer.updates_per_step; a step's samples are split into that many optimizer steps",
+        "actor.micro_batch.sequences; what a device computes at a time (with max_tokens=null); a step has "
+        "trainer.prompts_per_step prompts",
+    "gradient_accumulation_steps": "trainer.updates_per_step; a step's samples are split into that many "
+                                   "optimizer steps",
     "gradient_checkpointing": "actor.recompute; true is full",
     "max_steps": "trainer.total_steps",
     "num_train_epochs": "trainer.total_steps; steps = epochs x rows / trainer.prompts_per_step",
@@ -68,7 +72,8 @@ _NAMES = {
 
 
 def trl_problem(key: str, known: Container[str]) -> VerlProblem | None:
-    """What to say of a key that the schema does not have; None where TRL has none of that name. `known`: the keys of the schema."""
+    """What to say of a key that the schema does not have; None where TRL has none of that name. `known`: the
+    keys of the schema."""
     entry = _NAMES.get(key)
     if entry is None:
         return None

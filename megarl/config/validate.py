@@ -15,7 +15,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 
 Architectures = dict[str, Architecture]
-# Keys, or sections of keys, whose numbers a rule relies on. `{role}` is the section of a role's parallel sizes.
+# Keys, or sections of keys, whose numbers a rule relies on. `{role}` is the section of a role's parallel
+# sizes.
 Keys = tuple[str, ...]
 
 _ROWS = ("trainer.prompts_per_step", "rollout.n", "trainer.updates_per_step", "trainer.samples_per_step")
@@ -108,8 +109,9 @@ KINDS: Mapping[type[RunConfig], KindRules] = {
 def validate(config: RunConfig) -> list[Violation]:
     """Return the violations of all rules that hold on every machine.
 
-    Of all files that the configuration names, only the models' `config.json` is read. A rule is skipped if one of the
-    numbers that it relies on is out of range: the range is the message. `rules.machine` has what the run's machine needs.
+    Of all files that the configuration names, only the models' `config.json` is read. A rule is skipped if
+    one of the numbers that it relies on is out of range: the range is the message. `rules.machine` has what
+    the run's machine needs.
     """
     violations = list(_ranges(config))
     broken = {key for violation in violations for key in violation.keys}
@@ -137,7 +139,9 @@ def validate(config: RunConfig) -> list[Violation]:
     return list(dict.fromkeys(violations))
 
 
-def _violations(rules: Mapping[Any, Keys], broken: Collection[str], *arguments: object, section: str = "") -> Violations:
+def _violations(
+    rules: Mapping[Any, Keys], broken: Collection[str], *arguments: object, section: str = ""
+) -> Violations:
     """Apply those rules whose numbers are in range."""
     for rule, keys in rules.items():
         needed = [key.format(role=section) for key in keys]

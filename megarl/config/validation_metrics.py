@@ -1,5 +1,5 @@
-"""The names of the metrics that a validation measures: they follow from the configuration, the data sources and the keys that reward
-functions return, and never from a score."""
+"""The names of the metrics that a validation measures: they follow from the configuration, the data sources
+and the keys that reward functions return, and never from a score."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def sample_counts(num_samples: int) -> list[int]:
 
 def source_metrics(config: PPOConfig, keys: RewardKeys) -> list[str]:
     """Return the names of what is measured of one data source, such as `score/mean` and `best@4`."""
-    of_k = ["best", *(["pass"] if config.reward.pass_score is not None else []), *(["maj"] if keys.has_answer else [])]
+    of_k = [
+        "best",
+        *(["pass"] if config.reward.pass_score is not None else []),
+        *(["maj"] if keys.has_answer else []),
+    ]
     return [
         "score/mean",
         *(f"{what}@{k}" for k in sample_counts(config.rollout.validation.n) for what in of_k),
@@ -52,11 +56,19 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
         numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
     )
     names = [f"val/{name}" for name in source_metrics(config, together)]
-    return [*names, *(f"val/{source}/{name}" for source in sorted(sources) for name in source_metrics(config, sources[source]))]
+    return [
+        *names,
+        *(
+            f"val/{source}/{name}"
+            for source in sorted(sources)
+            for name in source_metrics(config, sources[source])
+        ),
+    ]
 
 
 def may_be_measured(config: PPOConfig, metric: str) -> bool:
-    """Return whether some data and some reward functions give a validation of this run a metric of this name."""
+    """Return whether some data and some reward functions give a validation of this run a metric of this
+    name."""
     if not metric.startswith("val/"):
         return False
     known = source_metrics(config, RewardKeys(True, number_in(metric)))
@@ -70,7 +82,8 @@ def number_in(metric: str) -> frozenset[str]:
 
 
 def nearest(metric: str, measured: Iterable[str]) -> str:
-    """Return the words that suggest another metric in an error: the names nearest to `metric`, and else all of them."""
+    """Return the words that suggest another metric in an error: the names nearest to `metric`, and else all
+    of them."""
     measured = list(measured)
     close: Sequence[str] = difflib.get_close_matches(metric, measured, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"the metrics are {', '.join(measured)}"

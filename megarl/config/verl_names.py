@@ -1,4 +1,5 @@
-"""What the keys of verl's PPO trainer are called here, for `megarl check`, and for the page that users of verl read.
+"""What the keys of verl's PPO trainer are called here, for `megarl check`, and for the page that users of
+verl read.
 
 The table is `verl_names.yaml` beside this file, which is read when a key is unknown.
 """
@@ -14,7 +15,8 @@ import yaml
 
 
 class VerlKey(NamedTuple):
-    """`ours`: the dotted key here, None where there is none. `note`: what else differs, or why there is none; may be empty."""
+    """`ours`: the dotted key here, None where there is none. `note`: what else differs, or why there is none;
+    may be empty."""
 
     ours: str | None
     note: str
@@ -22,7 +24,8 @@ class VerlKey(NamedTuple):
 
 @cache
 def verl_keys() -> dict[str, VerlKey]:
-    """By verl's dotted names. A branch (`actor_rollout_ref.model.mtp`) stands for all that is below it, but for what has its own entry."""
+    """By verl's dotted names. A branch (`actor_rollout_ref.model.mtp`) stands for all that is below it, but
+    for what has its own entry."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     del table["shared"]
     return {name: _entry(name, text) for name, text in _flat(table)}
@@ -52,7 +55,8 @@ class VerlProblem(NamedTuple):
 
 
 def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
-    """The entry of `key` or of the nearest branch above it, with its name; None where verl has none. Hydra's + and ~ are ignored."""
+    """The entry of `key` or of the nearest branch above it, with its name; None where verl has none. Hydra's
+    + and ~ are ignored."""
     name = key.lstrip("+~")
     while name:
         if name in verl_keys():
@@ -62,20 +66,31 @@ def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
 
 
 def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProblem]:
-    """What to say of a key that the schema does not have: one for each of verl's names in it, empty where it has none.
+    """What to say of a key that the schema does not have: one for each of verl's names in it, empty where it
+    has none.
 
-    A branch is followed to its leaves. `known`: the keys of the schema, for another kind of run may not have what the table names.
+    A branch is followed to its leaves. `known`: the keys of the schema, for another kind of run may not have
+    what the table names.
     """
     found = [(name, find_verl_key(name)) for name in _names(key, value)]
     # A name that is the same in both is nothing of verl's where this kind of run does not have it.
-    found = [(name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None) for name, entry in found]
+    found = [
+        (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
+        for name, entry in found
+    ]
     if not any(entry for _, entry in found):
         return []
-    return list(dict.fromkeys(_problem(name, *entry, known) if entry else _unknown(name) for name, entry in found))
+    return list(
+        dict.fromkeys(_problem(name, *entry, known) if entry else _unknown(name) for name, entry in found)
+    )
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping) and value and any(name.startswith(f"{key.lstrip('+~')}.") for name in verl_keys()):
+    if (
+        isinstance(value, Mapping)
+        and value
+        and any(name.startswith(f"{key.lstrip('+~')}.") for name in verl_keys())
+    ):
         for name, below in value.items():
             yield from _names(f"{key}.{name}", below)
     else:

@@ -1,11 +1,14 @@
-"""The versions of the libraries that megarl works with: setup.py installs by this table and `megarl doctor` judges by it.
+"""The versions of the libraries that megarl works with: setup.py installs by this table and `megarl doctor`
+judges by it.
 
-Exact versions for development are in requirements/. This module imports nothing, so that setup.py can run it by itself.
+Exact versions for development are in requirements/. This module imports nothing, so that setup.py can run it
+by itself.
 """
 
 PYTHON = ">=3.11"
 
-# Every run needs these. Distribution (with its extras) -> range. A range without an upper limit is open until a release breaks it.
+# Every run needs these. Distribution (with its extras) -> range. A range without an upper limit is open until
+# a release breaks it.
 REQUIRED = {
     "torch": ">=2.11,<2.15",
     "megatron-core": ">=0.16.1,<0.17",  # 0.17 and later have other signatures where megarl replaces functions
@@ -34,7 +37,8 @@ REQUIRED = {
 
 # Runs with `rollout.engine=sglang` need these as well.
 SGLANG = {"sglang": ">=0.5.17,<0.5.24", "aiohttp": ">=3.11"}
-# What SGLang imports on a CPU. There it is installed with --no-deps: most of what it declares is CUDA, which it does not use.
+# What SGLang imports on a CPU. There it is installed with --no-deps: most of what it declares is CUDA, which
+# it does not use.
 SGLANG_CPU = {
     "apache-tvm-ffi": ">=0.1.11",
     "compressed-tensors": ">=0.17",
@@ -62,5 +66,6 @@ SGLANG_CPU = {
 # Layers for CUDA, used where they are installed.
 CUDA = {"transformer-engine[pytorch]": ">=2.9"}
 
-# Libraries that are built for exact versions of others and say so in their own metadata: what is installed must be what they say.
+# Libraries that are built for exact versions of others and say so in their own metadata: what is installed
+# must be what they say.
 COUPLED = {"sglang": ("torch", "transformers"), "transformers": ("tokenizers",)}

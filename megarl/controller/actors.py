@@ -61,15 +61,23 @@ class ActorSet:
         self._handles = [
             actor_class.options(
                 num_cpus=1,
-                num_gpus=resource_pool.gpus_per_process / resource_pool.max_colocate_count if resource_pool.use_gpu else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, placement_group_bundle_index=bundle.number),
+                num_gpus=resource_pool.gpus_per_process / resource_pool.max_colocate_count
+                if resource_pool.use_gpu
+                else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    bundle.placement_group, placement_group_bundle_index=bundle.number
+                ),
                 max_restarts=0,
             ).remote()
             for bundle in bundles
         ]
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self._handles)}
-        workers = cloudpickle.dumps({role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()})
-        self.construction = self._construct(ray.put(workers), [bundle.local_rank for bundle in bundles], environment, on_record, at_work)
+        workers = cloudpickle.dumps(
+            {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
+        )
+        self.construction = self._construct(
+            ray.put(workers), [bundle.local_rank for bundle in bundles], environment, on_record, at_work
+        )
 
     def _construct(
         self,
@@ -96,7 +104,8 @@ class ActorSet:
         return len(self._handles)
 
     def start(self, role: str, method: str, plan: CallPlan, on_record: OnRecord) -> WorkerFuture[Any]:
-        """A call on the ranks that the plan says; returns at once. A rank's calls run in the order of their submission.
+        """A call on the ranks that the plan says; returns at once. A rank's calls run in the order of their
+        submission.
 
         Raises on a group that has been ended: the PhaseTimeoutError that ended it, else RuntimeError.
         """
@@ -107,7 +116,9 @@ class ActorSet:
         calls = {}
         for rank, part in zip(route.ranks, route.parts, strict=True):
             execute = self._handles[rank].execute.options(num_returns=2)
-            result, record = execute.remote(role, method, rank in route.results, *shared[part].positional, **shared[part].named)
+            result, record = execute.remote(
+                role, method, rank in route.results, *shared[part].positional, **shared[part].named
+            )
             calls[rank] = Call(self, role, rank, method, result, record, on_record, _uids(plan.parts[part]))
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
@@ -120,14 +131,18 @@ class ActorSet:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
 
     def last_word(self, rank: int, error: ActorUnavailableError) -> RayError:
-        """Ask an unreachable process until Ray says what became of it, and return that error; `error` if it can be reached again.
+        """Ask an unreachable process until Ray says what became of it, and return that error; `error` if it
+        can be reached again.
 
-        A connection to a node that goes away breaks at once, and Ray's health checks take about 20 s to find that the node is gone.
+        A connection to a node that goes away breaks at once, and Ray's health checks take about 20 s to find
+        that the node is gone.
         """
         end_s = time.monotonic() + _VERDICT_LIMIT_S
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                ray.get(self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(), timeout=left_s)
+                ray.get(
+                    self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(), timeout=left_s
+                )
             except ActorUnavailableError:
                 time.sleep(_VERDICT_LOOK_S)
             except GetTimeoutError:
@@ -139,7 +154,8 @@ class ActorSet:
         return error
 
     def lost_nodes(self) -> dict[int, str]:
-        """Returns the ranks that have not answered yet and never will: the address of the node that each was to run on.
+        """Returns the ranks that have not answered yet and never will: the address of the node that each was
+        to run on.
 
         Asks Ray at most once in NODE_LOOK_S.
         """
@@ -150,9 +166,14 @@ class ActorSet:
 
     def reports(self) -> list[RankReport]:
         """What every rank is doing; takes at most a few seconds, whatever they do."""
-        references = [handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles]
+        references = [
+            handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
+        ]
         answered, _ = ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
-        return [self._report(rank, reference if reference in answered else None) for rank, reference in enumerate(references)]
+        return [
+            self._report(rank, reference if reference in answered else None)
+            for rank, reference in enumerate(references)
+        ]
 
     def _report(self, rank: int, reference: ray.ObjectRef | None) -> RankReport:
         activity = None
@@ -163,7 +184,8 @@ class ActorSet:
         return RankReport(self.title, rank, location.node if location else "not known yet", activity)
 
     def end(self, why: PhaseTimeoutError | None = None) -> None:
-        """At once, whatever the processes do; what they started ends with them (machine/reaper.py). `why` is raised by later calls."""
+        """At once, whatever the processes do; what they started ends with them (machine/reaper.py). `why` is
+        raised by later calls."""
         self.alive = False
         self._ended_by = self._ended_by or why
         for handle in self._handles:
@@ -188,4 +210,9 @@ def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int]) -> list[Argu
             stored[id(value)] = ray.put(value)
         return stored[id(value)]
 
-    return [Arguments(tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}) for part in parts]
+    return [
+        Arguments(
+            tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}
+        )
+        for part in parts
+    ]

@@ -52,15 +52,17 @@ _needed: dict[str, int] = {}  # of those without which no other goes on, by thei
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
-    """Joins the cluster of RAY_ADDRESS if that names one; else starts one on this machine, reachable from this machine only.
+    """Joins the cluster of RAY_ADDRESS if that names one; else starts one on this machine, reachable from
+    this machine only.
 
-    `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb` bounds the
-    shared memory for what travels between processes. Raises ValueError for values that Ray would refuse, and for a RAY_ADDRESS
-    that does not answer.
+    `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb`
+    bounds the shared memory for what travels between processes. Raises ValueError for values that Ray would
+    refuse, and for a RAY_ADDRESS that does not answer.
     """
     if num_cpus < 1 or object_store_mb < _MIN_OBJECT_STORE_MB:
         raise ValueError(
-            f"start_ray: num_cpus={num_cpus} must be at least 1, object_store_mb={object_store_mb:g} at least {_MIN_OBJECT_STORE_MB}"
+            f"start_ray: num_cpus={num_cpus} must be at least 1, object_store_mb={object_store_mb:g} at "
+            f"least {_MIN_OBJECT_STORE_MB}"
         )
     global _oom_kills_before
     _oom_kills_before = num_oom_kills()
@@ -70,7 +72,8 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         address = _found(named)
         with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        start_reaper(process_owner(), whole_group=False)  # a driver may share its group with the shell's pipeline
+        # a driver may share its group with the shell's pipeline
+        start_reaper(process_owner(), whole_group=False)
         return
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
@@ -100,18 +103,21 @@ def _start_here(num_cpus: int, num_gpus: int, object_store_mb: float) -> None:
 
 
 def oom_kills(node: str) -> int:
-    """Returns how many processes the OOM killer of a node's kernel has ended during this run; 0 for other nodes than the driver's."""
+    """Returns how many processes the OOM killer of a node's kernel has ended during this run; 0 for other
+    nodes than the driver's."""
     is_here = ray.is_initialized() and node == ray._private.worker.global_worker.node_ip_address
     return max(0, num_oom_kills() - _oom_kills_before) if is_here else 0
 
 
 def ended_daemon() -> str | None:
-    """Which of Ray's own processes, of those that this one has started and that none goes on without, has ended."""
+    """Which of Ray's own processes, of those that this one has started and that none goes on without, has
+    ended."""
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 
 
 def _found(address: str) -> str:
-    """Returns the address of the cluster that is to be joined, which answers: Ray itself tries for minutes. Raises ValueError."""
+    """Returns the address of the cluster that is to be joined, which answers: Ray itself tries for minutes.
+    Raises ValueError."""
     if address != AUTO:
         _check_answers(f"{VARIABLE}={address}", *host_and_port(address))
         return address
@@ -121,9 +127,12 @@ def _found(address: str) -> str:
         found = None
     if found is None:
         raise ValueError(
-            f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), give HOST:PORT, or unset {VARIABLE}"
+            f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), give "
+            f"HOST:PORT, or unset {VARIABLE}"
         )
-    _check_answers(f"{VARIABLE}=auto: {found}, the cluster that was last started here,", *host_and_port(found))
+    _check_answers(
+        f"{VARIABLE}=auto: {found}, the cluster that was last started here,", *host_and_port(found)
+    )
     return found
 
 
@@ -131,7 +140,9 @@ def _check_answers(named: str, host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except OSError as error:
-        raise ValueError(f"{named} does not answer ({error}); start the cluster, or unset it to run on this machine") from error
+        raise ValueError(
+            f"{named} does not answer ({error}); start the cluster, or unset it to run on this machine"
+        ) from error
 
 
 @contextmanager
@@ -145,7 +156,8 @@ def _marked_as_ray() -> Iterator[None]:
 
 
 def shutdown() -> list[int]:
-    """Leaves the cluster, which ends this run's workers, and waits until no process that this one started through Ray is left.
+    """Leaves the cluster, which ends this run's workers, and waits until no process that this one started
+    through Ray is left.
 
     Returns the pids of those that could not be ended, normally none. May be called twice.
     """

@@ -1,4 +1,5 @@
-"""The names that verl gives to worker groups and their calls, for code that was written for verl. megarl itself does not use them.
+"""The names that verl gives to worker groups and their calls, for code that was written for verl. megarl
+itself does not use them.
 
 | verl, and here | megarl |
 |---|---|
@@ -33,7 +34,12 @@ from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RayWorkerGroup as OwnWorkerGroup
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import ColocatedWorkerClass, RayClassWithInitArgs, RemoteMethod, registered_methods
+from megarl.controller.worker import (
+    ColocatedWorkerClass,
+    RayClassWithInitArgs,
+    RemoteMethod,
+    registered_methods,
+)
 from megarl.controller.worker import register as own_register
 
 
@@ -45,7 +51,9 @@ def _route_one_part_each(mesh: Mesh) -> Route:
 def _arrange_one_each(value: Any, num_parts: int) -> Arranged:
     if not isinstance(value, (list, tuple)) or len(value) != num_parts:
         found = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
-        raise ValueError(f"this method takes lists with one value for each of the {num_parts} ranks, not {found}")
+        raise ValueError(
+            f"this method takes lists with one value for each of the {num_parts} ranks, not {found}"
+        )
     return Arranged(tuple(value))
 
 
@@ -57,10 +65,13 @@ class VerlDispatch(Enum):
 
     RANK_ZERO = (RULES[OwnDispatch.RANK_ZERO],)  # rank 0 alone; its result
     ONE_TO_ALL = (RULES[OwnDispatch.ONE_TO_ALL],)  # the same arguments to all; a list of all results
-    ALL_TO_ALL = (_ONE_EACH, "ALL_TO_ALL")  # every argument is a list with one value per rank; a list of all results
+    # every argument is a list with one value per rank; a list of all results
+    ALL_TO_ALL = (_ONE_EACH, "ALL_TO_ALL")
     DP_COMPUTE = (_ONE_EACH, "DP_COMPUTE")  # as ALL_TO_ALL
-    DP_COMPUTE_PROTO = (Rule(_route_one_part_each, arrange_split, CollectKind.joined),)  # batches are split over all ranks, and joined
-    MEGATRON_COMPUTE_PROTO = (RULES[OwnDispatch.MEGATRON_MESH],)  # batches are split over the data-parallel replicas, and joined
+    # batches are split over all ranks, and joined
+    DP_COMPUTE_PROTO = (Rule(_route_one_part_each, arrange_split, CollectKind.joined),)
+    # batches are split over the data-parallel replicas, and joined
+    MEGATRON_COMPUTE_PROTO = (RULES[OwnDispatch.MEGATRON_MESH],)
 
     @property
     def rule(self) -> Rule:
@@ -75,7 +86,9 @@ class Execute(Enum):
 
 
 def register(
-    dispatch_mode: VerlDispatch = VerlDispatch.ONE_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
+    dispatch_mode: VerlDispatch = VerlDispatch.ONE_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
 ) -> Callable[[Callable[..., Any]], RemoteMethod[..., Any, ..., Any]]:
     """Mark a worker's method that a group calls by its name.
 
@@ -85,7 +98,10 @@ def register(
     rule = dispatch_mode.rule
     if execute_mode is Execute.RANK_ZERO:
         if dispatch_mode not in (VerlDispatch.ONE_TO_ALL, VerlDispatch.RANK_ZERO):
-            raise ValueError(f"execute_mode=RANK_ZERO goes with dispatch_mode=ONE_TO_ALL or RANK_ZERO, not {dispatch_mode.name}")
+            raise ValueError(
+                f"execute_mode=RANK_ZERO goes with dispatch_mode=ONE_TO_ALL or RANK_ZERO, not "
+                f"{dispatch_mode.name}"
+            )
         rule = VerlDispatch.RANK_ZERO.rule
     return own_register(rule, blocking)
 
@@ -125,10 +141,16 @@ class _VerlNames(RoleGroup):
 
     def _method(self, name: str, error: type[Exception]) -> RemoteMethod[..., Any, ..., Any]:
         if self._worker_class is None:
-            raise error(f"{name}: several roles share these processes; call it on one of the groups that spawn() returns")
+            raise error(
+                f"{name}: several roles share these processes; call it on one of the groups that spawn() "
+                f"returns"
+            )
         method = getattr(self._worker_class, name, None)
         if not isinstance(method, RemoteMethod):
-            raise error(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no registered method {name!r}")
+            raise error(
+                f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no registered method "
+                f"{name!r}"
+            )
         return method
 
 
@@ -142,14 +164,22 @@ class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
     _role_group = _VerlNames
 
     def __init__(
-        self, resource_pool: RayResourcePool, ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass, **options: Any
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass,
+        **options: Any,
     ) -> None:
-        specs = [ray_cls_with_init] if isinstance(ray_cls_with_init, RayClassWithInitArgs) else ray_cls_with_init.roles.values()
+        specs = (
+            [ray_cls_with_init]
+            if isinstance(ray_cls_with_init, RayClassWithInitArgs)
+            else ray_cls_with_init.roles.values()
+        )
         for spec in specs:
             for name in registered_methods(spec.cls):
                 if hasattr(VerlWorkerGroup, name):
                     raise ValueError(
-                        f"{spec.cls.__name__}.{name} cannot be called by its name: {name} is a method of the group; give it another name"
+                        f"{spec.cls.__name__}.{name} cannot be called by its name: {name} is a method of "
+                        f"the group; give it another name"
                     )
         super().__init__(resource_pool, ray_cls_with_init, **options)
 

@@ -1,4 +1,5 @@
-"""Ray's daemons on one node: which of them run, their ports and key, how much memory they share, and why they did not start."""
+"""Ray's daemons on one node: which of them run, their ports and key, how much memory they share, and why they
+did not start."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SHARED_MEMORY = "/dev/shm"
 AUTH_MODE = "RAY_AUTH_MODE"
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
 _AUTH_FILE = "RAY_AUTH_TOKEN_PATH"
-_STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"  # Ray's variable for the most that a node's object store takes
+# Ray's variable for the most that a node's object store takes
+_STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
 _NUM_ATTEMPTS = 2
 _TIMED_OUT = "node timed out during startup"
 _SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
@@ -42,31 +44,40 @@ class NodeStartError(RunError):
 
 
 class SmallNode(node.Node):
-    """A node of a cluster for one run, which does without two of Ray's daemons and does not wait for two others.
+    """A node of a cluster for one run, which does without two of Ray's daemons and does not wait for two
+    others.
 
-    A raylet ends the node when its agents, which are Python programs, have not written the numbers of their ports to files within
-    15 s. On a busy machine, or from an environment on a slow shared disk, their imports alone take longer. Here the ports are chosen
-    beforehand, so that the raylet starts at once and the agents when they can. A node with a job server waits for its agents, since it
-    reaches them at the ports that they report.
+    A raylet ends the node when its agents, which are Python programs, have not written the numbers of their
+    ports to files within 15 s. On a busy machine, or from an environment on a slow shared disk, their imports
+    alone take longer. Here the ports are chosen beforehand, so that the raylet starts at once and the agents
+    when they can. A node with a job server waits for its agents, since it reaches them at the ports that they
+    report.
     """
 
     def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
         self._options: list[str] = []  # of the raylet
         if ray_params.include_dashboard:
-            # Any free port. Ray's default is a fixed one that the system also hands out to connections. If the agent finds it in use it
-            # stays alive without a server, and the node never takes a job.
+            # Any free port. Ray's default is a fixed one that the system also hands out to connections. If
+            # the agent finds it in use it stays alive without a server, and the node never takes a job.
             ray_params.dashboard_agent_listen_port = 0
         else:
             self._choose_agent_ports(ray_params)
         try:
             super().__init__(ray_params, *args, **kwargs)
         except Exception as error:  # Ray raises no class of its own here
-            raise NodeStartError("\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])) from error
+            raise NodeStartError(
+                "\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])
+            ) from error
 
     def _choose_agent_ports(self, ray_params: Any) -> None:
         held = hold_lasting_ports(ray_params.node_ip_address or "", 4)
         ports = [each.getsockname()[1] for each in held]
-        names = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+        names = (
+            "metrics_agent_port",
+            "metrics_export_port",
+            "runtime_env_agent_port",
+            "dashboard_agent_listen_port",
+        )
         ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))
         self._options.append(f"--dashboard_agent_listen_port={ports[-1]}")
         # The agents' servers cannot listen beside a socket that is only bound.
@@ -90,7 +101,9 @@ def _with_raylet_options(*options: str) -> Iterator[None]:
     start: Callable[..., Any] = services.start_ray_process
 
     def start_with_options(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        return start([*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs)
+        return start(
+            [*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs
+        )
 
     services.start_ray_process = start_with_options
     try:
@@ -114,8 +127,9 @@ def small_nodes() -> Iterator[None]:
 def without_job_server() -> Iterator[None]:
     """Starts the small agent, which takes no jobs.
 
-    Where the packages of ray[default] are installed, the agent of each node takes jobs from whoever reaches its port, also without a
-    dashboard, and needs seconds to start. Ray asks for these packages by this import.
+    Where the packages of ray[default] are installed, the agent of each node takes jobs from whoever reaches
+    its port, also without a dashboard, and needs seconds to start. Ray asks for these packages by this
+    import.
     """
     name = "ray.dashboard.optional_deps"
     before = sys.modules.get(name)
@@ -132,8 +146,8 @@ def without_job_server() -> Iterator[None]:
 def loopback_only() -> Iterator[None]:
     """Makes Ray use 127.0.0.1 as the node's address, at which alone its daemons then listen.
 
-    With any other address they listen at every address of the machine. The switch was made for laptops with other systems; it is read
-    when ray is imported, and from the environment by the daemons.
+    With any other address they listen at every address of the machine. The switch was made for laptops with
+    other systems; it is read when ray is imported, and from the environment by the daemons.
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -156,7 +170,8 @@ def start_node(
     dashboard_port: int | None = None,
     temp_dir: str | None = None,
 ) -> SmallNode:
-    """Starts a node of a cluster at an address of this machine, by itself or as a member of `head`'s. Its ports are free ones.
+    """Starts a node of a cluster at an address of this machine, by itself or as a member of `head`'s. Its
+    ports are free ones.
 
     With `dashboard_port` it has Ray's dashboard, which is the job server. Raises NodeStartError.
     """
@@ -204,7 +219,8 @@ def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
 
 
 def last_words(logs: str | None) -> list[str]:
-    """Returns the last CRITICAL and ERROR lines of the raylet and the GCS of a node, with the name of their file."""
+    """Returns the last CRITICAL and ERROR lines of the raylet and the GCS of a node, with the name of their
+    file."""
     words = []
     for file in sorted(Path(logs).glob("*.out")) if logs else ():
         if not file.name.startswith(("raylet", "gcs_server")):
@@ -224,13 +240,15 @@ def object_store_bytes(object_store_mb: float = OBJECT_STORE_MB) -> int:
 
 
 def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | None:
-    """Returns a warning where the object store does not fit into shared memory, in which case Ray keeps it in files on a disk."""
+    """Returns a warning where the object store does not fit into shared memory, in which case Ray keeps it in
+    files on a disk."""
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     if free >= needed:
         return None
     sizes = f"{free / 2**20:,.0f} MiB free, less than the {needed / 2**20:,.0f} MiB of Ray's object store"
     return (
-        f"{folder} has {sizes}, which is therefore kept in files of Ray's temporary folder; give the node or container a larger {folder}, "
+        f"{folder} has {sizes}, which is therefore kept in files of Ray's temporary folder; give the node "
+        f"or container a larger {folder}, "
         f"or set {_STORE_BYTES}"
     )
 
@@ -239,7 +257,8 @@ def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | 
 
 
 def add_key(environment: MutableMapping[str, str]) -> list[str]:
-    """Adds a key for the cluster, without which whoever reaches its ports can run code. Returns the variables that it has set."""
+    """Adds a key for the cluster, without which whoever reaches its ports can run code. Returns the variables
+    that it has set."""
     added = [] if AUTH_MODE in environment else [AUTH_MODE]
     environment.setdefault(AUTH_MODE, "token")
     if environment[AUTH_MODE] == "token" and _AUTH_FILE not in environment and AUTH_TOKEN not in environment:
@@ -249,6 +268,7 @@ def add_key(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def read_key() -> None:
-    """Makes Ray in this process, which has read the environment when it was imported, take the key that is there now."""
+    """Makes Ray in this process, which has read the environment when it was imported, take the key that is
+    there now."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

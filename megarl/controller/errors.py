@@ -22,11 +22,15 @@ class RankFailure(NamedTuple):
 
     def describe(self) -> str:
         process = f"pid {self.pid}" if self.pid is not None else "pid unknown"
-        return f"{self.role} rank {self.rank} (node {self.node}, {process}) in {self.method}: {self.failure.summary}"
+        return (
+            f"{self.role} rank {self.rank} (node {self.node}, {process}) in {self.method}: "
+            f"{self.failure.summary}"
+        )
 
 
 class WorkerError(RunError):
-    """A worker raised, or its process ended. The attributes are those of the failure that came first; `others` came with it."""
+    """A worker raised, or its process ended. The attributes are those of the failure that came first;
+    `others` came with it."""
 
     def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
         self.role = first.role
@@ -43,7 +47,11 @@ class WorkerError(RunError):
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
         if others:
-            lines += ["", f"{len(others)} more failed after it:", *(f"  {other.describe()}" for other in others[:8])]
+            lines += [
+                "",
+                f"{len(others)} more failed after it:",
+                *(f"  {other.describe()}" for other in others[:8]),
+            ]
         super().__init__("\n".join(lines), hint=first.failure.hint)
 
 
@@ -78,14 +86,24 @@ class RayEndedError(RunError):
     hint = hints.RAY_ENDED
 
     def __init__(self, daemon: str) -> None:
-        super().__init__(f"Ray's {daemon} has ended (killed, out of memory, or crashed), and all processes of the run end with it")
+        super().__init__(
+            f"Ray's {daemon} has ended (killed, out of memory, or crashed), and all processes of the run "
+            f"end with it"
+        )
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
-    """A call outlived its group's limit; the group has been ended. `rank`: where it ran longest; `reports` tell what each was doing."""
+    """A call outlived its group's limit; the group has been ended. `rank`: where it ran longest; `reports`
+    tell what each was doing."""
 
     def __init__(
-        self, role: str, method: str, limit_s: float, reports: Sequence[RankReport], rows: Rows | None = None, rank: int = 0
+        self,
+        role: str,
+        method: str,
+        limit_s: float,
+        reports: Sequence[RankReport],
+        rows: Rows | None = None,
+        rank: int = 0,
     ) -> None:
         self.role = role
         self.method = method
@@ -96,15 +114,22 @@ class PhaseTimeoutError(RunError, TimeoutError):
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"
-        lines = [f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank was doing:"]
+        lines = [
+            f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank "
+            f"was doing:"
+        ]
         lines += [report.describe() for report in reports]
-        super().__init__("\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL)
+        super().__init__(
+            "\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL
+        )
 
 
 def first_failure(failures: Sequence[RankFailure]) -> WorkerError:
-    """The likeliest cause: an exception of a worker's own before a death, a death before complaints about peers; then the earliest.
+    """The likeliest cause: an exception of a worker's own before a death, a death before complaints about
+    peers; then the earliest.
 
-    A rank that raises leaves its peers in a collective that breaks or aborts them, so their errors are its consequences.
+    A rank that raises leaves its peers in a collective that breaks or aborts them, so their errors are its
+    consequences.
     """
     ordered = sorted(failures, key=lambda failure: (failure.failure.kind, failure.failure.time_s))
     return WorkerError(ordered[0], ordered[1:])

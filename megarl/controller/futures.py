@@ -1,4 +1,5 @@
-"""One remote call on one rank, the future of a call on many, and waiting: the first failure, a dead process or a hang ends the wait."""
+"""One remote call on one rank, the future of a call on many, and waiting: the first failure, a dead process
+or a hang ends the wait."""
 
 from __future__ import annotations
 
@@ -16,9 +17,25 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from megarl.batch.future import DataProtoFuture
 from megarl.controller.cluster import ended_daemon, oom_kills
 from megarl.controller.dispatch import Collect, collect
-from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError, first_failure
+from megarl.controller.errors import (
+    PhaseTimeoutError,
+    RankFailure,
+    RankReport,
+    RayEndedError,
+    WorkerError,
+    first_failure,
+)
 from megarl.controller.lost_process import LOST, node_lost, why_lost
-from megarl.controller.messages import CONSTRUCTION, CallFailure, CallRecord, FailureKind, Location, OnRecord, RankActivity, Rows
+from megarl.controller.messages import (
+    CONSTRUCTION,
+    CallFailure,
+    CallRecord,
+    FailureKind,
+    Location,
+    OnRecord,
+    RankActivity,
+    Rows,
+)
 
 GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
 NODE_LOOK_S = 5.0  # between two looks at whether the nodes of processes that are still to start are there
@@ -49,7 +66,8 @@ class Processes(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """`result` stays in the object store until someone asks. `uids`: of the rows of the batch that it was given, (B,), where it was."""
+    """`result` stays in the object store until someone asks. `uids`: of the rows of the batch that it was
+    given, (B,), where it was."""
 
     processes: Processes
     role: str
@@ -86,11 +104,19 @@ class Call:
         if self.record.failure is not None:
             location = self.record.location
             self.failure = RankFailure(
-                self.role, self.rank, location.node, location.pid, self.method, self.record.failure, self.rows, location.stderr_path
+                self.role,
+                self.rank,
+                location.node,
+                location.pid,
+                self.method,
+                self.record.failure,
+                self.rows,
+                location.stderr_path,
             )
 
     def fetch_result(self) -> Any:
-        """Returns what the call returned. Raises WorkerError where that was lost with the node that kept it."""
+        """Returns what the call returned. Raises WorkerError where that was lost with the node that kept
+        it."""
         try:
             return ray.get(self.result)
         except RayError as error:
@@ -98,7 +124,8 @@ class Call:
             raise WorkerError(self.failure) from error
 
     def _failure_outside(self, error: RayError) -> RankFailure:
-        """Builds the failure for an error of Ray's own: the process is gone, or a value could not be sent or received."""
+        """Builds the failure for an error of Ray's own: the process is gone, or a value could not be sent or
+        received."""
         rank = self.rank
         if isinstance(error, RayActorError):  # may be about the process that should have made an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
@@ -115,11 +142,23 @@ class Call:
         else:
             log = _end_of_log(log_path) if location else ""
             loss = why_lost(error, location.node if location else None, log, oom_kills(node))
-            failure = CallFailure(FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint)
-        return RankFailure(self.role, rank, node, pid, self.method, failure, self.rows if rank == self.rank else None, log_path)
+            failure = CallFailure(
+                FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
+            )
+        return RankFailure(
+            self.role,
+            rank,
+            node,
+            pid,
+            self.method,
+            failure,
+            self.rows if rank == self.rank else None,
+            log_path,
+        )
 
     def fail_without_node(self, node: str) -> RankFailure:
-        """Records that the process will never start, because `node` left the cluster and no other may take its place."""
+        """Records that the process will never start, because `node` left the cluster and no other may take
+        its place."""
         loss = node_lost(node, f"{self.role} rank {self.rank} has nowhere to start")
         failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
         self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
@@ -152,7 +191,8 @@ class WorkerFuture(RemoteFuture[T_co]):
         self._how = how
 
     def get(self, timeout: float | None = None) -> T_co:
-        """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after `timeout` seconds."""
+        """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after
+        `timeout` seconds."""
         wait_for_calls(self.calls, timeout)
         return collect([call.fetch_result() for call in self._kept], self._how)
 
@@ -173,14 +213,15 @@ class DerivedFuture(RemoteFuture[T_co]):
 def gather(*futures: RemoteFuture[T], timeout: float | None = None) -> list[T]:
     """Waits for futures of any groups at the same time; their results in order.
 
-    Raises the first failure of any (a failure behind the second is not hidden by a first one that still works),
-    PhaseTimeoutError, or TimeoutError after `timeout` seconds.
+    Raises the first failure of any (a failure behind the second is not hidden by a first one that still
+    works), PhaseTimeoutError, or TimeoutError after `timeout` seconds.
     """
     return RemoteFuture.gather(futures, timeout)
 
 
 def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[RemoteFuture[Any]]:
-    """Those of `futures` that have ended, well or not, after at most `timeout` seconds of waiting for the first; `get` tells how."""
+    """Those of `futures` that have ended, well or not, after at most `timeout` seconds of waiting for the
+    first; `get` tells how."""
     ended = [future for future in futures if has_ended(future.calls)]
     give_up_s = time.monotonic() + timeout
     while not ended and (remaining_s := give_up_s - time.monotonic()) > 0:
@@ -193,11 +234,16 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
 
 
 def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
-    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed), RayEndedError, or TimeoutError after
-    `timeout` s."""
+    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed),
+    RayEndedError, or TimeoutError after `timeout` s."""
     give_up_s = None if timeout is None else time.monotonic() + timeout
-    construction = [call for processes in dict.fromkeys(call.processes for call in calls) for call in processes.construction]
-    everything = list(dict.fromkeys([*construction, *calls]))  # what fails or hangs in a constructor is the cause of ours
+    construction = [
+        call
+        for processes in dict.fromkeys(call.processes for call in calls)
+        for call in processes.construction
+    ]
+    # what fails or hangs in a constructor is the cause of ours
+    everything = list(dict.fromkeys([*construction, *calls]))
     if failures := [call.failure for call in everything if call.failure is not None]:
         raise first_failure(failures)
     pending = {call.record_reference: call for call in everything if not call.ended}
@@ -211,7 +257,8 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
         if pending and give_up_s is not None and time.monotonic() >= give_up_s:
             waiting = next(iter(pending.values()))
             raise TimeoutError(
-                f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank {waiting.rank}); it is still running"
+                f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "
+                f"{waiting.rank}); it is still running"
             )
         for processes in look_s:
             own = [call for call in pending.values() if call.processes is processes]
@@ -233,7 +280,8 @@ def has_ended(calls: Sequence[Call]) -> bool:
 
 
 def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
-    """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among them."""
+    """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among
+    them."""
     references = list(pending)
     if not references:
         return []
@@ -248,22 +296,34 @@ def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[Ra
     return failures
 
 
-def _wait(references: list[ray.ObjectRef], pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
-    """Waits at most `wait_s` for one of the calls to end. Returns the failures of processes that will never start.
+def _wait(
+    references: list[ray.ObjectRef], pending: dict[ray.ObjectRef, Call], wait_s: float
+) -> list[RankFailure]:
+    """Waits at most `wait_s` for one of the calls to end. Returns the failures of processes that will never
+    start.
 
-    Ray reports the loss of a running process. One that is still to be placed on a node that is gone it keeps waiting for ever.
+    Ray reports the loss of a running process. One that is still to be placed on a node that is gone it keeps
+    waiting for ever.
     """
     end_s = time.monotonic() + wait_s
     while True:
         starting = {reference: call for reference, call in pending.items() if call.method == CONSTRUCTION}
         remaining_s = max(0.0, end_s - time.monotonic())
         ended, _ = ray.wait(
-            references, num_returns=1, timeout=min(remaining_s, NODE_LOOK_S) if starting else remaining_s, fetch_local=False
+            references,
+            num_returns=1,
+            timeout=min(remaining_s, NODE_LOOK_S) if starting else remaining_s,
+            fetch_local=False,
         )
         if ended:
             return []
-        lost = {processes: processes.lost_nodes() for processes in dict.fromkeys(call.processes for call in starting.values())}
-        unplaceable = {reference: call for reference, call in starting.items() if call.rank in lost[call.processes]}
+        lost = {
+            processes: processes.lost_nodes()
+            for processes in dict.fromkeys(call.processes for call in starting.values())
+        }
+        unplaceable = {
+            reference: call for reference, call in starting.items() if call.rank in lost[call.processes]
+        }
         for reference in unplaceable:
             del pending[reference]
         if unplaceable or time.monotonic() >= end_s:
@@ -281,8 +341,8 @@ def _late_failures(pending: dict[ray.ObjectRef, Call]) -> list[RankFailure]:
 def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float) -> float:
     """When to look again (monotonic seconds). Ends the group and raises when a call has outlived the limit.
 
-    A call may wait in its rank's queue behind others; the limit is for each of them, from its own start. A rank that is idle
-    although a call is pending has not got it yet: that counts from when the call was made.
+    A call may wait in its rank's queue behind others; the limit is for each of them, from its own start. A
+    rank that is idle although a call is pending has not got it yet: that counts from when the call was made.
     """
     if not calls:
         return float("inf")
@@ -293,7 +353,9 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         return max(first_look_s, looked_at_s)
     reports = processes.reports()
     running = {report.rank: report.activity for report in reports}
-    age_s, oldest = max(((_age_s(running[call.rank], call, now_s), call) for call in calls), key=lambda one: one[0])
+    age_s, oldest = max(
+        ((_age_s(running[call.rank], call, now_s), call) for call in calls), key=lambda one: one[0]
+    )
     if age_s < limit_s:
         return now_s + limit_s - age_s
     is_idle = (activity := running[oldest.rank]) is not None and activity.method is None

@@ -1,4 +1,5 @@
-"""RayWorkerGroup: the driver's handle on all ranks of a role, which call a worker's methods by `group.call(ActorWorker.update, ...)`."""
+"""RayWorkerGroup: the driver's handle on all ranks of a role, which call a worker's methods by
+`group.call(ActorWorker.update, ...)`."""
 
 from __future__ import annotations
 
@@ -7,13 +8,31 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.controller.actors import ActorSet
-from megarl.controller.dispatch import RULES, Collect, CollectKind, Dispatch, Mesh, Rule, plan_call, rule_for_rank
+from megarl.controller.dispatch import (
+    RULES,
+    Collect,
+    CollectKind,
+    Dispatch,
+    Mesh,
+    Rule,
+    plan_call,
+    rule_for_rank,
+)
 from megarl.controller.environment import users_settings
 from megarl.controller.errors import RankReport
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.worker import CallP, CallR, ColocatedWorkerClass, P, R, RayClassWithInitArgs, RemoteMethod, Worker
+from megarl.controller.worker import (
+    CallP,
+    CallR,
+    ColocatedWorkerClass,
+    P,
+    R,
+    RayClassWithInitArgs,
+    RemoteMethod,
+    Worker,
+)
 from megarl.tracking.timeline import Span
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
@@ -40,20 +59,27 @@ class RoleGroup:
 
     @property
     def ready(self) -> WorkerFuture:
-        """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as theirs."""
+        """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as
+        theirs."""
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
 
     # ---- calls
 
-    def call(self, method: RemoteMethod[..., Any, CallP, CallR], *args: CallP.args, **kwargs: CallP.kwargs) -> CallR:
-        """A worker's method as its `@register` says: on which ranks, and whether this waits or returns a future.
+    def call(
+        self, method: RemoteMethod[..., Any, CallP, CallR], *args: CallP.args, **kwargs: CallP.kwargs
+    ) -> CallR:
+        """A worker's method as its `@register` says: on which ranks, and whether this waits or returns a
+        future.
 
-        Waiting raises WorkerError, PhaseTimeoutError. ValueError where the method is not one of this group's worker.
+        Waiting raises WorkerError, PhaseTimeoutError. ValueError where the method is not one of this group's
+        worker.
         """
         future = self._execute(method.rule, method, args, kwargs)
         return future.get() if method.blocking else future  # type: ignore[return-value]
 
-    def call_rank(self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[R]:
+    def call_rank(
+        self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
+    ) -> WorkerFuture[R]:
         """Call a worker's method on one rank alone, whatever its `@register` says.
 
         Raises:
@@ -63,12 +89,16 @@ class RoleGroup:
             raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
         return self._execute(rule_for_rank(rank), method, args, kwargs)
 
-    def call_all(self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs) -> WorkerFuture[list[R]]:
-        """Call a worker's method on every rank with the same arguments, whatever its `@register` says; the result is a list by rank."""
+    def call_all(
+        self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
+    ) -> WorkerFuture[list[R]]:
+        """Call a worker's method on every rank with the same arguments, whatever its `@register` says; the
+        result is a list by rank."""
         return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
 
     def call_beside(self, method: RemoteMethod[[], None, ..., Any]) -> None:
-        """A worker's method, which must be safe in a thread of its own, on every rank at once, beside the call that the rank is at.
+        """A worker's method, which must be safe in a thread of its own, on every rank at once, beside the
+        call that the rank is at.
 
         Returns at once, and nobody hears of its end.
         """
@@ -76,22 +106,34 @@ class RoleGroup:
 
     def _name(self, method: RemoteMethod[..., Any, ..., Any]) -> str:
         if self._worker_class is None:
-            raise ValueError(f"{method!r}: several roles share these processes; call it on one of the groups that spawn() returns")
+            raise ValueError(
+                f"{method!r}: several roles share these processes; call it on one of the groups that "
+                f"spawn() returns"
+            )
         if not issubclass(self._worker_class, method.owner):
-            raise ValueError(f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}")
+            raise ValueError(
+                f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}"
+            )
         return method.name
 
     def _execute(
-        self, rule: Rule, method: RemoteMethod[..., Any, ..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        rule: Rule,
+        method: RemoteMethod[..., Any, ..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> WorkerFuture[Any]:
         name = self._name(method)
-        return self._actors.start(self.role, name, plan_call(rule, self.mesh, args, kwargs), self._record_spans)
+        return self._actors.start(
+            self.role, name, plan_call(rule, self.mesh, args, kwargs), self._record_spans
+        )
 
     # ---- what the processes do
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that have answered a call, in the order of ranks; each is a number of its own node."""
+        """Of the processes that have answered a call, in the order of ranks; each is a number of its own
+        node."""
         return [self._actors.locations[rank].pid for rank in sorted(self._actors.locations)]
 
     def reports(self) -> list[RankReport]:
@@ -105,7 +147,8 @@ class RoleGroup:
         self._spans += [Span(pool, role, rank, span.name, span.start_s, span.end_s) for span in record.spans]
 
     def drain_spans(self) -> list[Span]:
-        """What the calls that were waited for did since the last time, on every rank: each call, then its phases."""
+        """What the calls that were waited for did since the last time, on every rank: each call, then its
+        phases."""
         spans = self._spans
         self._spans = []
         return spans
@@ -116,13 +159,18 @@ class RoleGroup:
 
 
 class RayWorkerGroup(RoleGroup):
-    """Starts one process per bundle of `resource_pool` and constructs the workers there; returns before they are ready.
+    """Starts one process per bundle of `resource_pool` and constructs the workers there; returns before they
+    are ready.
 
-    `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups `spawn` gives.
-    `environment`: set in the processes before torch is loaded, beside what the user and environment.py set for all.
-    `at_work`: role -> method -> how many processes of a node compute while it runs, which share its cores where there is no GPU and the
-    user has not set OMP_NUM_THREADS. Another method has the threads of the one before it.
-    `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the group is ended.
+    `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups
+    `spawn` gives.
+    `environment`: set in the processes before torch is loaded, beside what the user and environment.py set
+    for all.
+    `at_work`: role -> method -> how many processes of a node compute while it runs, which share its cores
+    where there is no GPU and the user has not set OMP_NUM_THREADS. Another method has the threads of the one
+    before it.
+    `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the
+    group is ended.
     """
 
     _role_group = RoleGroup  # the class of the groups that spawn() returns
@@ -165,4 +213,7 @@ def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool
     """Raise ValueError, before a process is started, for a layout of another size than the pool."""
     num_ranks = len(worker.mesh(pool.world_size))
     if num_ranks != pool.world_size:
-        raise ValueError(f"role {role!r} has a layout of {num_ranks} ranks, but its pool {pool.name!r} has {pool.world_size} processes")
+        raise ValueError(
+            f"role {role!r} has a layout of {num_ranks} ranks, but its pool {pool.name!r} has "
+            f"{pool.world_size} processes"
+        )

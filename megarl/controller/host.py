@@ -1,4 +1,5 @@
-"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray actor.
+"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray
+actor.
 
 Imports neither torch nor a worker class: the environment is set before either is loaded.
 """
@@ -51,7 +52,8 @@ _COMMUNICATION_WORDS = (
 
 
 class WorkerHost:
-    """Methods return (result, CallRecord) as two objects, and never raise: the driver reads the record before it asks for the result."""
+    """Methods return (result, CallRecord) as two objects, and never raise: the driver reads the record before
+    it asks for the result."""
 
     def __init__(self) -> None:
         self._activity = Activity()
@@ -75,8 +77,8 @@ class WorkerHost:
         owner: str,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Any, CallRecord]:
-        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment is set. `at_work`: see
-        RayWorkerGroup."""
+        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment
+        is set. `at_work`: see RayWorkerGroup."""
         if not use_gpu and "OMP_NUM_THREADS" not in environment:
             self._at_work = at_work
         launch = {
@@ -86,7 +88,9 @@ class WorkerHost:
             "MASTER_ADDR": rendezvous.address,
             "MASTER_PORT": rendezvous.port,
         }
-        os.environ.update({OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}})
+        os.environ.update(
+            {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}
+        )
         fill_in(os.environ, self._location.node, use_gpu)
         return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
 
@@ -95,12 +99,19 @@ class WorkerHost:
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
             worker = cls.__new__(cls)
             worker.context = WorkerContext(
-                role, identity.rank, identity.world_size, identity.local_rank, self._location.node, self._activity
+                role,
+                identity.rank,
+                identity.world_size,
+                identity.local_rank,
+                self._location.node,
+                self._activity,
             )
             worker.__init__(*arguments, **named_arguments)
             self._workers[role] = worker
 
-    def execute(self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any) -> tuple[Any, CallRecord]:
+    def execute(
+        self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, CallRecord]:
         """`keep_result` False: another rank's result is the one that counts, so this one's is not stored."""
         self._take_cores(self._at_work.get(role, {}).get(method))
         result, record = self._record(method, lambda: getattr(self._workers[role], method)(*args, **kwargs))

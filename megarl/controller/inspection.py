@@ -1,4 +1,5 @@
-"""What a Ray cluster is made of: each node's resources, versions and limits, what it sees of the driver's files, and its clock."""
+"""What a Ray cluster is made of: each node's resources, versions and limits, what it sees of the driver's
+files, and its clock."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ class Limits(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """`software`, `limits`: None where no worker could be started, as `error` says. `unseen`: of the paths asked for, those that the node
-    does not have. `clock_offset_s`: its clock less the driver's, known to within `clock_uncertainty_s`."""
+    """`software`, `limits`: None where no worker could be started, as `error` says. `unseen`: of the paths
+    asked for, those that the node does not have. `clock_offset_s`: its clock less the driver's, known to
+    within `clock_uncertainty_s`."""
 
     address: str
     resources: Mapping[str, float]
@@ -80,15 +82,17 @@ def here() -> Software:
 
 
 def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
-    """Of the cluster that this process has joined; a node that does not answer within `limit_s` is reported as such. `paths`: that every
-    node should have."""
+    """Of the cluster that this process has joined; a node that does not answer within `limit_s` is reported
+    as such. `paths`: that every node should have."""
     nodes = living_nodes()
     witness = ray.remote(num_cpus=0)(_Witness)
     placed = [NodeAffinitySchedulingStrategy(node.identity, soft=False) for node in nodes]
     actors: list[Any] = [witness.options(scheduling_strategy=place).remote() for place in placed]
     give_up_s = time.monotonic() + limit_s
     try:
-        reports = tuple(_report(node, actor, paths, give_up_s) for node, actor in zip(nodes, actors, strict=True))
+        reports = tuple(
+            _report(node, actor, paths, give_up_s) for node, actor in zip(nodes, actors, strict=True)
+        )
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -1,4 +1,5 @@
-"""Says why a process is gone: what Ray reports about it, told apart by whether the process, its node or the network failed."""
+"""Says why a process is gone: what Ray reports about it, told apart by whether the process, its node or the
+network failed."""
 
 from __future__ import annotations
 
@@ -21,10 +22,20 @@ from megarl.controller import hints
 from megarl.machine.wording import counted
 
 # Errors that mean that the process, or what it returned, no longer exists.
-LOST = (ActorUnavailableError, LocalRayletDiedError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError)
+LOST = (
+    ActorUnavailableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
 UNKNOWN = "the process ended (killed, out of memory, or crashed)"
 
-_NODE_DIED = re.compile(r"its node has died|health check failed|missed too many heartbeats|node (?:is|was) (?:dead|terminated)")
+_NODE_DIED = re.compile(
+    r"its node has died|health check failed|missed too many heartbeats|node (?:is|was) (?:dead|terminated)"
+)
 _NODE_REASON = re.compile(r"node was terminated(?: \w+)?: ([^\n]+)")
 _NODE_ADDRESS = re.compile(r"^\s*ip: (\S+)$", re.MULTILINE)
 _MEMORY_USED = re.compile(r"(\S+) used / (\S+) limit")
@@ -47,22 +58,34 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
         error: Ray's error, one of `LOST`.
         node: The address of the process's node, None where it is not known.
         log: The end of the process's standard error, empty where it cannot be read.
-        oom_kills: Processes of that node that the kernel's OOM killer has ended during this run, 0 where it is not known.
+        oom_kills: Processes of that node that the kernel's OOM killer has ended during this run, 0 where it
+            is not known.
     """
     text = str(error)
     if isinstance(error, OutOfMemoryError):
         used = _MEMORY_USED.search(text)
         memory = f" ({used[1]} of {used[2]} used)" if used else ""
-        return ProcessLoss(f"Ray's memory monitor ended the process: its node is running out of memory{memory}", hints.MEMORY_MONITOR)
+        return ProcessLoss(
+            f"Ray's memory monitor ended the process: its node is running out of memory{memory}",
+            hints.MEMORY_MONITOR,
+        )
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
         address = _NODE_ADDRESS.search(text)
         reason = _NODE_REASON.search(text)
-        return node_lost(address[1] if address else node, reason[1].strip() if reason else "it no longer answers")
+        return node_lost(
+            address[1] if address else node, reason[1].strip() if reason else "it no longer answers"
+        )
     if isinstance(error, ActorUnavailableError):
-        summary = "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
+        summary = (
+            "the process cannot be reached: the connection to it broke, and its node is still part of "
+            "the cluster"
+        )
         return ProcessLoss(summary, hints.PROCESS_EXITED)
     if isinstance(error, ObjectLostError):
-        summary = f"a value that was kept on node {node or 'not known'} is lost: the process or the node that kept it is gone"
+        summary = (
+            f"a value that was kept on node {node or 'not known'} is lost: the process or the node "
+            f"that kept it is gone"
+        )
         return ProcessLoss(summary, hints.NODE_LOST)
     return _why_ended(text, log, oom_kills)
 
@@ -81,13 +104,16 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
         return ProcessLoss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
     if oom_kills:
         processes = counted(oom_kills, "process")
-        summary = f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
+        summary = (
+            f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
+        )
         return ProcessLoss(summary, hints.OOM_KILLED)
     return ProcessLoss(UNKNOWN, hints.PROCESS_GONE)
 
 
 def num_oom_kills() -> int:
-    """Count the processes that the OOM killer of this machine's kernel has ended since boot, 0 where it does not say."""
+    """Count the processes that the OOM killer of this machine's kernel has ended since boot, 0 where it does
+    not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
-"""What a worker process knows of itself and its calls, and tells the driver apart from their results. Small, and free of torch, as the
-process starts with it."""
+"""What a worker process knows of itself and its calls, and tells the driver apart from their results. Small,
+and free of torch, as the process starts with it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Location(NamedTuple):
 
 
 class CallRecord(NamedTuple):
-    """How a call went. It comes back beside the result, so that the driver learns this without fetching the result."""
+    """How a call went. It comes back beside the result, so that the driver learns this without fetching the
+    result."""
 
     location: Location
     spans: tuple[PhaseSpan, ...]
@@ -101,8 +102,8 @@ class Rendezvous(NamedTuple):
 
 
 class Activity:
-    """One call at a time, with named phases inside it: kept up to date by the thread that works, and read by the monitor thread while
-    that one hangs."""
+    """One call at a time, with named phases inside it: kept up to date by the thread that works, and read by
+    the monitor thread while that one hangs."""
 
     def __init__(self) -> None:
         self._method: str | None = None
@@ -144,14 +145,22 @@ class Activity:
         phases = list(self._phases)
         if method is None:
             return RankActivity(location, None, None, 0.0, "")
-        return RankActivity(location, method, " > ".join(phases) or None, self._began.seconds(), self._stack())
+        return RankActivity(
+            location, method, " > ".join(phases) or None, self._began.seconds(), self._stack()
+        )
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return "  (the thread has ended)\n"
-        entries = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith("<frozen importlib")]
-        calls = [number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")]
+        entries = [
+            entry
+            for entry in traceback.extract_stack(frame)
+            if not entry.filename.startswith("<frozen importlib")
+        ]
+        calls = [
+            number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")
+        ]
         return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))
 
 

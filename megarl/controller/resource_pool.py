@@ -1,4 +1,5 @@
-"""Devices as pools: a pool is a Ray placement group per node, and is refused at once when the cluster cannot hold it."""
+"""Devices as pools: a pool is a Ray placement group per node, and is refused at once when the cluster cannot
+hold it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from megarl.controller import hints
 from megarl.machine.errors import HintedError
@@ -24,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class InsufficientResourcesError(HintedError, ValueError):
-    """The cluster does not have, or does not free, what a pool asks for; the message sets requested beside available, per node."""
+    """The cluster does not have, or does not free, what a pool asks for; the message sets requested beside
+    available, per node."""
 
     hint = hints.NO_RESOURCES
 
@@ -38,12 +45,13 @@ class PoolBundle(NamedTuple):
 
 
 class RayResourcePool:
-    """`process_on_nodes[i]` processes, each with `gpus_per_process` devices of its own, together on one node, for every i.
+    """`process_on_nodes[i]` processes, each with `gpus_per_process` devices of its own, together on one node,
+    for every i.
 
     `max_colocate_count` worker groups may share the pool: each process then takes that fraction of a GPU.
-    `nodes[i]`: the number of that node in the run's plan: pools of one ResourcePoolManager that name the same number are on the same
-    node. None: any node that has room.
-    On CPU a process takes one of Ray's logical CPUs, which `start_ray(num_cpus=...)` counts as the run needs them.
+    `nodes[i]`: the number of that node in the run's plan: pools of one ResourcePoolManager that name the same
+    number are on the same node. None: any node that has room. On CPU a process takes one of Ray's logical
+    CPUs, which `start_ray(num_cpus=...)` counts as the run needs them.
     """
 
     def __init__(
@@ -58,7 +66,8 @@ class RayResourcePool:
     ) -> None:
         if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
-                f"pool {name!r}: process_on_nodes={list(process_on_nodes)}, max_colocate_count={max_colocate_count} and "
+                f"pool {name!r}: process_on_nodes={list(process_on_nodes)}, "
+                f"max_colocate_count={max_colocate_count} and "
                 f"gpus_per_process={gpus_per_process} must be at least 1"
             )
         self.process_on_nodes = tuple(process_on_nodes)
@@ -80,18 +89,25 @@ class RayResourcePool:
         return {_CPU: self.max_colocate_count, **({_GPU: self.gpus_per_process} if self.use_gpu else {})}
 
     def bundles(self) -> list[PoolBundle]:
-        """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once when it can never
-        be, and after `wait_limit_s` when others hold what is needed."""
+        """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once
+        when it can never be, and after `wait_limit_s` when others hold what is needed."""
         if not self._groups:
             check_fits([self])
             share = self.resources_per_process()
             ids: Sequence[str | None] = self._node_ids or [None] * len(self.process_on_nodes)
-            self._groups = [_group_on_node(share, count, node_id) for count, node_id in zip(self.process_on_nodes, ids, strict=True)]
+            self._groups = [
+                _group_on_node(share, count, node_id)
+                for count, node_id in zip(self.process_on_nodes, ids, strict=True)
+            ]
             deadline_s = time.monotonic() + self.wait_limit_s
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
-                raise InsufficientResourcesError(explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s"))
-            self._reserved_on = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
+                raise InsufficientResourcesError(
+                    explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s")
+                )
+            self._reserved_on = [
+                placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
+            ]
         return [
             PoolBundle(group, index, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
@@ -99,7 +115,8 @@ class RayResourcePool:
         ]
 
     def split(self) -> list[RayResourcePool]:
-        """One pool for each process, on the bundles of this one: for groups that are ended and started anew one by one."""
+        """One pool for each process, on the bundles of this one: for groups that are ended and started anew
+        one by one."""
         return [self.part([rank]) for rank in range(self.world_size)]
 
     def part(self, bundles: Sequence[int]) -> RayResourcePool:
@@ -111,14 +128,20 @@ class RayResourcePool:
         self._node_ids = list(node_ids)
 
     def lost_nodes(self) -> dict[int, str]:
-        """Returns the ranks whose node has left the cluster, with its address, where no other node can take its place.
+        """Returns the ranks whose node has left the cluster, with its address, where no other node can take
+        its place.
 
-        A planned pool stays on the nodes that it was reserved on. Ray moves another pool to a node that has room.
+        A planned pool stays on the nodes that it was reserved on. Ray moves another pool to a node that has
+        room.
         """
         if self._node_ids is None and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
-        node_of = [node for node, count in zip(self._reserved_on, self.process_on_nodes, strict=True) for _ in range(count)]
+        node_of = [
+            node
+            for node, count in zip(self._reserved_on, self.process_on_nodes, strict=True)
+            for _ in range(count)
+        ]
         return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
 
     def release(self) -> None:
@@ -135,14 +158,24 @@ class _PoolPart(RayResourcePool):
         node_of = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
         nodes = [node_of[rank] for rank in ranks]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-        super().__init__(counts, whole.use_gpu, whole.name, whole.max_colocate_count, whole.wait_limit_s, whole.gpus_per_process)
+        super().__init__(
+            counts,
+            whole.use_gpu,
+            whole.name,
+            whole.max_colocate_count,
+            whole.wait_limit_s,
+            whole.gpus_per_process,
+        )
         self._whole = whole
         self.ranks = tuple(ranks)
         self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
     def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
-        return [whole[rank]._replace(local_rank=local_rank) for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)]
+        return [
+            whole[rank]._replace(local_rank=local_rank)
+            for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
+        ]
 
     def lost_nodes(self) -> dict[int, str]:
         lost = self._whole.lost_nodes()
@@ -155,11 +188,11 @@ class _PoolPart(RayResourcePool):
 class ResourcePoolManager:
     """The pools of a run, and which role runs on which.
 
-    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name; `gpus_per_process`: pool name -> GPUs
-    of each process where `use_gpu`, 1 for those that it does not name, 0 for processes that need none; `max_colocate_counts`: pool
-    name -> worker groups that share it, 1 for those that it does not name; `nodes`: pool name -> the numbers of its nodes, see
-    RayResourcePool.
-    Raises ValueError for a role whose pool does not exist.
+    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name;
+    `gpus_per_process`: pool name -> GPUs of each process where `use_gpu`, 1 for those that it does not name,
+    0 for processes that need none; `max_colocate_counts`: pool name -> worker groups that share it, 1 for
+    those that it does not name; `nodes`: pool name -> the numbers of its nodes, see RayResourcePool. Raises
+    ValueError for a role whose pool does not exist.
     """
 
     def __init__(
@@ -173,7 +206,9 @@ class ResourcePoolManager:
     ) -> None:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
-                raise ValueError(f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}")
+                raise ValueError(
+                    f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}"
+                )
         self.resource_pools = {
             name: RayResourcePool(
                 counts,
@@ -199,7 +234,8 @@ class ResourcePoolManager:
         )
 
     def create_resource_pool(self) -> None:
-        """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit together."""
+        """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit
+        together."""
         pools = list(self.resource_pools.values())
         check_fits(pools)
         _pin(pools)
@@ -225,10 +261,13 @@ class NodeResources(NamedTuple):
 
 
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
-    """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they were empty."""
+    """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they
+    were empty."""
     nodes = living_nodes()
     if not fits(node_demands(pools), nodes):
-        raise InsufficientResourcesError(explain(pools, nodes, "more than the cluster has", _remedy(pools, nodes)))
+        raise InsufficientResourcesError(
+            explain(pools, nodes, "more than the cluster has", _remedy(pools, nodes))
+        )
 
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
@@ -236,15 +275,26 @@ def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources])
     return match(demands, nodes) is not None
 
 
-def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources], apart: bool = False) -> list[int] | None:
-    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves least.
+def match(
+    demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources], apart: bool = False
+) -> list[int] | None:
+    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves
+    least.
 
     apart: no node has two.
     """
     left = [dict(node.resources) for node in nodes]
     found = [0] * len(demands)
-    for index in sorted(range(len(demands)), key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]), reverse=True):
-        able = [number for number, room in enumerate(left) if all(room.get(kind, 0) >= need for kind, need in demands[index].items())]
+    for index in sorted(
+        range(len(demands)),
+        key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]),
+        reverse=True,
+    ):
+        able = [
+            number
+            for number, room in enumerate(left)
+            if all(room.get(kind, 0) >= need for kind, need in demands[index].items())
+        ]
         if not able:
             return None
         found[index] = min(able, key=lambda number: (left[number].get(_GPU, 0), left[number][_CPU]))
@@ -256,7 +306,8 @@ def match(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]
 
 
 def _pin(pools: Sequence[RayResourcePool]) -> None:
-    """A node of the cluster for each node of the plan: each its own and of those with room now, where they suffice."""
+    """A node of the cluster for each node of the plan: each its own and of those with room now, where they
+    suffice."""
     planned = [pool for pool in pools if pool.nodes is not None]
     numbers = _numbers(planned)
     demands = node_demands(planned)
@@ -273,7 +324,10 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
     else:
         return  # with what is not planned it fits, so the reservation itself finds out
     if nodes is whole:
-        _log.warning("%s", explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"))
+        _log.warning(
+            "%s",
+            explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"),
+        )
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -301,14 +355,20 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
 
 def living_nodes() -> list[NodeResources]:
     """With all that they have, whoever holds it."""
-    return [NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _group_on_node(share: Mapping[str, float], count: int, node_id: str | None) -> PlacementGroup:
     bundles = [dict(share) for _ in range(count)]
     if node_id is None:
         return placement_group(bundles, strategy="STRICT_PACK")
-    return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=[{_NODE_LABEL: node_id}] * count)
+    return placement_group(
+        bundles, strategy="STRICT_PACK", bundle_label_selector=[{_NODE_LABEL: node_id}] * count
+    )
 
 
 def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
@@ -331,14 +391,18 @@ def _remedy(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResource
     return _SMALLER
 
 
-def explain(pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, remedy: str = _SMALLER) -> str:
+def explain(
+    pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, remedy: str = _SMALLER
+) -> str:
     requested = [
         f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
         for pool in pools
         for index, count in enumerate(pool.process_on_nodes)
     ]
     available = [f"  node {node.node}: {_amounts(node.resources)}" for node in nodes]
-    return "\n".join([f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, remedy])
+    return "\n".join(
+        [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, remedy]
+    )
 
 
 def _where(pool: RayResourcePool, index: int) -> str:

@@ -1,5 +1,5 @@
-"""What runs in a worker process: the base class, `@register` for the methods that the driver calls, to Python and to a type checker, and
-its delayed construction there, alone or beside others."""
+"""What runs in a worker process: the base class, `@register` for the methods that the driver calls, to Python
+and to a type checker, and its delayed construction there, alone or beside others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class RemoteMethod(Generic[P, R, CallP, CallR]):
         return f"{self.owner.__name__}.{self.name}"
 
 
-# Of a mesh: the method takes its part of a batch first; the driver gives the parts of all replicas, and gets a result of each.
+# Of a mesh: the method takes its part of a batch first; the driver gives the parts of all replicas, and gets
+# a result of each.
 
 
 @overload
@@ -89,24 +90,30 @@ def register(
     RemoteMethod[Concatenate[DataProto, P], R, Concatenate[Sequence[DataProto], P], WorkerFuture[list[R]]],
 ]: ...
 @overload
-def register(dispatch_mode: Rule, blocking: bool = True) -> Callable[[Callable[Concatenate[Any, P], R]], RemoteMethod[P, R, ..., Any]]: ...
+def register(
+    dispatch_mode: Rule, blocking: bool = True
+) -> Callable[[Callable[Concatenate[Any, P], R]], RemoteMethod[P, R, ..., Any]]: ...
 def register(dispatch_mode: Dispatch | Rule = Dispatch.ONE_TO_ALL, blocking: bool = True) -> Any:
     """Mark a worker's method for `group.call`.
 
     Args:
-        dispatch_mode: Which ranks run it, on which part of the arguments, and whose results come back. A `Rule` is a mode of your own.
+        dispatch_mode: Which ranks run it, on which part of the arguments, and whose results come back. A
+            `Rule` is a mode of your own.
         blocking: Whether a call waits for the results. Otherwise it returns a future at once.
 
     Raises:
-        ValueError: The method is an `async def`. All ranks of a group run a call together, one call after the other.
+        ValueError: The method is an `async def`. All ranks of a group run a call together, one call after the
+            other.
     """
     rule = RULES[dispatch_mode] if isinstance(dispatch_mode, Dispatch) else dispatch_mode
 
     def mark(method: Callable[..., Any]) -> RemoteMethod[..., Any, ..., Any]:
         if iscoroutinefunction(method) or isasyncgenfunction(method):
             raise ValueError(
-                f"{method.__qualname__} is `async def`, but ranks run their calls one after the other, and nothing would await it; "
-                "make it a plain `def`, with asyncio.run around what it awaits (blocking=False frees the driver meanwhile)"
+                f"{method.__qualname__} is `async def`, but ranks run their calls one after the other, and "
+                f"nothing would await it; "
+                "make it a plain `def`, with asyncio.run around what it awaits (blocking=False frees the "
+                "driver meanwhile)"
             )
         return RemoteMethod(method, rule, blocking)
 
@@ -122,11 +129,13 @@ def registered_methods(worker_class: type) -> dict[str, RemoteMethod[..., Any, .
 class Worker:
     """Subclass it and mark with `@register` the methods that the driver calls.
 
-    The context is there before `__init__` runs, and so are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the
-    environment. Outside a worker group (in a unit test) a worker is rank 0 of 1.
+    The context is there before `__init__` runs, and so are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT in the environment. Outside a worker group (in a unit test) a worker is rank 0 of 1.
     """
 
-    context = WorkerContext(role="worker", rank=0, world_size=1, local_rank=0, node="localhost", activity=Activity())
+    context = WorkerContext(
+        role="worker", rank=0, world_size=1, local_rank=0, node="localhost", activity=Activity()
+    )
 
     @property
     def role(self) -> str:
@@ -142,7 +151,8 @@ class Worker:
 
     @property
     def local_rank(self) -> int:
-        """Among the group's ranks of this node. With GPUs, Ray shows a process its own ones only: the first is always number 0."""
+        """Among the group's ranks of this node. With GPUs, Ray shows a process its own ones only: the first
+        is always number 0."""
         return self.context.local_rank
 
     @property
@@ -151,12 +161,14 @@ class Worker:
         return self.context.node
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """`with self.phase("forward"):` names a part of a call, for the timeline and for the report of a hang."""
+        """`with self.phase("forward"):` names a part of a call, for the timeline and for the report of a
+        hang."""
         return self.context.activity.phase(name)
 
     @classmethod
     def mesh(cls, world_size: int, *args: Any, **kwargs: Any) -> Mesh:
-        """Where each rank stands in the layout of a worker that is made of these arguments: known to the driver without asking.
+        """Where each rank stands in the layout of a worker that is made of these arguments: known to the
+        driver without asking.
 
         Every rank is a replica of its own unless a subclass knows better.
         """
@@ -169,7 +181,8 @@ class Worker:
 
     @register()
     def resident_memory_gb(self) -> float:
-        """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for each."""
+        """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for
+        each."""
         import psutil
 
         process = psutil.Process()

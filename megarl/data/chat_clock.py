@@ -1,4 +1,5 @@
-"""The time that chat templates are told: one for a whole run, so that its prompts do not change from one day to the next."""
+"""The time that chat templates are told: one for a whole run, so that its prompts do not change from one day
+to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _TIMES: WeakKeyDictionary[PreTrainedTokenizerBase, datetime] = WeakKeyDictionary
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the chat template may write the time, as those of Llama 3.2 and gpt-oss write the date."""
+    """Returns whether the chat template may write the time, as those of Llama 3.2 and gpt-oss write the
+    date."""
     template = tokenizer.chat_template
     sources = [template] if isinstance(template, str) else (template or {}).values()
     return any(_CLOCK in str(source) for source in sources)
@@ -32,16 +34,20 @@ def set_chat_time(tokenizer: PreTrainedTokenizerBase, time: datetime | None) -> 
 
 
 def saved_chat_time(state: Mapping[str, Any]) -> datetime | None:
-    """Returns `chat_time` of a state that was saved, None if it has none. Raises ValueError if that is no time."""
+    """Returns `chat_time` of a state that was saved, None if it has none. Raises ValueError if that is no
+    time."""
     text = state.get("chat_time")
     if text is None:
         return None
     try:
         return datetime.fromisoformat(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"chat_time is {text!r}, but must be a time such as 2026-01-31T12:00:00 ({error})") from error
+        raise ValueError(
+            f"chat_time is {text!r}, but must be a time such as 2026-01-31T12:00:00 ({error})"
+        ) from error
 
 
 def clock_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Returns what `apply_chat_template` is given beside messages and tools; nothing for templates that do not read the clock."""
+    """Returns what `apply_chat_template` is given beside messages and tools; nothing for templates that do
+    not read the clock."""
     return {_CLOCK: chat_time(tokenizer).strftime} if reads_clock(tokenizer) else {}

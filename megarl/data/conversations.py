@@ -1,4 +1,5 @@
-"""What a reward model reads: a prompt's chat and the answer to it, as token ids of the reward model's own tokenizer and template."""
+"""What a reward model reads: a prompt's chat and the answer to it, as token ids of the reward model's own
+tokenizer and template."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class ConversationError(ValueError):
 
 
 class Conversation(NamedTuple):
-    """`is_truncated`: its oldest tokens were left out. `spells_special`: the answer's text has a special token of the reward model in
-    it, which the tokenizer then reads as one: a policy may learn to end its answer, or to write another turn, that way."""
+    """`is_truncated`: its oldest tokens were left out. `spells_special`: the answer's text has a special
+    token of the reward model in it, which the tokenizer then reads as one: a policy may learn to end its
+    answer, or to write another turn, that way."""
 
     token_ids: list[int]
     is_truncated: bool
@@ -31,10 +33,12 @@ class Conversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Renders a chat with the answer as its last message, closed as the template closes it, and no token more.
+    """Renders a chat with the answer as its last message, closed as the template closes it, and no token
+    more.
 
-    Tokens at the end that are `pad_token_id` (of the model's config.json) are left off, because Hugging Face's classes score the last
-    token that is not padding, by its id. `vocab_size`: of the model. `max_length`: tokens that it reads.
+    Tokens at the end that are `pad_token_id` (of the model's config.json) are left off, because Hugging
+    Face's classes score the last token that is not padding, by its id. `vocab_size`: of the model.
+    `max_length`: tokens that it reads.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class ConversationEncoder:
         self._overlong = overlong
 
     def encode(self, uid: str, messages: Sequence[Mapping[str, Any]], answer: str) -> Conversation:
-        """Raises ConversationError for a chat that the template refuses, one that is too long, and tokens that the model lacks."""
+        """Raises ConversationError for a chat that the template refuses, one that is too long, and tokens
+        that the model lacks."""
         chat = [*map(dict, messages), {"role": "assistant", "content": answer}]
         try:
             token_ids = render_chat(self._tokenizer, chat, for_generation=False)
@@ -62,24 +67,35 @@ class ConversationEncoder:
         while token_ids and token_ids[-1] == self._pad_token_id:
             token_ids.pop()
         if not token_ids:
-            raise ConversationError(f"sample {uid}: the reward model's chat template renders the conversation to no token but padding")
+            raise ConversationError(
+                f"sample {uid}: the reward model's chat template renders the conversation to no token but "
+                f"padding"
+            )
         if max(token_ids) >= self._vocab_size:
             raise ConversationError(
-                f"sample {uid}: the reward model's tokenizer gives the token {max(token_ids)}, but the model has {self._vocab_size}; "
+                f"sample {uid}: the reward model's tokenizer gives the token {max(token_ids)}, but the "
+                f"model has {self._vocab_size}; "
                 "put the tokenizer that it was trained with into the folder of reward.model.path"
             )
         length = len(token_ids)
         if length > self._max_length and self._overlong is OverlongConversation.refuse:
             raise ConversationError(
-                f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at most {self._max_length}; raise "
-                "reward.model.max_length and micro_batch as far as its positions go, use shorter prompts or responses, "
+                f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at "
+                f"most {self._max_length}; raise "
+                "reward.model.max_length and micro_batch as far as its positions go, use shorter prompts or "
+                "responses, "
                 "or set reward.model.overlong=truncate to leave the oldest tokens out"
             )
-        return Conversation(token_ids[-self._max_length :], length > self._max_length, spelled(self._tokenizer, [answer]) is not None)
+        return Conversation(
+            token_ids[-self._max_length :],
+            length > self._max_length,
+            spelled(self._tokenizer, [answer]) is not None,
+        )
 
 
 def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:
-    """Encodes one chat of each sequence of roles, and the longest of all (in the policy's tokens), with an empty answer.
+    """Encodes one chat of each sequence of roles, and the longest of all (in the policy's tokens), with an
+    empty answer.
 
     Raises ConversationError: what the reward model could never read is known before a run starts.
     """
@@ -94,12 +110,14 @@ def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None
 
 
 def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, RaggedTensor]:
-    """`prompts`, `responses` and `response_mask` of the conversations `rows`, rows of tokens: each stands as a prompt whose response is one
-    token, and the value before that token is written is the score of the conversation. The token itself (0) is read by nobody: attention
-    is causal."""
+    """`prompts`, `responses` and `response_mask` of the conversations `rows`, rows of tokens: each stands as
+    a prompt whose response is one token, and the value before that token is written is the score of the
+    conversation. The token itself (0) is read by nobody: attention is causal."""
     one_each = torch.ones(len(rows), dtype=torch.int64)
     return {
-        "prompts": RaggedTensor.of_rows([conversations[row].token_ids for row in rows], torch.int32, on_left=True),
+        "prompts": RaggedTensor.of_rows(
+            [conversations[row].token_ids for row in rows], torch.int32, on_left=True
+        ),
         "responses": RaggedTensor.constant(0, one_each, torch.int32),
         "response_mask": RaggedTensor.constant(True, one_each, torch.bool),
     }

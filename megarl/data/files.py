@@ -1,6 +1,8 @@
-"""Data files of every format as columns and rows: parquet, JSON lines, CSV, and a folder that `datasets` saved to disk.
+"""Data files of every format as columns and rows: parquet, JSON lines, CSV, and a folder that `datasets`
+saved to disk.
 
-A file's format is what its name ends in. What is damaged is said in one line, with the file and, as far as it is known, the row.
+A file's format is what its name ends in. What is damaged is said in one line, with the file and, as far as it
+is known, the row.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from megarl.machine.errors import one_line
 from megarl.machine.strict_json import refuse_repeated_keys
 
 Row = dict[str, Any]
-# What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad text a UnicodeError.
+# What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad
+# text a UnicodeError.
 _DAMAGED = (pyarrow.ArrowException, OSError, UnicodeError)
 
 
 class DataError(ValueError):
-    """A data file cannot be used as it is; the message names the file and, where there is one, the row and column."""
+    """A data file cannot be used as it is; the message names the file and, where there is one, the row and
+    column."""
 
 
 class OpenTable(NamedTuple):
-    """`columns`: of JSON lines, those of the first row. `rows`: each with those of the wanted columns that it has. `num_rows`: None where
-    only reading all of them would tell."""
+    """`columns`: of JSON lines, those of the first row. `rows`: each with those of the wanted columns that it
+    has. `num_rows`: None where only reading all of them would tell."""
 
     columns: list[str]
     rows: Iterator[Row]
@@ -40,12 +44,16 @@ class OpenTable(NamedTuple):
 def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
     """The rows of a data file, or of a folder that `datasets` saved, of which the columns `wanted` are read.
 
-    Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what is damaged.
+    Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what
+    is damaged.
     """
     if os.path.isdir(path):
         return _open_saved_to_disk(Path(path), wanted)
     if not os.path.isfile(path):
-        raise DataError(f"{path}: there is no such file (looked in {Path(path).absolute().parent}); give the path of a data file")
+        raise DataError(
+            f"{path}: there is no such file (looked in {Path(path).absolute().parent}); give the path of a "
+            f"data file"
+        )
     match Path(path).suffix.lower():
         case ".parquet":
             return _open_parquet(path, wanted)
@@ -105,10 +113,13 @@ def _json_lines(path: str) -> Iterator[Row]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 values = json.loads(text, object_pairs_hook=refuse_repeated_keys)
             except (ValueError, RecursionError) as error:  # a RecursionError where it is too deep
-                raise DataError(f"{path}, line {number}: is not JSON ({one_line(error)}){_of_whole_document(line)}") from error
+                raise DataError(
+                    f"{path}, line {number}: is not JSON ({one_line(error)}){_of_whole_document(line)}"
+                ) from error
             if not isinstance(values, dict):
                 raise DataError(
-                    f"{path}, line {number}: is {type(values).__name__}, expected an object such as {{'prompt': '2 + 3 = ?'}}; "
+                    f"{path}, line {number}: is {type(values).__name__}, expected an object such as "
+                    f"{{'prompt': '2 + 3 = ?'}}; "
                     "each line is one row"
                 )
             yield values
@@ -116,7 +127,9 @@ def _json_lines(path: str) -> Iterator[Row]:
 
 def _of_whole_document(line: bytes) -> str:
     is_whole = line.strip() in (b"[", b"{", b"[{")
-    return "; the file is one JSON document over many lines, so write it with one row a line" if is_whole else ""
+    return (
+        "; the file is one JSON document over many lines, so write it with one row a line" if is_whole else ""
+    )
 
 
 def _open_csv(path: str) -> OpenTable:
@@ -126,8 +139,14 @@ def _open_csv(path: str) -> OpenTable:
         return OpenTable([], iter(()), 0)
     for name in columns:
         if not name or columns.count(name) > 1:
-            problem = f"the name {name!r} stands there {columns.count(name)} times" if name else "a column has no name"
-            raise DataError(f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}")
+            problem = (
+                f"the name {name!r} stands there {columns.count(name)} times"
+                if name
+                else "a column has no name"
+            )
+            raise DataError(
+                f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}"
+            )
     return OpenTable(columns, _csv_rows(path, columns, rows))
 
 
@@ -138,7 +157,9 @@ def _csv_rows(path: str, columns: Sequence[str], records: Iterator[list[str]]) -
             continue
         if len(values) != len(columns):
             problem = f"has {len(values)} values, and the file has {len(columns)} columns {list(columns)}"
-            raise DataError(f"{path}, row {number}: {problem}; put a text with commas or line breaks into double quotes")
+            raise DataError(
+                f"{path}, row {number}: {problem}; put a text with commas or line breaks into double quotes"
+            )
         yield dict(zip(columns, values, strict=True))
         number += 1
 
@@ -149,18 +170,31 @@ def _csv_records(path: str) -> Iterator[list[str]]:
         try:
             yield from reader
         except (csv.Error, UnicodeError) as error:
-            raise DataError(f"{path}, line {reader.line_num + 1} or near it: is not CSV in UTF-8 ({one_line(error)})") from error
+            raise DataError(
+                f"{path}, line {reader.line_num + 1} or near it: is not CSV in UTF-8 ({one_line(error)})"
+            ) from error
 
 
 def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
-    """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of batches."""
+    """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of
+    batches."""
     if os.path.isfile(folder / SPLITS):
         splits = _read_object(folder / SPLITS).get("splits")
-        raise DataError(f"{folder}: holds the splits {splits}; name the folder of one of them, such as {str(folder / 'train')!r}")
+        raise DataError(
+            f"{folder}: holds the splits {splits}; name the folder of one of them, such as "
+            f"{str(folder / 'train')!r}"
+        )
     if not os.path.isfile(folder / SAVED_TO_DISK):
-        raise DataError(f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files in it")
+        raise DataError(
+            f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files "
+            f"in it"
+        )
     entries = _read_object(folder / SAVED_TO_DISK).get("_data_files")
-    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    names = (
+        [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+        if isinstance(entries, list)
+        else []
+    )
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
     if not files or len(files) != len(names):
         problem = f"_data_files is {entries!r}, but must name the files of this folder"
@@ -176,14 +210,19 @@ def _open_stream(file: Path) -> tuple[pyarrow.Schema, pyarrow.RecordBatchReader]
     try:
         reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
     except _DAMAGED as error:
-        raise DataError(f"{file}: is no Arrow file as `datasets` writes them ({one_line(error)}); save the data set again") from error
+        raise DataError(
+            f"{file}: is no Arrow file as `datasets` writes them ({one_line(error)}); save the data set again"
+        ) from error
     return reader.schema, reader
 
 
 def _stream_batches(file: Path, columns: Sequence[str]) -> Iterator[Iterator[Row]]:
     schema, reader = _open_stream(file)
     if missing := [name for name in columns if name not in schema.names]:
-        raise DataError(f"{file}: column {missing[0]!r} is missing, which other files of the data set have; save the data set again")
+        raise DataError(
+            f"{file}: column {missing[0]!r} is missing, which other files of the data set have; save the "
+            f"data set again"
+        )
     yield _rows_of(str(file), (batch.select(list(columns)) for batch in reader))
 
 

@@ -1,4 +1,5 @@
-"""Names on the Hugging Face hub in the place of folders and files: fetched once into the hub's own cache, which then has the path."""
+"""Names on the Hugging Face hub in the place of folders and files: fetched once into the hub's own cache,
+which then has the path."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class HubInputs(NamedTuple, Generic[Run]):
 
     Attributes:
         config: Local folders and files replace the names that were found.
-        lines: A line, which begins with the key, about each model's weights and each data set that were not fetched.
+        lines: A line, which begins with the key, about each model's weights and each data set that were not
+            fetched.
         problems: Names that the hub does not have, or that it does not answer for, one line each.
     """
 
@@ -55,7 +57,9 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
                 continue
             config = _changed(config, role.path_key.split("."), str(folder))
             if not has_weights:
-                lines.append(f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights")
+                lines.append(
+                    f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights"
+                )
     for key in ("train_files", "val_files"):
         files = list[str]()
         for name in getattr(config.data, key):
@@ -63,7 +67,11 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
                 files.append(_data_file(f"data.{key}", name, fetch) if is_hub_name(name) else name)
             except _NotFoundError as error:
                 problems.append(str(error))
-        lines += [f"data.{key}: {name} is on the hub; `megarl train` fetches it" for name in files if is_hub_name(name)]
+        lines += [
+            f"data.{key}: {name} is on the hub; `megarl train` fetches it"
+            for name in files
+            if is_hub_name(name)
+        ]
         config = _changed(config, ["data", key], files)
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
@@ -90,7 +98,8 @@ def model_folder(name: str, key: str, fetch: bool) -> Path:
 
 
 class _NotFoundError(Exception):
-    """Raised for a name that the hub does not have, or does not answer for. The message begins with the key."""
+    """Raised for a name that the hub does not have, or does not answer for. The message begins with the
+    key."""
 
 
 def _whole_model(name: str) -> Path | None:
@@ -115,27 +124,45 @@ def _data_file(key: str, name: str, fetch: bool) -> str:
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
-        raise _NotFoundError(f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be named: {listed}")
+        raise _NotFoundError(
+            f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be "
+            f"named: {listed}"
+        )
     return str(files[0])
 
 
 def _in_cache(name: str, kind: str, patterns: Sequence[str]) -> Path | None:
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), local_files_only=True))
+        return Path(
+            snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), local_files_only=True)
+        )
     except _FAILED:  # not all of it is here
         return None
 
 
 def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=_ANSWER_LIMIT_S))
+        return Path(
+            snapshot_download(
+                name, repo_type=kind, allow_patterns=list(patterns), etag_timeout=_ANSWER_LIMIT_S
+            )
+        )
     except _FAILED as error:
         of_kind = " --repo-type dataset" if kind == "dataset" else ""
         named = "DIR" if kind == "model" else "the files in DIR"
-        remedy = f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and set {key} to {named}"
+        remedy = (
+            f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and "
+            f"set {key} to {named}"
+        )
         if kind == "model":
-            remedy += f"; to check or plan a run, its config.json in models/{name.rpartition('/')[2]}/ next to the configuration is enough"
-        problem = f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: {one_line(error).split('. ')[0]})"
+            folder = f"models/{name.rpartition('/')[2]}/"
+            remedy += (
+                f"; to check or plan a run, its config.json in {folder} next to the configuration is enough"
+            )
+        problem = (
+            f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: "
+            f"{one_line(error).split('. ')[0]})"
+        )
         raise _NotFoundError(f"{key}: {problem}; {remedy}") from error
 
 

@@ -1,4 +1,5 @@
-"""Batches for a training loop: an endless, shuffled, resumable walk through a data set, and one straight pass for validation."""
+"""Batches for a training loop: an endless, shuffled, resumable walk through a data set, and one straight pass
+for validation."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
-    """A data set whose rows can be made into a batch; `uids` name this visit to each row. identity: of all rows, in order."""
+    """A data set whose rows can be made into a batch; `uids` name this visit to each row. identity: of all
+    rows, in order."""
 
     @property
     def identity(self) -> RowIdentity: ...
@@ -37,7 +39,8 @@ class TrainingRows(RowSource, Protocol):
 
 
 class Share(NamedTuple):
-    """Rows of a data set that follow each other, and their share of what is served, relative to the other parts'."""
+    """Rows of a data set that follow each other, and their share of what is served, relative to the other
+    parts'."""
 
     num_rows: int
     weight: float
@@ -52,23 +55,28 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
         return []
     parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
-        raise DataError(f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files and its weight")
+        raise DataError(
+            f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files "
+            f"and its weight"
+        )
     return parts
 
 
 class BatchLoader:
-    """Serves `batch_size` rows at a time, for ever. Each epoch serves every row once; a batch may run across the end of an epoch,
-    so no row is dropped and all batches are full.
+    """Serves `batch_size` rows at a time, for ever. Each epoch serves every row once; a batch may run across
+    the end of an epoch, so no row is dropped and all batches are full.
 
-    With `parts` each of them has epochs of its own, and the next row is one of the part that is furthest behind its share, so any
-    stretch of rows is as near to the shares as whole rows can be.
+    With `parts` each of them has epochs of its own, and the next row is one of the part that is furthest
+    behind its share, so any stretch of rows is as near to the shares as whole rows can be.
 
-    The order of an epoch is a function of seed and epoch alone, and the order of parts one of the weights, so the whole state is the
-    number of rows served of each part. The uid of a row is `epoch-row`: a row that comes twice in one batch (a small data set) counts as
-    two prompts.
+    The order of an epoch is a function of seed and epoch alone, and the order of parts one of the weights, so
+    the whole state is the number of rows served of each part. The uid of a row is `epoch-row`: a row that
+    comes twice in one batch (a small data set) counts as two prompts.
     """
 
-    def __init__(self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Share] = ()) -> None:
+    def __init__(
+        self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Share] = ()
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._dataset = dataset
@@ -83,7 +91,9 @@ class BatchLoader:
     @property
     def epoch(self) -> int:
         """Whole passes over all rows that were served."""
-        return min(served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True))
+        return min(
+            served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True)
+        )
 
     def __iter__(self) -> Iterator[DataProto]:
         return self
@@ -105,7 +115,8 @@ class BatchLoader:
         return self._dataset.batch(indices, uids)
 
     def _furthest_behind(self, num_served: Sequence[int]) -> int:
-        """The part whose next row is due first, where the rows of weight w are due at (1/2)/w, (3/2)/w, ... The first of equals."""
+        """The part whose next row is due first, where the rows of weight w are due at (1/2)/w, (3/2)/w, ...
+        The first of equals."""
         due = [(served + 0.5) / part.weight for served, part in zip(num_served, self._parts, strict=True)]
         return due.index(min(due))
 
@@ -125,7 +136,12 @@ class BatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         _, tokens, chat_time = self._dataset.identity
-        return {"num_served": list(self._num_served), **self._identity(), "tokens": tokens, "chat_time": chat_time}
+        return {
+            "num_served": list(self._num_served),
+            **self._identity(),
+            "tokens": tokens,
+            "chat_time": chat_time,
+        }
 
     def behind(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
         """The state of one that had `state`, and has served `num_rows` since."""
@@ -137,39 +153,46 @@ class BatchLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with the row after the last one served; the batch size may be another.
 
-        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be the one that was begun; also
-        where the state lacks one of them.
+        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be
+        the one that was begun; also where the state lacks one of them.
         """
         if missing := sorted({"num_served", *self._identity()} - state.keys()):
             raise ValueError(
-                f"cannot resume the data: the checkpoint does not say {', '.join(missing)}; it is damaged or of another version, so start "
+                f"cannot resume the data: the checkpoint does not say {', '.join(missing)}; it is damaged "
+                f"or of another version, so start "
                 "without resuming, or with the version that wrote it"
             )
         state = self._with_known_rows(state)
         for name, now in self._identity().items():
             if state[name] != now:
                 raise ValueError(
-                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this run has {now}; "
-                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start without resuming"
+                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this "
+                    f"run has {now}; "
+                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start "
+                    "without resuming"
                 )
         self._num_served = list(state["num_served"])
 
     def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Compares the tokens of the rows, which may be others for the same rows: that is said, and no reason not to resume.
+        """Compares the tokens of the rows, which may be others for the same rows: that is said, and no reason
+        not to resume.
 
-        Checkpoints of versions that knew rows by their tokens alone have these as `rows`. The state that is returned has the rows' own.
+        Checkpoints of versions that knew rows by their tokens alone have these as `rows`. The state that is
+        returned has the rows' own.
         """
         rows, tokens, _ = self._dataset.identity
         if "tokens" in state:
             if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
                 _log.warning(
-                    "the rows of the data are those of the checkpoint, but they become other tokens: the tokenizer, its chat template or "
+                    "the rows of the data are those of the checkpoint, but they become other tokens: the "
+                    "tokenizer, its chat template or "
                     "transformers has changed since"
                 )
             return state
         if tokens is None:
             _log.warning(
-                "the checkpoint is of a version that knew rows by their tokens, which the chat template changes with the date: whether "
+                "the checkpoint is of a version that knew rows by their tokens, which the chat template "
+                "changes with the date: whether "
                 "the data files are the same cannot be compared"
             )
         return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
@@ -184,7 +207,9 @@ class BatchLoader:
         }
 
 
-def train_loader(dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_per_step: int, key: str) -> BatchLoader:
+def train_loader(
+    dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_per_step: int, key: str
+) -> BatchLoader:
     """Of a run's training data. `key`: that of rows_per_step.
 
     Raises DataError for steps of more rows than there are, and as `parts_of`.

@@ -1,7 +1,8 @@
 """Which row goes to which data-parallel rank and micro-batch: a pure plan, made before anything runs.
 
-Packed rows cost no padding, so what a rank has to do follows from its rows' lengths alone. A plan gives every rank the same
-number of micro-batches (the ranks meet in collectives and in the pipeline), each row once, and about the same work per rank.
+Packed rows cost no padding, so what a rank has to do follows from its rows' lengths alone. A plan gives every
+rank the same number of micro-batches (the ranks meet in collectives and in the pipeline), each row once, and
+about the same work per rank.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ import numpy as np
 
 from megarl.config.batch_arithmetic import padded_length
 
-# The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L floating-point operations
-# at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a plan is valid.
+# The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L
+# floating-point operations at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a
+# plan is valid.
 BALANCED_LENGTH = 24576
-# Ranks whose work is within this of the mean are even, and so many rows are moved for each to make them so, at most.
+# Ranks whose work is within this of the mean are even, and so many rows are moved for each to make them so,
+# at most.
 _EVEN = 1.005
 _MOVES_PER_RANK = 8
 
 
 def row_cost(lengths: np.ndarray) -> np.ndarray:
-    """The work of a row of so many tokens, in tokens of a short row: L + L^2 / BALANCED_LENGTH (linear layers, attention)."""
+    """The work of a row of so many tokens, in tokens of a short row: L + L^2 / BALANCED_LENGTH (linear
+    layers, attention)."""
     return lengths + lengths.astype(np.float64) ** 2 / BALANCED_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRows:
-    """DataRow numbers of the batch. A filler repeats one row, so that a rank has something to run: its loss weighs zero."""
+    """DataRow numbers of the batch. A filler repeats one row, so that a rank has something to run: its loss
+    weighs zero."""
 
     rows: tuple[int, ...]
     is_filler: bool = False
@@ -65,8 +70,8 @@ class BatchPlan:
         return len(self.ranks[0].micro_batches)
 
     def restore_order(self) -> list[int]:
-        """Positions of rows 0, 1, ... in the ranks' outputs, concatenated in the order of ranks: `outputs[positions]` is in
-        the order of the batch, with the fillers' outputs dropped."""
+        """Positions of rows 0, 1, ... in the ranks' outputs, concatenated in the order of ranks:
+        `outputs[positions]` is in the order of the batch, with the fillers' outputs dropped."""
         positions = [-1] * self.num_rows
         position = 0
         for rank in self.ranks:
@@ -87,8 +92,8 @@ class RowPrompt(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of each row: its group, which are the rows that share a prompt or the row alone; what it adds to a micro-batch, in tokens or rows and
-    in work; and what its group's prompt adds, once."""
+    """Of each row: its group, which are the rows that share a prompt or the row alone; what it adds to a
+    micro-batch, in tokens or rows and in work; and what its group's prompt adds, once."""
 
     group: list[int]
     own: list[int]
@@ -120,15 +125,17 @@ def plan_micro_batches(
     context_parallel_size: int = 1,
     prompts: Sequence[RowPrompt] | None = None,
 ) -> BatchPlan:
-    """A plan for rows of `lengths` tokens over `dp_size` ranks, each of which may be several that share its rows; the same arguments give
-    the same plan.
+    """A plan for rows of `lengths` tokens over `dp_size` ranks, each of which may be several that share its
+    rows; the same arguments give the same plan.
 
-    Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens of each rank that shares them. The number of
-    micro-batches of a rank is a multiple of `multiple_of` (an interleaved pipeline needs a multiple of its stages). prompts: of each row,
-    where rows of a micro-batch share the tokens of their prompt: such rows stay together as long as ranks have about the same work and
-    micro-batches have room, and are dealt to several of them where they must be.
+    Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens of each rank that
+    shares them. The number of micro-batches of a rank is a multiple of `multiple_of` (an interleaved pipeline
+    needs a multiple of its stages). prompts: of each row, where rows of a micro-batch share the tokens of
+    their prompt: such rows stay together as long as ranks have about the same work and micro-batches have
+    room, and are dealt to several of them where they must be.
 
-    Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no sense.
+    Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no
+    sense.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     _check(row_lengths, dp_size, sequences, max_tokens, multiple_of)
@@ -147,28 +154,45 @@ def plan_micro_batches(
             micro_batches = tight
         cut.append([*micro_batches, *([] for _ in range(num_micro_batches - len(micro_batches)))])
     _fill_empty(cut)
-    filler = MicroBatchRows(rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True)
+    filler = MicroBatchRows(
+        rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
+    )
     return BatchPlan(ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths))
 
 
-def _sizes(lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_parallel_size: int, *, by_tokens: bool) -> _Sizes:
+def _sizes(
+    lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_parallel_size: int, *, by_tokens: bool
+) -> _Sizes:
     rows = np.arange(len(lengths))
-    group, prompt = (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
+    group, prompt = (
+        (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
+    )
     prompt_cost = row_cost(prompt)
     own = [1] * len(lengths)
     of_prompt = [0] * len(lengths)
     if by_tokens:
         own, of_prompt = (
-            [padded_length(length, context_parallel_size) for length in tokens.tolist()] for tokens in (lengths - prompt, prompt)
+            [padded_length(length, context_parallel_size) for length in tokens.tolist()]
+            for tokens in (lengths - prompt, prompt)
         )
     own_cost = row_cost(lengths) - prompt_cost
     return _Sizes(group.tolist(), own, own_cost.tolist(), of_prompt, prompt_cost.tolist())
 
 
-def _check(lengths: np.ndarray, dp_size: int, sequences: int | None, max_tokens: int | None, multiple_of: int) -> None:
+def _check(
+    lengths: np.ndarray, dp_size: int, sequences: int | None, max_tokens: int | None, multiple_of: int
+) -> None:
     if (sequences is None) == (max_tokens is None):
-        raise ValueError(f"micro_batch: give exactly one of sequences and max_tokens, got sequences={sequences}, max_tokens={max_tokens}")
-    for name, value in (("dp_size", dp_size), ("sequences", sequences), ("max_tokens", max_tokens), ("multiple_of", multiple_of)):
+        raise ValueError(
+            f"micro_batch: give exactly one of sequences and max_tokens, got sequences={sequences}, "
+            f"max_tokens={max_tokens}"
+        )
+    for name, value in (
+        ("dp_size", dp_size),
+        ("sequences", sequences),
+        ("max_tokens", max_tokens),
+        ("multiple_of", multiple_of),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if len(lengths) == 0:
@@ -187,7 +211,8 @@ def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_par
         raise ValueError(
             f"row {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
             f"({int(over.sum())} of {len(lengths)} rows are over it); "
-            "set max_tokens to at least the longest prompt plus response" + (", divided by the ranks that share it" if ranks else "")
+            "set max_tokens to at least the longest prompt plus response"
+            + (", divided by the ranks that share it" if ranks else "")
         )
 
 
@@ -200,9 +225,9 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
-    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the least work (LPT). Then the
-    rank with the most gives some rows of a group, and with them its prompt once more, to the one with the least, until that makes the work
-    no more even."""
+    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the
+    least work (LPT). Then the rank with the most gives some rows of a group, and with them its prompt once
+    more, to the one with the least, until that makes the work no more even."""
     groups: dict[int, list[int]] = {}
     for row in sorted(range(len(sizes.own)), key=lambda row: -sizes.own_cost[row]):
         groups.setdefault(sizes.group[row], []).append(row)
@@ -218,7 +243,10 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
         taker = int(load.argmin())
         if load[giver] <= load.mean() * _EVEN:
             break
-        moves = (_move(rows, sizes, load[giver], load[taker], group in hands[taker]) for group, rows in hands[giver].items())
+        moves = (
+            _move(rows, sizes, load[giver], load[taker], group in hands[taker])
+            for group, rows in hands[giver].items()
+        )
         best = min(moves, key=lambda move: max(move.giver, move.taker))
         if max(best.giver, best.taker) >= load[giver]:
             break
@@ -243,7 +271,8 @@ class _Move(NamedTuple):
 
 
 def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool) -> _Move:
-    """As many rows of a group, longest first, as leave the giver no less than the taker has then. Perhaps none."""
+    """As many rows of a group, longest first, as leave the giver no less than the taker has then. Perhaps
+    none."""
     prompt_cost = sizes.prompt_cost[rows[0]]
     taker += 0.0 if has_prompt else prompt_cost
     chosen = []
@@ -253,15 +282,20 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
             chosen.append(row)
             giver = giver - cost
             taker = taker + cost
-    return _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker) if chosen else _Move(chosen, np.inf, np.inf)
+    return (
+        _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker)
+        if chosen
+        else _Move(chosen, np.inf, np.inf)
+    )
 
 
 def _over_micro_batches(
     hand: dict[int, list[int]], sizes: _Sizes, capacity: int, num_micro_batches: int, *, spread: bool
 ) -> list[list[int]]:
-    """Rows of each micro-batch of a rank: the costliest group first, into the one with the least work that has room for it, or without
-    `spread` into the first, so that they are few (first-fit decreasing). Of a group that has no room anywhere as many rows as the emptiest
-    takes, and so on; where that takes none there is one more."""
+    """Rows of each micro-batch of a rank: the costliest group first, into the one with the least work that
+    has room for it, or without `spread` into the first, so that they are few (first-fit decreasing). Of a
+    group that has no room anywhere as many rows as the emptiest takes, and so on; where that takes none there
+    is one more."""
     most = sum(map(len, hand.values())) + num_micro_batches  # as many as rows always suffice
     room = np.full(most, capacity, dtype=np.int64)
     load = np.zeros(most)
@@ -273,7 +307,11 @@ def _over_micro_batches(
             count = len(micro_batches)
             has_room = room[:count] >= weight
             if has_room.any():
-                target = int(np.argmin(np.where(has_room, load[:count], np.inf))) if spread else int(has_room.argmax())
+                target = (
+                    int(np.argmin(np.where(has_room, load[:count], np.inf)))
+                    if spread
+                    else int(has_room.argmax())
+                )
                 taken = left
                 left = []
             else:
@@ -302,7 +340,8 @@ def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
 
 
 def _fill_empty(hands: list[list[list[int]]]) -> None:
-    """Moves a row from a micro-batch of several into each empty one, as far as there are any: cheaper than a filler."""
+    """Moves a row from a micro-batch of several into each empty one, as far as there are any: cheaper than a
+    filler."""
     full = [rows for hand in hands for rows in hand if len(rows) > 1]
     for rows in (rows for hand in hands for rows in hand if not rows):
         if not full:
@@ -313,6 +352,9 @@ def _fill_empty(hands: list[list[list[int]]]) -> None:
 
 
 def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> RankPlan:
-    """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty ones, last."""
+    """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty
+    ones, last."""
     by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
-    return RankPlan(micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost))
+    return RankPlan(
+        micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost)
+    )

@@ -1,4 +1,5 @@
-"""The prompts of a run: rows with the columns that users of verl have, or others, rendered to token ids once, at the start."""
+"""The prompts of a run: rows with the columns that users of verl have, or others, rendered to token ids once,
+at the start."""
 
 from __future__ import annotations
 
@@ -46,15 +47,17 @@ class Prompt:
 
 
 class PromptDataset:
-    """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str), `reward_model`
-    ({style, ground_truth}; or a column `ground_truth`), and `extra_info` (a dict), which may be absent, each in the column that
-    `data.columns` names. The chat is
-    rendered by the tokenizer's template, with the `tools` that the model is told of, opened for the assistant's answer.
+    """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str),
+    `reward_model` ({style, ground_truth}; or a column `ground_truth`), and `extra_info` (a dict), which may
+    be absent, each in the column that `data.columns` names. The chat is rendered by the tokenizer's template,
+    with the `tools` that the model is told of, opened for the assistant's answer.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
 
-    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> None:
+    def __init__(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None
+    ) -> None:
         self._pad_id = tokenizer.pad_token_id
         prompts = []
         measured = []
@@ -63,7 +66,9 @@ class PromptDataset:
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
-        kept = keep_within(range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong)
+        kept = keep_within(
+            range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong
+        )
         self._prompts = [prompts[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(prompts) - len(self._prompts)
@@ -85,10 +90,12 @@ class PromptDataset:
         return self._prompts[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts`, rows of tokens, which are padded on the left; arrays `uid`, `messages` (the chat that was rendered), `data_source`,
-        `reward_model`, `extra_info`. Every row owns its dicts."""
+        """`prompts`, rows of tokens, which are padded on the left; arrays `uid`, `messages` (the chat that
+        was rendered), `data_source`, `reward_model`, `extra_info`. Every row owns its dicts."""
         rows = [self._prompts[index] for index in indices]
-        prompts = RaggedTensor.of_rows([row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True)
+        prompts = RaggedTensor.of_rows(
+            [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
+        )
         return DataProto.from_dict(
             tensors={"prompts": prompts},
             non_tensors={
@@ -110,16 +117,20 @@ def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
 
 
 def read_reward_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
-    """Yield rows with what `read_reward_inputs` reads, without the prompts. Raises DataError, see `read_rows`."""
+    """Yield rows with what `read_reward_inputs` reads, without the prompts. Raises DataError, see
+    `read_rows`."""
     for file in files:
         required, optional = columns_of(file, columns)
-        yield from read_rows([file], [name for name in required if name != columns.prompt], optional, hint=_HINT)
+        yield from read_rows(
+            [file], [name for name in required if name != columns.prompt], optional, hint=_HINT
+        )
 
 
 def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list[str]]:
     """Return the columns that each row of the file must have, and those that it may have.
 
-    Ground truths are found in the mapping `reward_model`, or without configuration in a column `ground_truth`.
+    Ground truths are found in the mapping `reward_model`, or without configuration in a column
+    `ground_truth`.
     """
     answers = columns.reward_model if columns.ground_truth is None else columns.ground_truth
     if columns.ground_truth is None:
@@ -140,7 +151,8 @@ class RewardInputs(NamedTuple):
 
 
 def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInputs:
-    """Return what a row of `read_prompt_rows` or `read_reward_rows` says to reward functions. Raises DataError."""
+    """Return what a row of `read_prompt_rows` or `read_reward_rows` says to reward functions. Raises
+    DataError."""
     if columns.ground_truth is not None:
         reward_model = {"style": "rule", GROUND_TRUTH: row.values[columns.ground_truth]}
     elif GROUND_TRUTH in row.values and columns.reward_model not in row.values:
@@ -148,20 +160,34 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
     else:
         reward_model = typed_value(row, columns.reward_model, dict, GROUND_TRUTH_EXAMPLE)
         if GROUND_TRUTH not in reward_model:
-            problem = f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
+            problem = (
+                f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
+            )
             raise row.error(columns.reward_model, problem)
-    extra_info = {} if row.values.get(columns.extra_info) is None else typed_value(row, columns.extra_info, dict, "{'index': 0}")
+    extra_info = (
+        {}
+        if row.values.get(columns.extra_info) is None
+        else typed_value(row, columns.extra_info, dict, "{'index': 0}")
+    )
     source = Path(row.file).stem
     if columns.data_source is not None:
         source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
         if not source.strip() or not source.isprintable():
-            problem = f"is {source!r}, but names the kind of task in metrics such as val/<data_source>/score/mean"
-            raise row.error(columns.data_source, f"{problem}; give it a name, or set data.columns.data_source=null for the file's")
+            problem = (
+                f"is {source!r}, but names the kind of task in metrics such as val/<data_source>/score/mean"
+            )
+            raise row.error(
+                columns.data_source,
+                f"{problem}; give it a name, or set data.columns.data_source=null for the file's",
+            )
     return RewardInputs(source, reward_model, extra_info)
 
 
-def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None) -> Prompt:
-    """Of a row of `read_prompt_rows`; tools: that the model is told of. Raises DataError for one that cannot be used."""
+def read_prompt(
+    row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None
+) -> Prompt:
+    """Of a row of `read_prompt_rows`; tools: that the model is told of. Raises DataError for one that cannot
+    be used."""
     columns = data.columns
     messages = chat_messages(row, columns.prompt, data.system_prompt)
     if messages[-1]["role"] == "assistant":
@@ -173,5 +199,7 @@ def read_prompt(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConf
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
     if not token_ids:
-        raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all")
+        raise DataError(
+            f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all"
+        )
     return Prompt(token_ids=tuple(token_ids), messages=messages, **inputs._asdict())

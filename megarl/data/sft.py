@@ -1,4 +1,5 @@
-"""Supervised data: chats that end with an assistant's answer, cut into a prompt and a response, in which the assistant's words are trained.
+"""Supervised data: chats that end with an assistant's answer, cut into a prompt and a response, in which the
+assistant's words are trained.
 
 The keys are those of RL batches, so an engine sees one format: the loss is on `response_mask`.
 """
@@ -34,23 +35,32 @@ from megarl.data.turns import TurnTemplate, refuse_silent_template
 from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, rendering_identity, spelled_special
 
 _log = logging.getLogger(__name__)
-_OTHER_NAMES_OF_TOOLS = ("tools", "functions", "tool_defs", "tool_definitions", "tool_schemas", "available_tools")
+_OTHER_NAMES_OF_TOOLS = (
+    "tools",
+    "functions",
+    "tool_defs",
+    "tool_definitions",
+    "tool_schemas",
+    "available_tools",
+)
 
 
 class Example(NamedTuple):
-    """What an engine trains on of a chat: `is_trained` says which tokens of the response the assistant wrote."""
+    """What an engine trains on of a chat: `is_trained` says which tokens of the response the assistant
+    wrote."""
 
     prompt_ids: list[int]
     response_ids: list[int]  # from the first answer that is trained to the end token of the last
     is_trained: list[bool]
     is_as_rendered: bool  # the template renders the whole chat to the same tokens
     fingerprint: str  # of its messages and tools
-    escaped: str | None  # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
+    # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
+    escaped: str | None
 
 
 class SFTDataset:
-    """The chats of `files`, read as `data` says: the last message is the assistant's. All that it wrote is trained, but for messages with a
-    `weight` of 0. `max_length` bounds prompt and response together.
+    """The chats of `files`, read as `data` says: the last message is the assistant's. All that it wrote is
+    trained, but for messages with a `weight` of 0. `max_length` bounds prompt and response together.
 
     `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
     """
@@ -70,7 +80,8 @@ class SFTDataset:
         self.num_filtered = len(examples) - len(self._examples)
         if others := sum(not example.is_as_rendered for example in self._examples):
             _log.warning(
-                "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier answers once something follows "
+                "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier "
+                "answers once something follows "
                 "them. They are trained turn by turn, as a model meets them when it generates",
                 others,
                 len(self._examples),
@@ -82,7 +93,11 @@ class SFTDataset:
         tokens = Fingerprint()
         for example in self._examples:
             rows.add(values=example.fingerprint)
-            tokens.add(example.prompt_ids, example.response_ids, values=None if all(example.is_trained) else example.is_trained)
+            tokens.add(
+                example.prompt_ids,
+                example.response_ids,
+                values=None if all(example.is_trained) else example.is_trained,
+            )
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def __len__(self) -> int:
@@ -92,11 +107,16 @@ class SFTDataset:
         return self._examples[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts`, `responses` and `response_mask`, True for the tokens that are trained: rows of tokens. Array `uid`."""
+        """`prompts`, `responses` and `response_mask`, True for the tokens that are trained: rows of tokens.
+        Array `uid`."""
         rows = [self._examples[index] for index in indices]
         tensors = {
-            "prompts": RaggedTensor.of_rows([row.prompt_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True),
-            "responses": RaggedTensor.of_rows([row.response_ids for row in rows], torch.int32, padding=self._pad_id),
+            "prompts": RaggedTensor.of_rows(
+                [row.prompt_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
+            ),
+            "responses": RaggedTensor.of_rows(
+                [row.response_ids for row in rows], torch.int32, padding=self._pad_id
+            ),
             "response_mask": RaggedTensor.of_rows([row.is_trained for row in rows], torch.bool),
         }
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": list(uids)})
@@ -120,7 +140,8 @@ def _refuse_tools_elsewhere(row: DataRow, column: str, others: Sequence[str]) ->
         if looks_like_tools(row.values.get(name)):
             raise row.error(
                 name,
-                f"holds tools, but tools are read from the column {column!r}, which has none in this row; set data.columns.tools={name} "
+                f"holds tools, but tools are read from the column {column!r}, which has none in this row; "
+                f"set data.columns.tools={name} "
                 "(each as {'type': 'function', 'function': {...}}), or leave the column out of the file",
             )
 
@@ -143,7 +164,8 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         roles = [message["role"] for message in messages]
         raise row.error(
             column,
-            f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer. An answer that is not to be "
+            f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer. "
+            f"An answer that is not to be "
             "trained has a weight of 0, and not all of them",
         )
     tools = tool_schemas(row, data.columns.tools)
@@ -164,18 +186,31 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     is_as_rendered = whole_ids == prompt_ids + response_ids
     fingerprint = Fingerprint()
     fingerprint.add(values=[messages, tools])
-    return Example(prompt_ids, response_ids, is_trained, is_as_rendered, fingerprint.hex(), spelled_special(tokenizer, messages))
+    return Example(
+        prompt_ids,
+        response_ids,
+        is_trained,
+        is_as_rendered,
+        fingerprint.hex(),
+        spelled_special(tokenizer, messages),
+    )
 
 
 def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise row.error(column, f"a message has the weight {weight!r}, expected 1 (trained, as without one) or 0 (not trained)")
+        raise row.error(
+            column,
+            f"a message has the weight {weight!r}, expected 1 (trained, as without one) or 0 (not trained)",
+        )
     return bool(weight)
 
 
-def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools) -> tuple[list[int], list[int]]:
-    """Token ids of the chat opened for its last message, and of that message, its end token included. Raises ValueError."""
+def _answer(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
+) -> tuple[list[int], list[int]]:
+    """Token ids of the chat opened for its last message, and of that message, its end token included. Raises
+    ValueError."""
     prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
     chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
     prompt_ids = encode_rendered(tokenizer, prompt)
@@ -188,20 +223,26 @@ def _answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], 
     answer_ids = chat_ids[len(prompt_ids) :]
     if tokenizer.eos_token_id not in answer_ids:
         raise ValueError(
-            f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token {tokenizer.eos_token!r}, so the model "
-            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an answer with"
+            f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token "
+            f"{tokenizer.eos_token!r}, so the model "
+            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an "
+            "answer with"
         )
-    last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)  # a template may add a line break after it
+    # a template may add a line break after it
+    last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)
     return prompt_ids, answer_ids[:last_end]
 
 
 def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], full_ids: list[int]) -> str:
-    """Why the answer's tokens cannot be told from the prompt's: the first place where the two renderings part."""
+    """Why the answer's tokens cannot be told from the prompt's: the first place where the two renderings
+    part."""
     pairs = enumerate(zip(prompt_ids, full_ids, strict=False))
     parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt_ids), len(full_ids)))
     prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))
     return (
-        f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} on it reads {prompt!r} and "
-        f"the chat {full!r}, so the answer's tokens cannot be told apart. Use a chat template that renders a message in the same way "
+        f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} "
+        f"on it reads {prompt!r} and "
+        f"the chat {full!r}, so the answer's tokens cannot be told apart. Use a chat template that renders "
+        f"a message in the same way "
         "whatever follows it (templates that drop or add thinking parts do not)"
     )

@@ -1,4 +1,5 @@
-"""Special tokens that a text spells. Only a chat template may write real ones, so that no text of a user or a tool ends a turn."""
+"""Special tokens that a text spells. Only a chat template may write real ones, so that no text of a user or a
+tool ends a turn."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """Returns a nested value of mappings, lists and texts in which each special token that is spelled has a blank after its first
-    character, so that the tokenizer reads it as plain text."""
+    """Returns a nested value of mappings, lists and texts in which each special token that is spelled has a
+    blank after its first character, so that the tokenizer reads it as plain text."""
     if isinstance(value, str):
         pattern = _pattern(tokenizer)
         while pattern.search(value):
@@ -33,7 +34,8 @@ def spelled(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> str | N
 
 @lru_cache(maxsize=16)
 def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens, the longest first. Tokens of one character cannot be broken, and are left out."""
+    """Matches the special tokens, the longest first. Tokens of one character cannot be broken, and are left
+    out."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # the latter matches nothing

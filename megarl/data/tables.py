@@ -1,7 +1,8 @@
-"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is wrong and what to do.
+"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is
+wrong and what to do.
 
-Rows with too many tokens are left out and counted, or refused; they are never cut. A data set is known again, wherever its files are, by
-what its rows say, in their order.
+Rows with too many tokens are left out and counted, or refused; they are never cut. A data set is known again,
+wherever its files are, by what its rows say, in their order.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class DataRow(NamedTuple):
         return DataError(f"{self.file}, row {self.number}, column {column!r}: {problem}")
 
 
-def read_rows(files: Sequence[str], required: Sequence[str], optional: Sequence[str] = (), hint: str = "") -> Iterator[DataRow]:
-    """Rows of all files in their order, with the named columns; an optional column that is absent is left out.
+def read_rows(
+    files: Sequence[str], required: Sequence[str], optional: Sequence[str] = (), hint: str = ""
+) -> Iterator[DataRow]:
+    """Rows of all files in their order, with the named columns; an optional column that is absent is left
+    out.
 
-    Raises DataError for a file that is absent, of no known format, damaged, without rows, or without a required column, and for a row
-    of JSON lines without one. `hint`: what else can be done about a column that is missing.
+    Raises DataError for a file that is absent, of no known format, damaged, without rows, or without a
+    required column, and for a row of JSON lines without one. `hint`: what else can be done about a column
+    that is missing.
     """
     if not files:
         raise DataError("no data file is given; set data.train_files to a list of files")
@@ -73,32 +78,41 @@ def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], h
             near = difflib.get_close_matches(name, columns, n=1)
             said = f"rename {near[0]!r}" if near else "add it"
             raise DataError(
-                f"{file}: column {name!r} is missing; the file has {list(columns)}. Each row needs {list(required)}: {said}{hint}"
+                f"{file}: column {name!r} is missing; the file has {list(columns)}. Each row needs "
+                f"{list(required)}: {said}{hint}"
             )
 
 
 def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Returns the row's messages, each a dict with `role` and `content` as strings; of the assistant also with `tool_calls`, and then
-    `content` may be null.
+    """Returns the row's messages, each a dict with `role` and `content` as strings; of the assistant also
+    with `tool_calls`, and then `content` may be null.
 
-    A text is one message of the user, unless it is the JSON text of messages. `system_prompt` comes before a chat that begins with none
-    of its own. Fields that are null, as parquet fills them where only other messages have them, are dropped. Raises DataError for anything
-    else.
+    A text is one message of the user, unless it is the JSON text of messages. `system_prompt` comes before a
+    chat that begins with none of its own. Fields that are null, as parquet fills them where only other
+    messages have them, are dropped. Raises DataError for anything else.
     """
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
     messages = row.values[column]
     if isinstance(messages, str):
         messages = _messages_in(row, column, messages) or [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
-        raise row.error(column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}")
+        raise row.error(
+            column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}"
+        )
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
     messages = [_with_calls(row, column, index, message) for index, message in enumerate(messages)]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise row.error(column, f"message {index} is {_show(message)}, expected role and content as strings, such as {example}")
+            raise row.error(
+                column,
+                f"message {index} is {_show(message)}, expected role and content as strings, such as "
+                f"{example}",
+            )
         if message.get("role") not in ROLES:
-            raise row.error(column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}")
+            raise row.error(
+                column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}"
+            )
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise row.error(column, "all of its messages are empty; give the model something to answer")
     if system_prompt is not None and messages[0]["role"] != "system":
@@ -117,10 +131,14 @@ def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
         if "'" in text[: text.index(":")]:
             reason = "it is the Python text of a list"
         raise row.error(
-            column, f"found the text {_show(text)}: chat messages as a text, but {reason}; write them with json.dumps"
+            column,
+            f"found the text {_show(text)}: chat messages as a text, but {reason}; write them with "
+            f"json.dumps",
         ) from error
     if not isinstance(messages, list):
-        raise row.error(column, f"found the text {_show(text)}: one chat message; write a list of them, or its JSON text")
+        raise row.error(
+            column, f"found the text {_show(text)}: one chat message; write a list of them, or its JSON text"
+        )
     return messages
 
 
@@ -132,7 +150,13 @@ def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
         calls = calls_of(message["tool_calls"])
     except ValueError as error:
         raise row.error(column, f"message {index}: {error}") from error
-    _refuse_filled(row, column, [call["function"]["arguments"] for call in calls], isinstance(message["tool_calls"], str), "arguments")
+    _refuse_filled(
+        row,
+        column,
+        [call["function"]["arguments"] for call in calls],
+        isinstance(message["tool_calls"], str),
+        "arguments",
+    )
     return message | {"tool_calls": calls, "content": message.get("content") or ""}
 
 
@@ -150,7 +174,8 @@ def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: s
     if not is_text and not row.file.endswith(JSON_LINES) and holds_null(value):
         raise row.error(
             column,
-            f"{what} of a tool holds null, as this format fills in what other rows have; write it as JSON text, or the rows as JSON lines",
+            f"{what} of a tool holds null, as this format fills in what other rows have; write it as JSON "
+            f"text, or the rows as JSON lines",
         )
 
 
@@ -179,7 +204,9 @@ class Measured(NamedTuple):
         return cls(row.file, row.number, length)
 
 
-def keep_within(items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong) -> list[Item]:
+def keep_within(
+    items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong
+) -> list[Item]:
     """The items of at most `limit` tokens; `option` is the limit's name in the configuration.
 
     Raises DataError for any longer one when `overlong` is `refuse`, and when `filter` would leave nothing.
@@ -189,7 +216,9 @@ def keep_within(items: Sequence[Item], measured: Sequence[Measured], limit: int,
         return list(items)
     first = over[0]
     longest = max(row.length for row in over)
-    summary = f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
+    summary = (
+        f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
+    )
     if overlong == Overlong.refuse:
         raise DataError(
             f"{first.file}, row {first.number}: {first.length} tokens; {summary}. "
@@ -209,8 +238,10 @@ def warn_of_escapes(spelled: Sequence[str | None]) -> None:
 
 def escapes_message(found: Sequence[str], num_rows: int) -> str:
     return (
-        f"{len(found)} of {num_rows} rows spell special tokens such as {found[0]!r} in a text that is not the assistant's: these get a "
-        f"blank ({found[0][0]} {found[0][1:]}), as only the chat template may begin and end turns. Chats that were rendered before belong "
+        f"{len(found)} of {num_rows} rows spell special tokens such as {found[0]!r} in a text that is not "
+        f"the assistant's: these get a "
+        f"blank ({found[0][0]} {found[0][1:]}), as only the chat template may begin and end turns. Chats "
+        f"that were rendered before belong "
         "into the data as messages"
     )
 
@@ -220,7 +251,8 @@ class RowIdentity(NamedTuple):
 
     Attributes:
         rows: Fingerprint of what the rows say.
-        tokens: Fingerprint of the tokens that they become; None where they follow the clock, or there are none.
+        tokens: Fingerprint of the tokens that they become; None where they follow the clock, or there are
+            none.
         chat_time: The time that the chat template is told, in ISO format; None where there is no template.
     """
 

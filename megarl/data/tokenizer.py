@@ -26,32 +26,49 @@ Tools = Sequence[Mapping[str, Any]] | None
 _JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, with an end token, a chat template and a pad token. `key`: what names the folder, for messages.
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, key: str = "model.path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local folder, with an end token, a chat template and a pad token. `key`: what names
+    the folder, for messages.
 
-    Without a pad token the end token takes its place: every mask is explicit here, so the padding's id has no meaning.
-    Raises ValueError for a folder without a tokenizer, an end token or a chat template, for a tokenizer without a vocabulary, and for
-    one with tokens that the model in the folder does not have.
+    Without a pad token the end token takes its place: every mask is explicit here, so the padding's id has no
+    meaning. Raises ValueError for a folder without a tokenizer, an end token or a chat template, for a
+    tokenizer without a vocabulary, and for one with tokens that the model in the folder does not have.
     """
     if not os.path.isdir(path):
-        raise ValueError(f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME --local-dir DIR`")
+        raise ValueError(
+            f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME "
+            f"--local-dir DIR`"
+        )
     for name in _JSON_FILES:
         try:
             if os.path.isfile(Path(path) / name):
                 read_json_object(Path(path) / name)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}") from error
+            raise ValueError(
+                f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}"
+            ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # noqa: BLE001  (the libraries have no kind of their own for a file that they cannot use)
         reason = f"{one_line(error)} ({type(error).__name__})"
         raise ValueError(
-            f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: {reason}"
+            f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "
+            f"{reason}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json")
+        raise ValueError(
+            f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json"
+        )
     if not isinstance(tokenizer.chat_template, str | dict):  # a dict: of several templates by name
-        found = "no chat template" if tokenizer.chat_template is None else f"{type(tokenizer.chat_template).__name__} as its chat template"
+        found = (
+            "no chat template"
+            if tokenizer.chat_template is None
+            else f"{type(tokenizer.chat_template).__name__} as its chat template"
+        )
         raise ValueError(
             f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; "
             "put chat_template.jinja (an instruct model of the family has one) into the folder"
@@ -61,16 +78,19 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
-        tokenizer.clean_up_tokenization_spaces = False  # which decoding leaves out for these in any case, with a warning in every process
+        # which decoding leaves out for these in any case, with a warning in every process
+        tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
-    """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way round it is another's."""
+    """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way
+    round it is another's."""
     files = sorted(tokenizer.vocab_files_names.values())
     if not any(os.path.isfile(folder / name) for name in files):
         raise ValueError(
-            f"{key}={str(folder)!r}: the folder holds no vocabulary ({' or '.join(files)}), so all texts would be the same to the model; "
+            f"{key}={str(folder)!r}: the folder holds no vocabulary ({' or '.join(files)}), so all texts "
+            f"would be the same to the model; "
             "copy tokenizer.json into it: it is missing, as after a download that was broken off"
         )
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -84,7 +104,8 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
         beyond = sorted(index for index in name_of if index >= size)
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
         raise ValueError(
-            f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose vocab_size is {size}: "
+            f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose "
+            f"vocab_size is {size}: "
             f"{name_of[beyond[0]]!r} is {beyond[0]}{f', and it is the {special[0]}' if special else ''}; "
             "put the tokenizer into the folder that the model was trained with"
         )
@@ -105,41 +126,68 @@ def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    *,
+    for_generation: bool,
+    tools: Tools = None,
 ) -> list[int]:
-    """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's answer. `tools`: the schemas
-    of those that the model may call.
+    """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's
+    answer. `tools`: the schemas of those that the model may call.
 
-    Raises ValueError where the template refuses the messages (roles in an order it does not allow, for instance), or fails.
+    Raises ValueError where the template refuses the messages (roles in an order it does not allow, for
+    instance), or fails.
     """
-    return encode_rendered(tokenizer, rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools))
+    return encode_rendered(
+        tokenizer, rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
+    )
 
 
 def rendered_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, for_generation: bool, tools: Tools = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    *,
+    for_generation: bool,
+    tools: Tools = None,
 ) -> str:
     """Renders a chat as text, as `render_chat`.
 
-    Special tokens that are spelled in the tools, or in a message that is not the assistant's, get a blank: only the template writes real
-    ones, so that no text ends a turn or begins another.
+    Special tokens that are spelled in the tools, or in a message that is not the assistant's, get a blank:
+    only the template writes real ones, so that no text ends a turn or begins another.
     """
     known: list[Any] | None = None if tools is None else [escaped(tokenizer, tool) for tool in tools]
     safe = [_with_plain_text(tokenizer, message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
-            safe, tools=known, add_generation_prompt=for_generation, tokenize=False, **clock_arguments(tokenizer)
+            safe,
+            tools=known,
+            add_generation_prompt=for_generation,
+            tokenize=False,
+            **clock_arguments(tokenizer),
         )
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
-            f"the chat template is not valid ({one_line(error)}, line {error.lineno}); fix chat_template.jinja"
+            f"the chat template is not valid ({one_line(error)}, line {error.lineno}); fix "
+            f"chat_template.jinja"
         ) from error
     except TemplateError as error:
         roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template refuses messages of the roles {roles}: {one_line(error)}") from error
-    except (TypeError, ArithmeticError, LookupError, AttributeError, ValueError, RecursionError) as error:  # a template is a program
+        raise ValueError(
+            f"the chat template refuses messages of the roles {roles}: {one_line(error)}"
+        ) from error
+    except (
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # a template is a program
         roles = [message["role"] for message in messages]
         reason = f"{type(error).__name__}: {one_line(error)}"
-        message = f"the chat template fails for messages of the roles {roles} ({reason}); fix chat_template.jinja"
+        message = (
+            f"the chat template fails for messages of the roles {roles} ({reason}); fix chat_template.jinja"
+        )
         raise TemplateFailureError(message) from error
     assert isinstance(text, str)
     if not unicode_text.is_encodable(text):
@@ -148,7 +196,9 @@ def rendered_chat(
 
 
 def _with_plain_text(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> dict[str, Any]:
-    return message if message["role"] == "assistant" else escaped(tokenizer, message) | {"role": message["role"]}
+    return (
+        message if message["role"] == "assistant" else escaped(tokenizer, message) | {"role": message["role"]}
+    )
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -160,18 +210,22 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence[int]) -> str | None:
     """What of `text` its tokens do not hold, in words: decoded, they are another text.
 
-    Blanks, upper and lower case, and what the tokenizer's own normalizer makes of the text, are not counted: tokenizers that put blanks
-    between words, or write no capitals, do so for every text that their model has seen.
+    Blanks, upper and lower case, and what the tokenizer's own normalizer makes of the text, are not counted:
+    tokenizers that put blanks between words, or write no capitals, do so for every text that their model has
+    seen.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = None if backend is None else backend.normalizer
-    read = _letters(str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)))
+    read = _letters(
+        str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    )
     if read in {_letters(text), *([] if normalizer is None else [_letters(normalizer.normalize_str(text))])}:
         return None
     gone = sorted(set(_letters(text)) - set(read))
     what = f"it cannot write {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
     return (
-        f"the tokenizer loses text: {what}, and the model would read {_short(read)} for {_short(' '.join(text.split()))}; use a model "
+        f"the tokenizer loses text: {what}, and the model would read {_short(read)} for "
+        f"{_short(' '.join(text.split()))}; use a model "
         "whose tokenizer knows such text, or other rows (data.lossy=allow takes them as they are)"
     )
 
@@ -186,18 +240,23 @@ def _short(text: str) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, str]:
-    """What each token writes by itself, a space before a word included; a part of a character is the replacement character."""
+    """What each token writes by itself, a space before a word included; a part of a character is the
+    replacement character."""
     texts = {}
     for number, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         text = str(tokenizer.decode([number], skip_special_tokens=False))
-        has_space = isinstance(token, str) and token.startswith("\u2581")  # SentencePiece's, which decoding takes from the first word
+        # SentencePiece's, which decoding takes from the first word
+        has_space = isinstance(token, str) and token.startswith("\u2581")
         texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
     return texts
 
 
-def decode_turns(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, wrote: np.ndarray) -> list[dict[str, str]]:
-    """Of a row (R,), and whether the model wrote each: messages of the roles `assistant` and `environment`. What the environment said is
-    as the chat template put it, without special tokens, and as the model read it."""
+def decode_turns(
+    tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, wrote: np.ndarray
+) -> list[dict[str, str]]:
+    """Of a row (R,), and whether the model wrote each: messages of the roles `assistant` and `environment`.
+    What the environment said is as the chat template put it, without special tokens, and as the model read
+    it."""
     starts = [0, *(np.flatnonzero(np.diff(wrote)) + 1).tolist(), len(ids)]
     return [
         {
@@ -210,4 +269,7 @@ def decode_turns(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, wrote: np.
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: RaggedTensor) -> list[str]:
     """The texts of the tokens of `ids` at which `mask`, of the same lengths, holds, without special ones."""
-    return [str(tokenizer.decode(row[kept], skip_special_tokens=True)) for row, kept in zip(ids.each(), mask.each(), strict=True)]
+    return [
+        str(tokenizer.decode(row[kept], skip_special_tokens=True))
+        for row, kept in zip(ids.each(), mask.each(), strict=True)
+    ]

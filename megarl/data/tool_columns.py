@@ -1,7 +1,9 @@
-"""Tools in the columns of data sets: the schemas that a model is told of, and the calls in its messages, as chat templates take them.
+"""Tools in the columns of data sets: the schemas that a model is told of, and the calls in its messages, as
+chat templates take them.
 
-The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in a message of the assistant
-"tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with arguments as an object or as its JSON text.
+The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in a
+message of the assistant "tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with
+arguments as an object or as its JSON text.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _CALL = "{'type': 'function', 'function': {'name': 'price', 'arguments': {'item'
 
 
 def schemas_of(value: Any) -> list[dict[str, Any]] | None:
-    """Of a value of the tools' column, a list or JSON text; None for none (in CSV an empty text). Raises ValueError."""
+    """Of a value of the tools' column, a list or JSON text; None for none (in CSV an empty text). Raises
+    ValueError."""
     tools = None if value == "" else _parsed(value)
     if tools is None or tools == []:
         return None
@@ -27,19 +30,26 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
         if not _has_name(tool):
             raise ValueError(f"found the tool {_short(tool)}, expected one such as {_TOOL}")
         if _holds_nan(tool):
-            raise ValueError(f"the tool {tool['function']['name']!r} holds NaN or an infinity, which JSON does not have; remove it")
+            raise ValueError(
+                f"the tool {tool['function']['name']!r} holds NaN or an infinity, which JSON does not have; "
+                f"remove it"
+            )
     return tools
 
 
 def looks_like_tools(value: Any) -> bool:
-    """Returns whether a value of any column is a list of tools, or its JSON text: in OpenAI's form, or as functions without their frame."""
+    """Returns whether a value of any column is a list of tools, or its JSON text: in OpenAI's form, or as
+    functions without their frame."""
     try:
         tools = _parsed(value)
     except ValueError:
         return False
     if not isinstance(tools, list) or not tools:
         return False
-    return all(_has_name(tool) or (isinstance(tool, Mapping) and {"name", "parameters"} <= tool.keys()) for tool in tools)
+    return all(
+        _has_name(tool) or (isinstance(tool, Mapping) and {"name", "parameters"} <= tool.keys())
+        for tool in tools
+    )
 
 
 def calls_of(value: Any) -> list[dict[str, Any]]:
@@ -60,11 +70,13 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = _parsed(call["function"].get("arguments", {}))
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, expected an object, or its JSON text"
+            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, expected an "
+            f"object, or its JSON text"
         )
     if _holds_nan(arguments):
         raise ValueError(
-            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an infinity, which JSON does not "
+            f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an "
+            f"infinity, which JSON does not "
             "have; write a number, or a text"
         )
     known = {key: each for key, each in call.items() if each is not None}
@@ -87,8 +99,8 @@ def _parsed(value: Any) -> Any:
 
 
 def holds_null(value: Any) -> bool:
-    """Returns whether a null is anywhere in `value`. Column formats fill a field with null where only other rows have it, and a model
-    would be told of that null."""
+    """Returns whether a null is anywhere in `value`. Column formats fill a field with null where only other
+    rows have it, and a model would be told of that null."""
     return any(each is None for each in _leaves(value))
 
 

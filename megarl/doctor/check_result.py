@@ -18,7 +18,8 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """`facts`: the numbers behind `message`, as JSON can hold them. `is_whole`: the message says what to do already."""
+    """`facts`: the numbers behind `message`, as JSON can hold them. `is_whole`: the message says what to do
+    already."""
 
     check: str
     status: Status
@@ -28,7 +29,9 @@ class CheckResult:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        assert (self.remedy is None) == (self.status is Status.ok), "what is not good has a remedy, and what is good has none"
+        assert (self.remedy is None) == (self.status is Status.ok), (
+            "what is not good has a remedy, and what is good has none"
+        )
 
     def __str__(self) -> str:
         """One line, with what to do."""
@@ -48,9 +51,12 @@ def wrong(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
 
 
 def refused(check: str, key: str, error: Exception, remedy: str, **facts: Any) -> CheckResult:
-    """`error`: what a run would end with; it says what to do. `key`: of the configuration, unless the message names it. remedy: shorter."""
+    """`error`: what a run would end with; it says what to do. `key`: of the configuration, unless the message
+    names it. remedy: shorter."""
     message = str(error) if str(error).startswith(key) else f"{key}: {error}"
-    return CheckResult(check=check, status=Status.error, message=message, remedy=remedy, facts=facts, is_whole=True)
+    return CheckResult(
+        check=check, status=Status.error, message=message, remedy=remedy, facts=facts, is_whole=True
+    )
 
 
 def worst(results: Sequence[CheckResult]) -> Status:

@@ -1,7 +1,8 @@
 """A configuration with every check that starts no process; all its problems are reported together.
 
-`megarl train` needs everything that a run reads on its machine. The commands that only plan a run (`check`, `plan`, `rehearse`, and a
-submission to a cluster) need the `config.json` of each model: what else is missing is listed, and what exists is examined.
+`megarl train` needs everything that a run reads on its machine. The commands that only plan a run (`check`,
+`plan`, `rehearse`, and a submission to a cluster) need the `config.json` of each model: what else is missing
+is listed, and what exists is examined.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Inputs(Generic[Run]):
 
     Attributes:
         partial: The configuration, with a folder for each model that has one, and the problems found so far.
-        substituted: A line, which begins with the key, about each model of which only `config.json` was found, and about what a run
-            would fetch from a hub.
+        substituted: A line, which begins with the key, about each model of which only `config.json` was
+            found, and about what a run would fetch from a hub.
     """
 
     partial: PartialConfig[Run]
@@ -65,7 +66,8 @@ class Inputs(Generic[Run]):
     def divided(self, starts_elsewhere: bool = False) -> tuple[list[Violation], list[Violation]]:
         """Divide the violations into errors, and what this machine lacks and the machine of the run may have.
 
-        If all files and GPUs of a run are here, the run is expected to start here: then everything is an error.
+        If all files and GPUs of a run are here, the run is expected to start here: then everything is an
+        error.
 
         Args:
             starts_elsewhere: The run starts on another machine in any case.
@@ -74,7 +76,9 @@ class Inputs(Generic[Run]):
         lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
         if not (starts_elsewhere or self.substituted or lacks_inputs):
             return self.violations(), []
-        return [each for each in violations if each.absence is None], [each for each in violations if each.absence is not None]
+        return [each for each in violations if each.absence is None], [
+            each for each in violations if each.absence is not None
+        ]
 
     def _shared_violations(self) -> list[Violation]:
         """Return all violations but those about folders that the run writes."""
@@ -92,7 +96,9 @@ class Inputs(Generic[Run]):
         return [each for each in violations if not self.partial.refuses(each.keys)]
 
 
-def load_checked_anywhere(schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False) -> Checked[Run]:
+def load_checked_anywhere(
+    schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
+) -> Checked[Run]:
     """Load a configuration and check it. Of the run's files only each model's `config.json` is read.
 
     Args:
@@ -108,7 +114,8 @@ def load_checked_anywhere(schema: type[Run], path: str, overrides: Sequence[str]
 
 
 def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
-    """Load a configuration for a run on this machine and check it as `load_checked_anywhere` does. What is on a hub is fetched.
+    """Load a configuration for a run on this machine and check it as `load_checked_anywhere` does. What is on
+    a hub is fetched.
 
     Raises:
         ConfigError: It lists every problem, and everything that is absent.
@@ -121,7 +128,8 @@ def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = (
 def find_inputs(partial: PartialConfig[Run]) -> Inputs[Run]:
     """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
 
-    In order: the given folder, the hub's cache, the `models` folders next to the configuration and in `configs/`, the hub.
+    In order: the given folder, the hub's cache, the `models` folders next to the configuration and in
+    `configs/`, the hub.
     """
     config, lines = with_published_models(_from_cache(partial.config), partial.source)
     inputs = find_on_hub(replace(partial, config=config), fetch=False)
@@ -138,13 +146,23 @@ def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
 
     hub = with_hub_inputs(config, fetch)
     refused = {problem.partition(":")[0] for problem in hub.problems}
-    found = replace(partial, config=hub.config, problems=(*partial.problems, *hub.problems), refused=partial.refused | refused)
+    found = replace(
+        partial,
+        config=hub.config,
+        problems=(*partial.problems, *hub.problems),
+        refused=partial.refused | refused,
+    )
     return Inputs(found, hub.lines)
 
 
 def names_a_hub(config: RunConfig) -> bool:
     """Whether a model or data are given by a name on the Hugging Face hub."""
-    return any(map(is_hub_name, (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files)))
+    return any(
+        map(
+            is_hub_name,
+            (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files),
+        )
+    )
 
 
 def _from_cache(config: Run) -> Run:
@@ -162,10 +180,13 @@ def refuse(path: str, problems: Sequence[str]) -> None:
 
 
 def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
-    """Return what does not fit the schema, the violations, and problems of the placement and of an engine's own arguments."""
+    """Return what does not fit the schema, the violations, and problems of the placement and of an engine's
+    own arguments."""
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]
-    if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(_PLACEMENT_KEYS):
+    if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(
+        _PLACEMENT_KEYS
+    ):
         try:
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):

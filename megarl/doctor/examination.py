@@ -16,8 +16,8 @@ from megarl.machine.ray_address import cluster_address
 
 
 class Check(NamedTuple):
-    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined. `of_run`: says nothing without a
-    configuration."""
+    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined.
+    `of_run`: says nothing without a configuration."""
 
     title: str
     module: str
@@ -58,7 +58,13 @@ def _find(check: Check, subject: ExaminedRun) -> list[CheckResult]:
     try:
         module = importlib.import_module(f"megarl.doctor.{check.module}")
     except ImportError as error:
-        return [wrong(check.title, f"cannot be examined: {error}", "install what is said under versions, then ask again")]
+        return [
+            wrong(
+                check.title,
+                f"cannot be examined: {error}",
+                "install what is said under versions, then ask again",
+            )
+        ]
     return list(getattr(module, check.function)(subject))
 
 

@@ -22,9 +22,9 @@ CONFIGURATION = "configuration"
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedRun:
-    """Without a configuration only the machine is examined. `architectures`: of the models that can be read, by role. `num_gpus`: of
-    this machine, as its driver says. `ray_address`: of the cluster that the run would join, None for one of its own. `unfetched`: keys of
-    what is on a hub and not here yet."""
+    """Without a configuration only the machine is examined. `architectures`: of the models that can be read,
+    by role. `num_gpus`: of this machine, as its driver says. `ray_address`: of the cluster that the run would
+    join, None for one of its own. `unfetched`: keys of what is on a hub and not here yet."""
 
     config: RunConfig | None = None
     plan: PlacementPlan | None = None
@@ -42,7 +42,9 @@ class ExaminedRun:
 
     @property
     def all_models_known(self) -> bool:
-        return self.config is not None and all(role.name in self.architectures for role in model_roles(self.config))
+        return self.config is not None and all(
+            role.name in self.architectures for role in model_roles(self.config)
+        )
 
     @property
     def processes_here(self) -> int:
@@ -56,13 +58,16 @@ class ExaminedRun:
 def read_subject(
     path: str | None, overrides: Sequence[str], num_gpus: int, ray_address: str | None
 ) -> tuple[ExaminedRun, list[CheckResult]]:
-    """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the rest is examined."""
+    """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the
+    rest is examined."""
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
         read = read_config(schema_of(path, overrides), path, overrides)
     except ConfigError as error:
-        return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(_problems(error.source, error.problems))
+        return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(
+            _problems(error.source, error.problems)
+        )
     inputs = find_on_hub(read, fetch=False)
     config = inputs.partial.config
     problems = problems_of(inputs.partial, inputs.violations())
@@ -87,4 +92,8 @@ def read_subject(
 
 def _problems(source: str, problems: Sequence[str]) -> Iterator[CheckResult]:
     for problem in problems:
-        yield wrong(CONFIGURATION, problem, f"change it in {source} or on the command line; `megarl check` finds it too")
+        yield wrong(
+            CONFIGURATION,
+            problem,
+            f"change it in {source} or on the command line; `megarl check` finds it too",
+        )

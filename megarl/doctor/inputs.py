@@ -1,4 +1,5 @@
-"""What a run reads: model folders, tokenizers and chat templates, data files, reward functions. Read as the run reads them."""
+"""What a run reads: model folders, tokenizers and chat templates, data files, reward functions. Read as the
+run reads them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from megarl.data.turns import TurnTemplate, closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
-from megarl.doctor.reward_functions import LOAD_LIMIT_S, MOST_TRUTHS, choose_truths, judge_compared_metrics, judge_rewards
+from megarl.doctor.reward_functions import (
+    LOAD_LIMIT_S,
+    MOST_TRUTHS,
+    choose_truths,
+    judge_compared_metrics,
+    judge_rewards,
+)
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted
@@ -54,7 +61,10 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def findings(
-    config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str] = (), num_rows: int = ROWS
+    config: Config,
+    architectures: Mapping[str, Architecture],
+    skipped: Collection[str] = (),
+    num_rows: int = ROWS,
 ) -> Iterator[CheckResult]:
     """Examine all that a run reads and that is on this machine.
 
@@ -66,18 +76,29 @@ def findings(
     for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
     for role in model_roles(config):
-        if role.name not in architectures or role.name not in ("actor", REWARD_MODEL) or not has_tokenizer(role.path):
+        if (
+            role.name not in architectures
+            or role.name not in ("actor", REWARD_MODEL)
+            or not has_tokenizer(role.path)
+        ):
             continue
         try:
             tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
-            remedy = "copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into its folder"
+            remedy = (
+                "copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into "
+                "its folder"
+            )
             yield refused(TOKENIZERS, role.path_key, error, remedy, folder=role.path)
             continue
         if role.name == "actor":
             tools = None
-            if isinstance(config, PPOConfig) and config.agent.is_used and not any(key.startswith("agent") for key in skipped):
+            if (
+                isinstance(config, PPOConfig)
+                and config.agent.is_used
+                and not any(key.startswith("agent") for key in skipped)
+            ):
                 judged, tools = judge_agent(config, tokenizer, skipped)
                 yield judged
                 if judged.status is Status.error:
@@ -101,11 +122,13 @@ def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) 
 
 
 def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> CheckResult:
-    """The weights are all there: each file whole, each tensor of the index in its file, with the shapes of config.json. Headers are read,
-    weights are not."""
+    """The weights are all there: each file whole, each tensor of the index in its file, with the shapes of
+    config.json. Headers are read, weights are not."""
     again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
     try:
-        index = check_headers(folder, architecture, "value" if role.with_value_head else "lm", trains=role.optim is not None)
+        index = check_headers(
+            folder, architecture, "value" if role.with_value_head else "lm", trains=role.optim is not None
+        )
     except WeightTransferError as error:
         return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))
     files = {tensor.file for tensor in index.tensors.values()}
@@ -119,40 +142,57 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
 
 
 def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> CheckResult:
-    """Of a tokenizer that loads and has a chat template. Raises ValueError for a generation_config.json that cannot be read."""
+    """Of a tokenizer that loads and has a chat template. Raises ValueError for a generation_config.json that
+    cannot be read."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     others = sorted(end_token_ids(role.path) - {tokenizer.eos_token_id})
     if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
         named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
         message = (
-            f"{role.path}: the tokenizer ends with {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), and the model's "
+            f"{role.path}: the tokenizer ends with {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), and "
+            f"the model's "
             f"generation_config.json or config.json with {named}: each of them ends a sample"
         )
-        remedy = "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
+        remedy = (
+            "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
+        )
         return doubtful(TOKENIZERS, message, remedy, **facts)
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
-        remedy = "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
+        remedy = (
+            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
+        )
         return doubtful(TOKENIZERS, f"{role.path}: {problem}", remedy, **facts)
     template = "has a chat template"
     if reads_clock(tokenizer):
         template += " that writes the date: a run's prompts have that of its start, also when it is resumed"
-    return good(TOKENIZERS, f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, {template}", **facts)
+    return good(
+        TOKENIZERS,
+        f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, {template}",
+        **facts,
+    )
 
 
 def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Says what happens if the chat template closes an answer with a token that ends no sample, as in folders of base models."""
+    """Says what happens if the chat template closes an answer with a token that ends no sample, as in folders
+    of base models."""
     closing = closing_token(tokenizer)
     if closing is None or closing in {tokenizer.eos_token_id, *end_token_ids(folder)}:
         return None
     return (
-        f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which ends no sample: the tokenizer ends "
-        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A policy that learns to write it "
+        f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which ends "
+        f"no sample: the tokenizer ends "
+        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A "
+        f"policy that learns to write it "
         "generates until data.max_response_length"
     )
 
 
 def data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str], num_rows: int, tools: Tools = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: Collection[str],
+    num_rows: int,
+    tools: Tools = None,
 ) -> list[CheckResult]:
     """Judge the first rows of each file, read and rendered as the run does."""
     results: list[CheckResult] = []
@@ -160,13 +200,19 @@ def data(
     for key in ("data.train_files", "data.val_files"):
         if key in skipped:
             continue
-        for file in dict.fromkeys(config.data.train_files if key == "data.train_files" else config.data.val_files):
+        for file in dict.fromkeys(
+            config.data.train_files if key == "data.train_files" else config.data.val_files
+        ):
             if not os.path.exists(file):  # absent, which is said elsewhere
                 continue
             try:
                 lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
-                example = "as in docs/rewards.md" if isinstance(config, PPOConfig) else "each a chat that ends with the assistant's answer"
+                example = (
+                    "as in docs/rewards.md"
+                    if isinstance(config, PPOConfig)
+                    else "each a chat that ends with the assistant's answer"
+                )
                 remedy = f"write the file again with the columns that are named, {example}"
                 results.append(refused(DATA, key, error, remedy, file=file))
                 continue
@@ -175,7 +221,9 @@ def data(
             results.append(judge_rows(config, key, file, rows, lengths))
             if spelled:
                 message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
-                results.append(doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file))
+                results.append(
+                    doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file)
+                )
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results
@@ -190,13 +238,16 @@ def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckR
 
 
 class _RenderedRows(NamedTuple):
-    """lengths: tokens of each row, in SFT of the whole chat. spelled: special tokens in texts that are not the assistant's."""
+    """lengths: tokens of each row, in SFT of the whole chat. spelled: special tokens in texts that are not
+    the assistant's."""
 
     lengths: list[int]
     spelled: list[str]
 
 
-def _rendered(config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools) -> _RenderedRows:
+def _rendered(
+    config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools
+) -> _RenderedRows:
     """Read and render the first rows as a run does."""
     section = config.data
     if isinstance(section, DataConfig):
@@ -219,16 +270,29 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     longer = sum(length > limit for length in lengths)
     facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": longest, "longer": longer}
     if longer:
-        message = f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than {limit_key}={limit} tokens, at most {longest}"
+        message = (
+            f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than "
+            f"{limit_key}={limit} tokens, at most {longest}"
+        )
         if config.data.overlong is Overlong.refuse:
-            return wrong(DATA, message, f"set {limit_key}={longest} or more, or data.overlong=filter to leave them out", **facts)
-        return doubtful(DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts)
+            return wrong(
+                DATA,
+                message,
+                f"set {limit_key}={longest} or more, or data.overlong=filter to leave them out",
+                **facts,
+            )
+        return doubtful(
+            DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts
+        )
     of_all = "" if rows is None else f"{counted(rows, 'row')}; "
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
 
 def judge_agent(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str] = (), limit_s: float = LOAD_LIMIT_S
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: Collection[str] = (),
+    limit_s: float = LOAD_LIMIT_S,
 ) -> tuple[CheckResult, Tools]:
     """Have tools or the environment answer a first turn, in a process that can be ended (see `try_agent`).
 
@@ -240,7 +304,9 @@ def judge_agent(
     agent = config.agent
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    remedy = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
+    remedy = (
+        f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
+    )
     first = None if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
     with ProcessPool(1, context=FreshContext()) as pool:
@@ -255,17 +321,27 @@ def judge_agent(
             return refused(AGENT, "agent", error, remedy, files=files), None
         except (ProcessExpired, TimeoutError) as error:
             ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", remedy, files=files), None
+            return wrong(
+                AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", remedy, files=files
+            ), None
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
         template.check()
         if messages:
             template.bridge(messages)
     except ValueError as error:
-        return refused(AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files), None
-    what = f"the tools {', '.join(names_of(list(tools)))}" if tools else f"the environment {agent.environment.name}"
+        return refused(
+            AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files
+        ), None
+    what = (
+        f"the tools {', '.join(names_of(list(tools)))}"
+        if tools
+        else f"the environment {agent.environment.name}"
+    )
     does = "can be used" if first is None else f"answers a first turn about {first.place}"
-    return good(AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files), tools
+    return good(
+        AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files
+    ), tools
 
 
 class _FirstTask(NamedTuple):
@@ -273,28 +349,45 @@ class _FirstTask(NamedTuple):
     place: str
 
 
-def _first_task(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]) -> _FirstTask | None:
+def _first_task(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]
+) -> _FirstTask | None:
     """Return the task of the first row that can be read; None if the data are not on this machine."""
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.val_files", config.data.val_files),
+    ):
         for file in files if key not in skipped else ():
             if not os.path.exists(file):
                 continue
             try:
-                prompt = read_prompt(next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data)
+                prompt = read_prompt(
+                    next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data
+                )
             except DataError:  # the data are judged by themselves
                 continue
-            task = Task(messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info)
+            task = Task(
+                messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info
+            )
             return _FirstTask(task, f"the first row of {file}")
     return None
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:
-    """An estimator and a policy loss of the user's own, on two samples (try_functions), in a process that can be ended."""
-    references = [reference for reference in (algorithm.advantage.function, algorithm.policy_loss.function) if reference is not None]
+    """An estimator and a policy loss of the user's own, on two samples (try_functions), in a process that can
+    be ended."""
+    references = [
+        reference
+        for reference in (algorithm.advantage.function, algorithm.policy_loss.function)
+        if reference is not None
+    ]
     if not references:
         return
     names = " and ".join(references)
-    remedy = "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result of such a function"
+    remedy = (
+        "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result "
+        "of such a function"
+    )
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:

@@ -1,6 +1,8 @@
-"""One rank of the all-reduce by which `megarl doctor` finds out whether processes of a node can speak: `python -m` this, in a process.
+"""One rank of the all-reduce by which `megarl doctor` finds out whether processes of a node can speak:
+`python -m` this, in a process.
 
-Arguments: backend, rank, ranks, address, port, limit in seconds. Prints the seconds of the second all-reduce; exits 1 where a sum is wrong.
+Arguments: backend, rank, ranks, address, port, limit in seconds. Prints the seconds of the second all-reduce;
+exits 1 where a sum is wrong.
 """
 
 from __future__ import annotations

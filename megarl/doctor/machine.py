@@ -1,4 +1,5 @@
-"""This machine: shared memory, open files, memory, threads, the clock, the sandbox, and variables that slow a run down."""
+"""This machine: shared memory, open files, memory, threads, the clock, the sandbox, and variables that slow a
+run down."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from megarl.machine.wording import counted
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 
-_NCCL_BYTES = 64 * 2**20  # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
+# of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
+_NCCL_BYTES = 64 * 2**20
 _PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
 # Ray warns below the first; its head alone takes some hundreds
 FEW_FILES = 4096
@@ -52,14 +54,20 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
     gib = max(1, -(-2 * needed // 2**30))
-    remedy = f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
+    remedy = (
+        f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
+    )
     facts = {"total": total, "free": free, "needed": needed}
     if total < needed:
-        message = f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
+        message = (
+            f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
+        )
         return wrong("shared memory", message, remedy, **facts)
     if free < needed:
         message = f"{folder} has {size(free)} free of {size(total)}, and the run needs {size(needed)}"
-        return doubtful("shared memory", message, f"remove what others have left in {folder}, or: {remedy}", **facts)
+        return doubtful(
+            "shared memory", message, f"remove what others have left in {folder}, or: {remedy}", **facts
+        )
     return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
 
 
@@ -69,20 +77,32 @@ def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def judge_open_files(soft: int, hard: int) -> CheckResult:
     remedy = (
-        "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in /etc/security/limits.conf or docker"
+        "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in "
+        "/etc/security/limits.conf or docker"
     )
     facts = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY:
         return good("open files", "no limit", **facts)
     if soft < TOO_FEW_FILES:
-        return wrong("open files", f"a process may have {soft:,} files open (hard limit {hard:,}); Ray needs more", remedy, **facts)
+        return wrong(
+            "open files",
+            f"a process may have {soft:,} files open (hard limit {hard:,}); Ray needs more",
+            remedy,
+            **facts,
+        )
     if soft < FEW_FILES:
-        return doubtful("open files", f"a process may have {soft:,} files open; many workers need {FEW_FILES:,} or more", remedy, **facts)
+        return doubtful(
+            "open files",
+            f"a process may have {soft:,} files open; many workers need {FEW_FILES:,} or more",
+            remedy,
+            **facts,
+        )
     return good("open files", f"a process may have {soft:,}", **facts)
 
 
 def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries are."""
+    """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries
+    are."""
     total = psutil.virtual_memory().total
     available = psutil.virtual_memory().available
     limit = _cgroup_limit()
@@ -93,7 +113,8 @@ def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def _planned(subject: ExaminedRun) -> int:
-    """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is known here."""
+    """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is
+    known here."""
     config = subject.config
     plan = subject.plan
     if plan is None or subject.ray_address is not None:
@@ -117,11 +138,21 @@ def _cgroup_limit() -> int | None:
 
 def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     facts = {"total": total, "available": available, "planned": planned}
-    remedy = "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of the container"
+    remedy = (
+        "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
+        "the container"
+    )
     if planned > total:
-        return wrong("memory", f"the plan needs about {size(planned)}, and this machine has {size(total)}", remedy, **facts)
+        return wrong(
+            "memory",
+            f"the plan needs about {size(planned)}, and this machine has {size(total)}",
+            remedy,
+            **facts,
+        )
     if planned > available:
-        message = f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
+        message = (
+            f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
+        )
         return doubtful("memory", message, f"end what uses it, or {remedy}", **facts)
     needs = f", about {size(planned)} planned" if planned else ""
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
@@ -133,26 +164,47 @@ def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
     holds = [level.value for level, reason in reasons.items() if not reason]
     facts = {level.value: reason for level, reason in reasons.items()}
     if not holds:
-        remedy = "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt seccomp=unconfined)"
-        yield doubtful("sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", remedy, **facts)
+        remedy = (
+            "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
+            "seccomp=unconfined)"
+        )
+        yield doubtful(
+            "sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", remedy, **facts
+        )
     else:
         yield good("sandbox", f"{holds[0]}, for programs that a model wrote", **facts)
 
 
 def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
     cores = usable_cores()
-    side_by_side = [] if subject.plan is None else [number for methods in at_work(subject.plan).values() for number in methods.values()]
-    yield judge_threads(os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu, side_by_side)
+    side_by_side = (
+        []
+        if subject.plan is None
+        else [number for methods in at_work(subject.plan).values() for number in methods.values()]
+    )
+    yield judge_threads(
+        os.environ.get("OMP_NUM_THREADS"), cores, subject.processes_here, subject.use_gpu, side_by_side
+    )
 
 
-def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()) -> CheckResult:
+def judge_threads(
+    setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()
+) -> CheckResult:
     """side_by_side: of each phase, how many processes of a node compute in it."""
     facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
     if setting is not None and not setting.isdigit():
-        return wrong("threads", f"OMP_NUM_THREADS is {setting!r}, no number", "export OMP_NUM_THREADS=1, or unset it", **facts)
+        return wrong(
+            "threads",
+            f"OMP_NUM_THREADS is {setting!r}, no number",
+            "export OMP_NUM_THREADS=1, or unset it",
+            **facts,
+        )
     if setting is None and side_by_side and not use_gpu:
         fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
-        message = f"{fewest} to {most} in a process, by how many compute in a phase, on {cores} cores; OMP_NUM_THREADS is not set"
+        message = (
+            f"{fewest} to {most} in a process, by how many compute in a phase, on {cores} cores; "
+            f"OMP_NUM_THREADS is not set"
+        )
         return good("threads", message, **facts)
     if setting is None:
         return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
@@ -160,8 +212,12 @@ def judge_threads(setting: str | None, cores: int, processes: int, use_gpu: bool
     if not use_gpu and each > 1 and each * processes > cores:
         asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
         message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"
-        return doubtful("threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts)
-    return good("threads", f"{each} in each of {counted(processes, 'process')}, {counted(cores, 'core')}", **facts)
+        return doubtful(
+            "threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts
+        )
+    return good(
+        "threads", f"{each} in each of {counted(processes, 'process')}, {counted(cores, 'core')}", **facts
+    )
 
 
 class _Timex(ctypes.Structure):
@@ -205,9 +261,18 @@ def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
     if found.synchronised:
         return good("clock", f"kept by NTP, within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
     if num_nodes == 1:
-        return good("clock", "not known to be kept by NTP; it matters between nodes only, and the run has one", **facts)
-    remedy = "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are put in order by their clocks"
-    return doubtful("clock", "the kernel does not know of anything that keeps this clock right", remedy, **facts)
+        return good(
+            "clock",
+            "not known to be kept by NTP; it matters between nodes only, and the run has one",
+            **facts,
+        )
+    remedy = (
+        "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are "
+        "put in order by their clocks"
+    )
+    return doubtful(
+        "clock", "the kernel does not know of anything that keeps this clock right", remedy, **facts
+    )
 
 
 def environment(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -217,10 +282,19 @@ def environment(subject: ExaminedRun) -> Iterator[CheckResult]:
 def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
     slow = {name: cost for name, cost in _SLOW.items() if variables.get(name, "") not in _OFF}
     for name, cost in slow.items():
-        yield doubtful("environment", f"{name}={variables[name]}: {cost}", f"unset {name}, unless you are looking for a fault", name=name)
-    if "expandable_segments:True" in variables.get("PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")):
+        yield doubtful(
+            "environment",
+            f"{name}={variables[name]}: {cost}",
+            f"unset {name}, unless you are looking for a fault",
+            name=name,
+        )
+    if "expandable_segments:True" in variables.get(
+        "PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")
+    ):
         remedy = "unset PYTORCH_CUDA_ALLOC_CONF where rollout and actor share devices"
-        message = "torch's expandable segments are on, and SGLang cannot give the memory of its weights back then"
+        message = (
+            "torch's expandable segments are on, and SGLang cannot give the memory of its weights back then"
+        )
         yield doubtful("environment", message, remedy, name="PYTORCH_CUDA_ALLOC_CONF")
     elif not slow:
         yield good("environment", "no variable that is known to slow a run down")

@@ -31,7 +31,8 @@ _SLOW_BYTES_PER_S = 20e6
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """`interface`: as the environment says; None: the library's own choice. `error`: of the first rank that failed."""
+    """`interface`: as the environment says; None: the library's own choice. `error`: of the first rank that
+    failed."""
 
     backend: str
     ranks: int
@@ -41,7 +42,9 @@ class Loopback:
     error: str | None = None
 
 
-def probe_loopback(backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1") -> Loopback:
+def probe_loopback(
+    backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1"
+) -> Loopback:
     """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
@@ -55,13 +58,23 @@ def probe_loopback(backend: str, ranks: int, environment: Mapping[str, str], add
                 process.kill()
                 process.wait()
         seconds = 0.0 if error else float(_read(Path(folder), 0, "out").split()[-1])
-    return Loopback(backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error)
+    return Loopback(
+        backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error
+    )
 
 
-def start_rank(backend: str, rank: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+def start_rank(
+    backend: str, rank: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megarl.doctor.loopback_rank", backend, str(rank), *arguments]
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        return subprocess.Popen(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
@@ -91,40 +104,72 @@ def _reason(text: str) -> str:
 
 def judge_loopback(found: Loopback) -> CheckResult:
     variable = VARIABLE[found.backend]
-    over = f"over {found.interface} ({variable})" if found.interface else f"over the interface that {found.backend} chose itself"
+    over = (
+        f"over {found.interface} ({variable})"
+        if found.interface
+        else f"over the interface that {found.backend} chose itself"
+    )
     what = f"{found.backend} all-reduce between {counted(found.ranks, 'rank')} {over}"
-    facts = {"backend": found.backend, "ranks": found.ranks, "interface": found.interface, "interfaces": list(found.interfaces)}
-    remedy = f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of {', '.join(found.interfaces)}"
+    facts = {
+        "backend": found.backend,
+        "ranks": found.ranks,
+        "interface": found.interface,
+        "interfaces": list(found.interfaces),
+    }
+    remedy = (
+        f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of "
+        f"{', '.join(found.interfaces)}"
+    )
     if found.error is not None:
-        return wrong(LOOPBACK, f"{what} failed: {found.error}", f"{remedy}; a firewall must let processes of the cluster speak", **facts)
+        return wrong(
+            LOOPBACK,
+            f"{what} failed: {found.error}",
+            f"{remedy}; a firewall must let processes of the cluster speak",
+            **facts,
+        )
     if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
         message = f"{what}: 1 MiB took {found.seconds:.2f} s"
-        return doubtful(LOOPBACK, message, f"{remedy}; or the machine is busy", seconds=found.seconds, **facts)
+        return doubtful(
+            LOOPBACK, message, f"{remedy}; or the machine is busy", seconds=found.seconds, **facts
+        )
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
 
 
 def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> CheckResult | None:
-    """None where the variable names an interface that is there, or is not set. NCCL takes lists, prefixes, and ^ before those to avoid."""
+    """None where the variable names an interface that is there, or is not set. NCCL takes lists, prefixes,
+    and ^ before those to avoid."""
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
         return None
-    message = f"{VARIABLE[backend]}={name}, and this machine has no such interface: {backend} would fail or hang"
-    remedy = f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the one of the node's address"
+    message = (
+        f"{VARIABLE[backend]}={name}, and this machine has no such interface: {backend} would fail or hang"
+    )
+    remedy = (
+        f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the "
+        f"one of the node's address"
+    )
     return wrong(LOOPBACK, message, remedy, backend=backend, interface=name, interfaces=list(interfaces))
 
 
 def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Between as many ranks as the run's largest group has on a node, with the variables that the run's workers would have."""
+    """Between as many ranks as the run's largest group has on a node, with the variables that the run's
+    workers would have."""
     ranks = 2
     if subject.plan is not None:
-        groups = [[process.node for process in group.processes] for group in subject.plan.groups if group.uses_devices]
+        groups = [
+            [process.node for process in group.processes]
+            for group in subject.plan.groups
+            if group.uses_devices
+        ]
         ranks = max((nodes.count(node) for nodes in groups for node in set(nodes)), default=1)
     address = own_address(subject.ray_address)
     variables = dict(os.environ)
     fill_in(variables, address, subject.use_gpu)
     most = {"gloo": _MOST_CPU_RANKS, "nccl": subject.num_gpus if subject.use_gpu else 0}
     for backend in (backend for backend, limit in most.items() if limit):
-        fault = judge_interface(backend, variables.get(VARIABLE[backend]), tuple(sorted(psutil.net_if_addrs())))
+        fault = judge_interface(
+            backend, variables.get(VARIABLE[backend]), tuple(sorted(psutil.net_if_addrs()))
+        )
         yield fault or judge_loopback(probe_loopback(backend, min(ranks, most[backend]), variables, address))
 
 
@@ -155,7 +200,9 @@ def probe_port(number: int, purpose: str) -> Port:
             trial.bind(("", number))
             trial.listen(1)
         except OSError as error:
-            return Port(number=number, purpose=purpose, user=_listener(number) or error.strerror or str(error))
+            return Port(
+                number=number, purpose=purpose, user=_listener(number) or error.strerror or str(error)
+            )
     return Port(number=number, purpose=purpose)
 
 
@@ -177,7 +224,9 @@ def judge_port(port: Port) -> CheckResult:
     remedy = "end that process, or choose another port"
     if port.purpose.startswith("Ray"):
         remedy += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
-    return wrong(PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts)
+    return wrong(
+        PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts
+    )
 
 
 def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[int, str]:
@@ -186,7 +235,10 @@ def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[i
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
         needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"
     if subject.plan is not None and subject.plan.num_nodes > 1 and subject.ray_address is None:
-        needed |= {6379: "Ray's head (ray start --head --port)", 8265: "Ray's dashboard and jobs (--dashboard-port)"}
+        needed |= {
+            6379: "Ray's head (ray start --head --port)",
+            8265: "Ray's dashboard and jobs (--dashboard-port)",
+        }
     return needed
 
 

@@ -1,4 +1,5 @@
-"""Ray: does it start, or answer; are all nodes alive and alike; do their clocks agree; is there room for the run's pools?"""
+"""Ray: does it start, or answer; are all nodes alive and alike; do their clocks agree; is there room for the
+run's pools?"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ _SHOWN_NODES = 8
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     """Joins the cluster of RAY_ADDRESS, or starts a Ray here as the run would, and leaves it."""
-    where = f"the cluster at {subject.ray_address}" if subject.ray_address else "a Ray of its own on this machine"
+    where = (
+        f"the cluster at {subject.ray_address}" if subject.ray_address else "a Ray of its own on this machine"
+    )
     num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -47,19 +50,27 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
         seconds = time.monotonic() - begin
         with _files_of(subject) as paths:
             report = inspect_cluster(_ANSWER_S, paths)
-    yield good(RAY, f"Ray {here().ray}: {where} answers after {seconds:.1f} s", seconds=round(seconds, 2), address=subject.ray_address)
+    yield good(
+        RAY,
+        f"Ray {here().ray}: {where} answers after {seconds:.1f} s",
+        seconds=round(seconds, 2),
+        address=subject.ray_address,
+    )
     yield from judge_nodes(report, here())
     if len(report.nodes) > 1:
         yield from judge_other_nodes(report.nodes)
     if subject.plan is not None:
         num_gpus = max(subject.num_gpus, *(int(node.resources.get("GPU", 0)) for node in report.nodes))
         use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # auto: those of the cluster count
-        yield judge_resources(report, list(ResourcePoolManager.of_plan(subject.plan, use_gpu).resource_pools.values()))
+        yield judge_resources(
+            report, list(ResourcePoolManager.of_plan(subject.plan, use_gpu).resource_pools.values())
+        )
 
 
 @contextlib.contextmanager
 def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
-    """What a run's workers open on every node, and a file that says whether they write checkpoints to one place."""
+    """What a run's workers open on every node, and a file that says whether they write checkpoints to one
+    place."""
     if subject.config is None:
         yield []
         return
@@ -78,31 +89,61 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
     for node in nodes:
         here_too = f"node {node.address}: "
         if node.limits is not None:
-            memory = judge_shared_memory("/dev/shm", node.limits.shared_memory, node.limits.shared_memory_free, OBJECT_STORE_MB * 2**20)
+            memory = judge_shared_memory(
+                "/dev/shm", node.limits.shared_memory, node.limits.shared_memory_free, OBJECT_STORE_MB * 2**20
+            )
             files = judge_open_files(node.limits.open_files, node.limits.open_files_hard)
-            yield from (replace(each, message=here_too + each.message) for each in (memory, files) if each.status is not Status.ok)
+            yield from (
+                replace(each, message=here_too + each.message)
+                for each in (memory, files)
+                if each.status is not Status.ok
+            )
         for path in node.unseen:
             if Path(path).name.startswith(MARK):
-                message = f"{here_too}does not see what is written to {Path(path).parent} here, so checkpoints would be in pieces"
-                yield wrong(NODES, message, "set checkpoint.dir to a folder on a file system that all nodes share", node=node.address)
+                message = (
+                    f"{here_too}does not see what is written to {Path(path).parent} here, so "
+                    f"checkpoints would be in pieces"
+                )
+                yield wrong(
+                    NODES,
+                    message,
+                    "set checkpoint.dir to a folder on a file system that all nodes share",
+                    node=node.address,
+                )
             else:
                 message = f"{here_too}there is no {path}"
-                yield wrong(NODES, message, "put it on a file system that all nodes share, or copy it to the same path there", path=path)
+                yield wrong(
+                    NODES,
+                    message,
+                    "put it on a file system that all nodes share, or copy it to the same path there",
+                    path=path,
+                )
 
 
 def _unreachable(where: str, error: Exception, address: str | None) -> CheckResult:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if address is not None:
-        remedy = "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the others), or unset RAY_ADDRESS to "
-        return wrong(RAY, f"{where} cannot be joined: {reason}", remedy + "run on this machine", address=address)
-    remedy = "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may processes listen on 127.0.0.1?"
+        remedy = (
+            "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the "
+            "others), or unset RAY_ADDRESS to "
+        )
+        return wrong(
+            RAY, f"{where} cannot be joined: {reason}", remedy + "run on this machine", address=address
+        )
+    remedy = (
+        "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may "
+        "processes listen on 127.0.0.1?"
+    )
     return wrong(RAY, f"{where} does not start: {reason}", remedy)
 
 
 def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
-        remedy = "start Ray on it again, if the run is to have it; its logs are in /tmp/ray/session_latest/logs there"
+        remedy = (
+            "start Ray on it again, if the run is to have it; its logs are in "
+            "/tmp/ray/session_latest/logs there"
+        )
         faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", remedy, node=address))
     yield from faults
     if not faults:
@@ -113,7 +154,10 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
 
 def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
     if node.software is None:
-        remedy = f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the worker said is in its node's Ray logs"
+        remedy = (
+            f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the "
+            f"worker said is in its node's Ray logs"
+        )
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", remedy, **_facts(node))
         return
     for name in Software._fields:
@@ -121,11 +165,19 @@ def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
         mine = getattr(driver, name)
         if there != mine:
             message = f"node {node.address} has {name} {there}, and this one {mine}"
-            yield wrong(NODES, message, f"install {name} {mine} there: what travels between processes is pickled", **_facts(node))
+            yield wrong(
+                NODES,
+                message,
+                f"install {name} {mine} there: what travels between processes is pickled",
+                **_facts(node),
+            )
 
 
 def _described(nodes: Sequence[NodeReport]) -> str:
-    shown = [f"{node.address} ({_amount(node, 'GPU')} GPU, {_amount(node, 'CPU')} CPU)" for node in nodes[:_SHOWN_NODES]]
+    shown = [
+        f"{node.address} ({_amount(node, 'GPU')} GPU, {_amount(node, 'CPU')} CPU)"
+        for node in nodes[:_SHOWN_NODES]
+    ]
     rest = f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
     return f"{len(nodes)} alive, with the same versions: {', '.join(shown)}{rest}"
 
@@ -137,7 +189,12 @@ def _amount(node: NodeReport, kind: str) -> str:
 def _facts(node: NodeReport) -> dict[str, object]:
     software = None if node.software is None else node.software._asdict()
     amounts = {kind: node.resources.get(kind, 0) for kind in ("GPU", "CPU", "object_store_memory")}
-    return {"node": node.address, "resources": amounts, "software": software, "clock_offset_s": round(node.clock_offset_s, 6)}
+    return {
+        "node": node.address,
+        "resources": amounts,
+        "software": software,
+        "clock_offset_s": round(node.clock_offset_s, 6),
+    }
 
 
 def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
@@ -149,23 +206,43 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     known = first.clock_uncertainty_s + last.clock_uncertainty_s
     if apart - known > _SKEW_S:
         message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
-        remedy = "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put in order by their clocks"
+        remedy = (
+            "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put "
+            "in order by their clocks"
+        )
         return doubtful(CLOCKS, message, remedy, apart_s=round(apart, 3))
-    return good(CLOCKS, f"those of {counted(len(nodes), 'node')} are within {max(apart, known) * 1000:,.0f} ms", apart_s=round(apart, 6))
+    return good(
+        CLOCKS,
+        f"those of {counted(len(nodes), 'node')} are within {max(apart, known) * 1000:,.0f} ms",
+        apart_s=round(apart, 6),
+    )
 
 
 def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> CheckResult:
     demands = node_demands(pools)
     facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
     remedy = (
-        "start nodes with more (ray start --num-cpus N counts one for each process, --num-gpus), add nodes, or choose smaller parallel "
+        "start nodes with more (ray start --num-cpus N counts one for each process, --num-gpus), add nodes, "
+        "or choose smaller parallel "
     )
     remedy += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
     if not fits(demands, report.whole):
-        return wrong(RESOURCES, explain(pools, report.whole, "more than the cluster has").rpartition("\n")[0], remedy, **facts)
+        return wrong(
+            RESOURCES,
+            explain(pools, report.whole, "more than the cluster has").rpartition("\n")[0],
+            remedy,
+            **facts,
+        )
     if not fits(demands, report.free):
         return doubtful(
-            RESOURCES, explain(pools, report.free, "held by others now").rpartition("\n")[0], "end the other run, or wait", **facts
+            RESOURCES,
+            explain(pools, report.free, "held by others now").rpartition("\n")[0],
+            "end the other run, or wait",
+            **facts,
         )
     needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
-    return good(RESOURCES, f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one a process) are asked for, and free", **facts)
+    return good(
+        RESOURCES,
+        f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one a process) are asked for, and free",
+        **facts,
+    )

@@ -7,7 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.config.schema import DataConfig, PPOConfig, RewardConfig
-from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, number_in, validation_metrics
+from megarl.config.validation_metrics import (
+    RewardKeys,
+    may_be_measured,
+    nearest,
+    number_in,
+    validation_metrics,
+)
 from megarl.data.files import DataError
 from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
 from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
@@ -47,10 +53,12 @@ class Truths(NamedTuple):
 
 
 def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
-    """Choose rows of the training and validation files, the same each time: the first of each data source, rows whose ground truth is
-    null, and `most` others at random. With `most` 1, as at the start of a run: the first row and the first null one.
+    """Choose rows of the training and validation files, the same each time: the first of each data source,
+    rows whose ground truth is null, and `most` others at random. With `most` 1, as at the start of a run: the
+    first row and the first null one.
 
-    All rows are read, without their prompts. A row that cannot be read ends its file: that is said about the data.
+    All rows are read, without their prompts. A row that cannot be read ends its file: that is said about the
+    data.
     """
     firsts = dict[str, TruthRow]()
     nulls = list[TruthRow]()
@@ -78,7 +86,10 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
                 for row in read_reward_rows([file], data.columns):
                     inputs = read_reward_inputs(row, data.columns)
                     truth = inputs.reward_model[GROUND_TRUTH]
-                    yield TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info), key == "data.val_files"
+                    yield (
+                        TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
+                        key == "data.val_files",
+                    )
             except DataError:
                 continue
 
@@ -91,14 +102,19 @@ class Judgement(NamedTuple):
 
 
 def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
-    """Load the functions, and try the ground truths of the rows and empty responses. Without rows they are only loaded."""
+    """Load the functions, and try the ground truths of the rows and empty responses. Without rows they are
+    only loaded."""
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
     remedy = f"correct {files}; `megarl score` runs it on a file of responses"
     try:
         trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
         return Judgement([refused(REWARDS, "reward.functions", error, remedy, files=files)], {})
-    results = [*_refusals(trials, files), *_failures(reward, trials, remedy, files), *_doubts(reward, trials, files)]
+    results = [
+        *_refusals(trials, files),
+        *_failures(reward, trials, remedy, files),
+        *_doubts(reward, trials, files),
+    ]
     if not results:
         names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
@@ -106,7 +122,8 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
 
 
 def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:
-    """Score the ground truths of the rows and empty responses, in processes that can be killed: the files are a user's and may do anything.
+    """Score the ground truths of the rows and empty responses, in processes that can be killed: the files are
+    a user's and may do anything.
 
     Args:
         limit_s: For the imports of the files.
@@ -129,7 +146,11 @@ def _scores(trials: Sequence[Trial]) -> str:
         return " and takes the four arguments"
     truths = [trial.outcome.score for trial in trials if trial.outcome is not None]
     empty = [trial.empty.score for trial in trials if not isinstance(trial.empty, Unfinished)]
-    scored = f"{len(truths):,} ground truths score {_span(truths)}" if truths else f"{len(trials):,} ground truths can be read"
+    scored = (
+        f"{len(truths):,} ground truths score {_span(truths)}"
+        if truths
+        else f"{len(trials):,} ground truths can be read"
+    )
     return f"; {scored}, empty responses {_span(empty)}"
 
 
@@ -143,20 +164,40 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
     """Ground truths that no response can match, and functions whose keys differ between samples."""
     if lines := refused_truths(trials):
         yield wrong(
-            REWARDS, in_files(lines), "correct these rows, or leave them out; `megarl score --ground-truth` lists them", files=files
+            REWARDS,
+            in_files(lines),
+            "correct these rows, or leave them out; `megarl score --ground-truth` lists them",
+            files=files,
         )
     for source, (with_it, without_it) in mixed_answers(trials).items():
-        problem = f"reward.functions: of {source!r} there is an 'answer' for {with_it}, and none for {without_it}"
-        yield wrong(REWARDS, problem, 'return "answer" for all samples or for none, with None for a sample without an answer', files=files)
+        problem = (
+            f"reward.functions: of {source!r} there is an 'answer' for {with_it}, and none for {without_it}"
+        )
+        yield wrong(
+            REWARDS,
+            problem,
+            'return "answer" for all samples or for none, with None for a sample without an answer',
+            files=files,
+        )
 
 
-def _failures(reward: RewardConfig, trials: Sequence[Trial], remedy: str, files: str) -> Iterator[CheckResult]:
+def _failures(
+    reward: RewardConfig, trials: Sequence[Trial], remedy: str, files: str
+) -> Iterator[CheckResult]:
     """Ground truths and empty responses that a function has no score for."""
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
     if slow and reward.time_limit_s > _SAMPLE_LIMIT_S:
-        message = f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after {_SAMPLE_LIMIT_S:g} s"
-        yield doubtful(REWARDS, message, f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}", files=files)
+        message = (
+            f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
+            f"{_SAMPLE_LIMIT_S:g} s"
+        )
+        yield doubtful(
+            REWARDS,
+            message,
+            f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}",
+            files=files,
+        )
         failed = [trial for trial in failed if trial not in slow]
     if failed:
         problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
@@ -166,9 +207,15 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], remedy: str, files:
             allowed = f"at most reward.max_error_rate={reward.max_error_rate:g} may fail"
             yield doubtful(REWARDS, problem, f"{remedy}; {allowed}", files=files)
     elif not slow and (silent := [trial for trial in trials if trial.empty_error is not None]):
-        problem = f"reward.functions: for an empty response to row {silent[0].row.number} of {silent[0].row.file}, {silent[0].empty_error}"
+        problem = (
+            f"reward.functions: for an empty response to row {silent[0].row.number} of "
+            f"{silent[0].row.file}, {silent[0].empty_error}"
+        )
         yield doubtful(
-            REWARDS, problem, "return a score for it: a model may end its response at once, which would end the run", files=files
+            REWARDS,
+            problem,
+            "return a score for it: a model may end its response at once, which would end the run",
+            files=files,
         )
 
 
@@ -178,7 +225,8 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         first = alike[0]
         assert first.outcome is not None
         message = (
-            f"reward.functions: {len(alike):,} of {len(trials):,} ground truths score no better than an empty response, such as "
+            f"reward.functions: {len(alike):,} of {len(trials):,} ground truths score no better than an "
+            f"empty response, such as "
             f"{_place(first)}, with {first.outcome.score:g}"
         )
         yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
@@ -188,29 +236,45 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     low = [
         trial
         for trial in trials
-        if trial.has_own_form and (trial.gain or 0) > 0 and trial.outcome is not None and trial.outcome.score < threshold - 1e-6
+        if trial.has_own_form
+        and (trial.gain or 0) > 0
+        and trial.outcome is not None
+        and trial.outcome.score < threshold - 1e-6
     ]
     if low:
         outcome = low[0].outcome
         assert outcome is not None
         message = (
-            f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than reward.pass_score={threshold:g}, such as "
+            f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than "
+            f"reward.pass_score={threshold:g}, such as "
             f"{_place(low[0])}, with {outcome.score:g}"
         )
-        yield doubtful(REWARDS, message, "set reward.pass_score to what a right response scores; pass@k counts samples by it", files=files)
+        yield doubtful(
+            REWARDS,
+            message,
+            "set reward.pass_score to what a right response scores; pass@k counts samples by it",
+            files=files,
+        )
 
 
 def _place(trial: Trial) -> str:
     text = repr(trial.row.ground_truth)
-    return f"{text if len(text) <= 40 else text[:37] + '...'}, the ground truth of {trial.row.file}, row {trial.row.number}"
+    return (
+        f"{text if len(text) <= 40 else text[:37] + '...'}, the ground truth of {trial.row.file}, row "
+        f"{trial.row.number}"
+    )
 
 
-def judge_compared_metrics(config: PPOConfig, val_sources: Collection[str], keys: Mapping[str, RewardKeys]) -> Iterator[CheckResult]:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare metrics that the run's validations log.
+def judge_compared_metrics(
+    config: PPOConfig, val_sources: Collection[str], keys: Mapping[str, RewardKeys]
+) -> Iterator[CheckResult]:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare metrics that the run's validations
+    log.
 
     Args:
         val_sources: The data sources of the validation files.
-        keys: What the reward functions return, by data source. A source that was not tried may have any metric that depends on it.
+        keys: What the reward functions return, by data source. A source that was not tried may have any
+            metric that depends on it.
     """
     for key, metric in (
         ("checkpoint.keep_best.metric", config.checkpoint.keep_best.metric),
@@ -222,5 +286,7 @@ def judge_compared_metrics(config: PPOConfig, val_sources: Collection[str], keys
         measured = validation_metrics(config, {source: keys.get(source, untried) for source in val_sources})
         if metric not in measured:
             why = ", which needs reward functions that return an 'answer'" if "maj@" in metric else ""
-            message = f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}"
+            message = (
+                f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}"
+            )
             yield wrong(REWARDS, message, f"change {key}")

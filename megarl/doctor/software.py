@@ -20,13 +20,15 @@ from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
-_IS_CUDA = "sglang-kernel"  # compiled for one version of torch; on a CPU SGLang runs beside others than it declares
+# compiled for one version of torch; on a CPU SGLang runs beside others than it declares
+_IS_CUDA = "sglang-kernel"
 _SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """`versions`: of each distribution of the tables, None where it is absent. `wants`: of each coupled one, what it asks of others."""
+    """`versions`: of each distribution of the tables, None where it is absent. `wants`: of each coupled one,
+    what it asks of others."""
 
     python: str
     versions: Mapping[str, str | None]
@@ -35,7 +37,13 @@ class Installed:
 
 def probe() -> Installed:
     coupled = [name for names in COUPLED.values() for name in names]
-    names = [*(Requirement(name).name for name in REQUIRED), *_OF_ENGINES, *(Requirement(name).name for name in CUDA), *coupled, _IS_CUDA]
+    names = [
+        *(Requirement(name).name for name in REQUIRED),
+        *_OF_ENGINES,
+        *(Requirement(name).name for name in CUDA),
+        *coupled,
+        _IS_CUDA,
+    ]
     versions = {name: _version(name) for name in names}
     return Installed(
         python=platform.python_version(),
@@ -53,7 +61,11 @@ def _version(name: str) -> str | None:
 
 def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
     required = [Requirement(line) for line in metadata.requires(name) or ()]
-    return {each.name: str(each.specifier) for each in required if each.name in others and (each.marker is None or each.marker.evaluate())}
+    return {
+        each.name: str(each.specifier)
+        for each in required
+        if each.name in others and (each.marker is None or each.marker.evaluate())
+    }
 
 
 def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -61,13 +73,24 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
     faults = list(_faults(installed, of_engine))
     yield from faults
     if not faults:
-        shown = ", ".join(f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name))
+        shown = ", ".join(
+            f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name)
+        )
         message = f"megarl {__version__} on Python {installed.python} with {shown}"
         facts = {"python": installed.python, "versions": dict(installed.versions)}
         if untested := _untested(installed, of_engine):
-            what = ", ".join(f"{name} {found} (tested {tested.oldest} to {tested.newest})" for name, found, tested in untested)
+            what = ", ".join(
+                f"{name} {found} (tested {tested.oldest} to {tested.newest})"
+                for name, found, tested in untested
+            )
             remedy = "requirements/cpu.txt has versions that are tested together"
-            yield doubtful(CHECK, f"{message}: untested with {what}", remedy, untested=[name for name, _, _ in untested], **facts)
+            yield doubtful(
+                CHECK,
+                f"{message}: untested with {what}",
+                remedy,
+                untested=[name for name, _, _ in untested],
+                **facts,
+            )
         else:
             yield good(CHECK, f"{message}: tested", **facts)
 
@@ -75,7 +98,10 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
 def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[str, str, Tested]]:
     """What is older or newer than all that was tested: name, version, what was tested."""
     python = ".".join(installed.python.split(".")[:2])
-    found = {"python": python} | {name: installed.versions[name] for name in (Requirement(key).name for key in {**REQUIRED, **of_engine})}
+    found = {"python": python} | {
+        name: installed.versions[name]
+        for name in (Requirement(key).name for key in {**REQUIRED, **of_engine})
+    }
     return [
         (name, version, tested)
         for name, version in found.items()
@@ -95,20 +121,32 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
         elif not _within(found, versions):
             message = f"{name} {found} is outside {versions}, the versions that megarl works with"
             yield wrong(
-                CHECK, message, f"pip install '{required}{versions}' (the exact versions are in requirements/)", name=name, found=found
+                CHECK,
+                message,
+                f"pip install '{required}{versions}' (the exact versions are in requirements/)",
+                name=name,
+                found=found,
             )
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):
             message = f"{name} {found} is outside {versions}"
-            yield doubtful(CHECK, message, f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then", name=name)
+            yield doubtful(
+                CHECK,
+                message,
+                f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then",
+                name=name,
+            )
     for name, wants in installed.wants.items():
         if name == "sglang" and installed.versions.get(_IS_CUDA) is None:
             continue
         for other, versions in wants.items():
             found = installed.versions.get(other)
             if found is not None and not _within(found, versions):
-                message = f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} {found} is installed"
+                message = (
+                    f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} "
+                    f"{found} is installed"
+                )
                 remedy = f"pip install '{other}{versions}', or another version of {name}"
                 yield wrong(CHECK, message, remedy, name=other, found=found)
 
@@ -127,9 +165,13 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     config = subject.config
     installed = has_transformer_engine()
     assert config is not None
-    choice = choose_layers(config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed)
+    choice = choose_layers(
+        config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed
+    )
     if choice.layers is Layers.transformer_engine and not installed:
         remedy = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
-        yield wrong("layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", remedy)
+        yield wrong(
+            "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", remedy
+        )
         return
     yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)

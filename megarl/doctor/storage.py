@@ -29,7 +29,8 @@ _GONE = ("tmpfs", "ramfs", "overlay")
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """`error`: why nothing could be written; `speed`: bytes a second, onto the disk and not into the cache. `kind`: of the file system."""
+    """`error`: why nothing could be written; `speed`: bytes a second, onto the disk and not into the cache.
+    `kind`: of the file system."""
 
     folder: str
     kind: str
@@ -41,7 +42,8 @@ class Disk:
 
 
 def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
-    """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes both."""
+    """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes
+    both."""
     folder = existing_folder(path)
     usage = shutil.disk_usage(folder)
     kind = file_system(folder)
@@ -50,10 +52,20 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
             speed = _write(Path(scratch) / "new", sample_bytes)
             (Path(scratch) / "old").write_bytes(b"old")
             os.replace(Path(scratch) / "new", Path(scratch) / "old")
-            renames = os.listdir(scratch) == ["old"] and (Path(scratch) / "old").stat().st_size == sample_bytes
+            renames = (
+                os.listdir(scratch) == ["old"] and (Path(scratch) / "old").stat().st_size == sample_bytes
+            )
     except OSError as error:
-        return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, error=error.strerror or str(error))
-    return Disk(folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames)
+        return Disk(
+            folder=str(folder),
+            kind=kind,
+            total=usage.total,
+            free=usage.free,
+            error=error.strerror or str(error),
+        )
+    return Disk(
+        folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames
+    )
 
 
 def _write(file: Path, nbytes: int) -> float:
@@ -66,7 +78,8 @@ def _write(file: Path, nbytes: int) -> float:
 
 
 def file_system(folder: Path) -> str:
-    """Of the mount that holds `folder`, as /proc/mounts calls it; the last one where several lie over each other."""
+    """Of the mount that holds `folder`, as /proc/mounts calls it; the last one where several lie over each
+    other."""
     found = "unknown"
     longest = -1
     for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -80,13 +93,32 @@ def file_system(folder: Path) -> str:
 
 def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckResult]:
     """`one`: bytes of a checkpoint. `most`: how many there are at a time."""
-    elsewhere = "set checkpoint.dir (or trainer.output_dir) to a folder on a larger disk that you may write to"
-    facts = {"folder": disk.folder, "file_system": disk.kind, "free": disk.free, "one": one, "most": most, "bytes_per_s": round(disk.speed)}
+    elsewhere = (
+        "set checkpoint.dir (or trainer.output_dir) to a folder on a larger disk that you may write to"
+    )
+    facts = {
+        "folder": disk.folder,
+        "file_system": disk.kind,
+        "free": disk.free,
+        "one": one,
+        "most": most,
+        "bytes_per_s": round(disk.speed),
+    }
     if disk.error is not None:
-        yield wrong(CHECK, f"{disk.folder} ({disk.kind}, {size(disk.free)} free) cannot be written: {disk.error}", elsewhere, **facts)
+        yield wrong(
+            CHECK,
+            f"{disk.folder} ({disk.kind}, {size(disk.free)} free) cannot be written: {disk.error}",
+            elsewhere,
+            **facts,
+        )
         return
     if not disk.renames:
-        yield wrong(CHECK, f"{disk.folder} ({disk.kind}) does not rename a file over another in one step", elsewhere, **facts)
+        yield wrong(
+            CHECK,
+            f"{disk.folder} ({disk.kind}) does not rename a file over another in one step",
+            elsewhere,
+            **facts,
+        )
         return
     faults = [*_room(disk, one, most, facts), *_kind(disk, num_nodes, facts)]
     seconds = one / disk.speed
@@ -96,7 +128,9 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
     yield from faults
     if not faults:
         room = f"; {counted(most, 'checkpoint')} of {size(one)}" if most else ""
-        yield good(CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts)
+        yield good(
+            CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts
+        )
 
 
 def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
@@ -105,19 +139,37 @@ def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator
         message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
         yield wrong(CHECK, message, remedy, **facts)
     elif disk.free < most * one:
-        message = f"{disk.folder} has {size(disk.free)} free, and {counted(most, 'checkpoint')} of {size(one)} will be there at a time"
+        message = (
+            f"{disk.folder} has {size(disk.free)} free, and {counted(most, 'checkpoint')} of "
+            f"{size(one)} will be there at a time"
+        )
         yield doubtful(CHECK, message, remedy, **facts)
 
 
 def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[CheckResult]:
     if disk.kind.startswith(NETWORK):
-        message = f"{disk.folder} is on {disk.kind}: slow for many writers, and a node may see a renamed file late"
-        yield doubtful(CHECK, message, "use a parallel file system of the cluster (Lustre, GPFS, ...) where there is one", **facts)
+        message = (
+            f"{disk.folder} is on {disk.kind}: slow for many writers, and a node may see a renamed file late"
+        )
+        yield doubtful(
+            CHECK,
+            message,
+            "use a parallel file system of the cluster (Lustre, GPFS, ...) where there is one",
+            **facts,
+        )
     elif num_nodes > 1 and not disk.kind.startswith(CLUSTER):
-        message = f"{disk.folder} is on {disk.kind}, which looks like this node's own, and {num_nodes} nodes write to it"
-        yield doubtful(CHECK, message, "set checkpoint.dir to a folder that every node has under the same path", **facts)
+        message = (
+            f"{disk.folder} is on {disk.kind}, which looks like this node's own, and {num_nodes} "
+            f"nodes write to it"
+        )
+        yield doubtful(
+            CHECK, message, "set checkpoint.dir to a folder that every node has under the same path", **facts
+        )
     elif disk.kind in _GONE and not disk.folder.startswith("/tmp"):
-        message = f"{disk.folder} is on {disk.kind}: checkpoints are gone with the {'container' if disk.kind == 'overlay' else 'machine'}"
+        message = (
+            f"{disk.folder} is on {disk.kind}: checkpoints are gone with the "
+            f"{'container' if disk.kind == 'overlay' else 'machine'}"
+        )
         yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)
 
 
@@ -127,4 +179,6 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
         return
     one = checkpoint_bytes(config, subject.architectures) if subject.all_models_known else 0
     num_nodes = 1 if subject.plan is None else subject.plan.num_nodes
-    yield from judge(probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config))
+    yield from judge(
+        probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config)
+    )

@@ -1,7 +1,9 @@
-"""Saves the training state of a model beside its training, that of its random number generators too, and loads it into any layout.
+"""Saves the training state of a model beside its training, that of its random number generators too, and
+loads it into any layout.
 
-On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and places in whole tensors, its optimizer format
-`fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates, so nothing is gathered for it.
+On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and places in whole tensors, its
+optimizer format `fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates,
+so nothing is gathered for it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ RNG_KEY = "rng_state"
 class BackgroundWriter:
     """Writes a rank's items into one file, and gives their memory back one by one.
 
-    Megatron's own writer forks processes that have threads and keeps a server for their results; this one is a thread.
+    Megatron's own writer forks processes that have threads and keeps a server for their results; this one is
+    a thread.
     """
 
     def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
@@ -64,9 +67,13 @@ class BackgroundWriter:
         self._items.reverse()
         try:
             if self._items:
-                write_items(self._path, (self._items.pop() for _ in range(len(self._items))), self._written.append)
+                write_items(
+                    self._path, (self._items.pop() for _ in range(len(self._items))), self._written.append
+                )
         except Exception as error:  # noqa: BLE001  (the boundary of a thread: whoever waits for it raises it)
-            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+            reason = (
+                error.strerror if isinstance(error, OSError) else None
+            ) or f"{type(error).__name__}: {error}"
             self._failure = f"{self._path}: cannot be written: {reason}"
         finally:
             self._items.clear()
@@ -92,7 +99,9 @@ class PendingSave:
         """
         written, failure = self._writer.wait()
         _agree(None if failure is None else _Failure(failure, UNWRITTEN))
-        parts: list[list[WrittenItem]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        parts: list[list[WrittenItem]] | None = (
+            [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        )
         dist.gather_object(written, parts, dst=0)
 
         def complete() -> dict[str, str]:
@@ -102,19 +111,25 @@ class PendingSave:
             write_index(self._folder, [item for part in parts for item in part], self._common)
             return item_checksums(self._folder, WHOLE_FILES)
 
-        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(complete, self._folder, "written")
+        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(
+            complete, self._folder, "written"
+        )
 
 
 def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
-    """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is made, or empty.
+    """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is
+    made, or empty.
 
-    Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all ranks, where the folder cannot
-    be made, also where the one that it is to be in has gone: a run's folder that was moved away must not come to be a second time.
+    Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all
+    ranks, where the folder cannot be made, also where the one that it is to be in has gone: a run's folder
+    that was moved away must not come to be a second time.
     """
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
-    return PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common)
+    return PendingSave(
+        folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common
+    )
 
 
 def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
@@ -123,7 +138,9 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
-                data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
+                data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(
+                    shard.place.shape
+                )
                 yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
@@ -144,7 +161,11 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
 
 def _common_state(state: TrainingState) -> dict:
     """What all ranks share, where Megatron's own programs look for it."""
-    settings = {"distrib_optim_sharding_type": OPTIMIZER_FORMAT, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    settings = {
+        "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     optimizer = state.optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT)
     counts = state.optimizer.counts()
     return {
@@ -157,11 +178,12 @@ def _common_state(state: TrainingState) -> dict:
 
 
 def load(engine: MegatronEngine, folder: Path) -> None:
-    """The engine's state becomes that of the checkpoint, which may be of another layout; called by all its ranks.
+    """The engine's state becomes that of the checkpoint, which may be of another layout; called by all its
+    ranks.
 
-    The learning rate goes on where it was, on this engine's schedule. The random number generators do in the same layout; in another
-    one each rank keeps its own.
-    Raises CheckpointError, on all ranks and before anything is changed, for a folder that is damaged or of another model.
+    The learning rate goes on where it was, on this engine's schedule. The random number generators do in the
+    same layout; in another one each rank keeps its own. Raises CheckpointError, on all ranks and before
+    anything is changed, for a folder that is damaged or of another model.
     """
     state = engine.training_state()
     offloaded = state.places.offloaded
@@ -173,7 +195,9 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     _check_complete(index, shards)
     for shard in shards:
         shard.view.fill_(float("nan"))
-    wanted = {str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)}
+    wanted = {
+        str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)
+    }
     common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
@@ -182,7 +206,8 @@ def load(engine: MegatronEngine, folder: Path) -> None:
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:
-    """Each rank checks its part of the folder's bytes. Only after it may Megatron read the folder: it runs the pickles."""
+    """Each rank checks its part of the folder's bytes. Only after it may Megatron read the folder: it runs
+    the pickles."""
     check_folder(folder, part=(dist.get_rank(), dist.get_world_size()))
     return read_index(folder)
 
@@ -191,21 +216,33 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
     """The checkpoint has what this rank needs, as it needs it. A vocabulary may be padded to another size."""
     if not any(key.startswith("optimizer.") for key in index.tensors):
         raise CheckpointError(
-            f"{index.folder}: holds a model without the state of its training, which cannot be resumed; convert it to a Hugging Face "
+            f"{index.folder}: holds a model without the state of its training, which cannot be resumed; "
+            f"convert it to a Hugging Face "
             "folder and start from that (model.path)"
         )
     for shard in shards:
         stored = index.tensors.get(shard.key)
         if stored is None:
-            why = "it was frozen there (experts.freeze_router)" if shard.key.startswith("optimizer.") else "it is of another architecture"
+            why = (
+                "it was frozen there (experts.freeze_router)"
+                if shard.key.startswith("optimizer.")
+                else "it is of another architecture"
+            )
             raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; {why}")
         same = stored.shape == shard.shape or (
-            shard.is_padded and stored.shape[1:] == shard.shape[1:] and min(stored.shape[0], shard.shape[0]) >= vocab_size
+            shard.is_padded
+            and stored.shape[1:] == shard.shape[1:]
+            and min(stored.shape[0], shard.shape[0]) >= vocab_size
         )
         if not same:
-            raise CheckpointError(f"{index.folder}: {shard.key} has shape {stored.shape}; this model's has {shard.shape}")
+            raise CheckpointError(
+                f"{index.folder}: {shard.key} has shape {stored.shape}; this model's has {shard.shape}"
+            )
         if stored.dtype != shard.tensor.dtype:
-            raise CheckpointError(f"{index.folder}: {shard.key} is {stored.dtype}; this run has {shard.tensor.dtype}: set model.dtype")
+            raise CheckpointError(
+                f"{index.folder}: {shard.key} is {stored.dtype}; this run has {shard.tensor.dtype}: set "
+                f"model.dtype"
+            )
 
 
 def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
@@ -214,12 +251,19 @@ def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
     dist.all_gather_object(parts, {shard.key for shard in shards})
     extra = index.tensors.keys() - set().union(*parts)
     if extra:
-        why = "; it is frozen here (experts.freeze_router)" if all(key.startswith("optimizer.") for key in extra) else ""
-        raise CheckpointError(f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}{why}")
+        why = (
+            "; it is frozen here (experts.freeze_router)"
+            if all(key.startswith("optimizer.") for key in extra)
+            else ""
+        )
+        raise CheckpointError(
+            f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}{why}"
+        )
 
 
 def _sharded_tensor(shard: Shard, stored: DistributedTensor) -> ShardedTensor:
-    """For Megatron to fill in place. Where the vocabulary is padded to another size, the rows that are not stored become zero."""
+    """For Megatron to fill in place. Where the vocabulary is padded to another size, the rows that are not
+    stored become zero."""
     return ShardedTensor(
         key=shard.key,
         data=shard.view,
@@ -235,7 +279,10 @@ def _sharded_tensor(shard: Shard, stored: DistributedTensor) -> ShardedTensor:
 def _check_loaded(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         if bool(shard.view.isnan().any()):
-            raise CheckpointError(f"{folder}: {shard.key} is not a number somewhere after loading; an earlier checkpoint may be good")
+            raise CheckpointError(
+                f"{folder}: {shard.key} is not a number somewhere after loading; an earlier checkpoint may "
+                f"be good"
+            )
 
 
 def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
@@ -279,12 +326,14 @@ def _agree(failure: _Failure | None) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch, the GPU, Megatron's tracker, numpy and Python: tensors, numbers and containers of them only, so that it can be read without
-    running a pickle's code."""
+    """Of torch, the GPU, Megatron's tracker, numpy and Python: tensors, numbers and containers of them only,
+    so that it can be read without running a pickle's code."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
-        "tracker": {name: generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()},
+        "tracker": {
+            name: generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()
+        },
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "python": random.getstate(),
     }

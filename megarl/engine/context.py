@@ -1,7 +1,9 @@
-"""Which tokens of a packed batch each of the ranks has that share its rows (context parallelism), and which of them these attend to: pure.
+"""Which tokens of a packed batch each of the ranks has that share its rows (context parallelism), and which
+of them these attend to: pure.
 
-Each sequence, padded to a multiple of 2 C, is cut into 2 C equal chunks, of which rank r of C has the chunks r and 2 C - 1 - r: all ranks
-have as many tokens, and as many pairs of tokens that a causal mask leaves. (Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.)
+Each sequence, padded to a multiple of 2 C, is cut into 2 C equal chunks, of which rank r of C has the chunks
+r and 2 C - 1 - r: all ranks have as many tokens, and as many pairs of tokens that a causal mask leaves.
+(Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.)
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ ALONE = ContextParallelRank(1, 0)
 
 
 class QueryPiece(NamedTuple):
-    """Neighbours among a rank's tokens, for its attention a sequence: `length` of them, from the rank's token `start` on.
+    """Neighbours among a rank's tokens, for its attention a sequence: `length` of them, from the rank's token
+    `start` on.
 
-    prompt, own: places in the whole batch of the keys that they see: all of `prompt`, and of `own` each as many as there are up to itself,
-    the last one all.
+    prompt, own: places in the whole batch of the keys that they see: all of `prompt`, and of `own` each as
+    many as there are up to itself, the last one all.
     """
 
     start: int
@@ -46,11 +49,15 @@ def _chunks(length: int, place: ContextParallelRank) -> list[range]:
     if place.size == 1:
         return [range(length)]
     chunk = length // (2 * place.size)
-    return [range(number * chunk, (number + 1) * chunk) for number in (place.rank, 2 * place.size - 1 - place.rank)]
+    return [
+        range(number * chunk, (number + 1) * chunk)
+        for number in (place.rank, 2 * place.size - 1 - place.rank)
+    ]
 
 
 def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
-    """(T / C,) places in the whole batch of a rank's tokens, in its order. lengths: of the padded sequences."""
+    """(T / C,) places in the whole batch of a rank's tokens, in its order. lengths: of the padded
+    sequences."""
     starts = accumulate(lengths[:-1], initial=0)
     return torch.cat(
         [
@@ -62,12 +69,14 @@ def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
 
 
 def whole_order(lengths: Sequence[int], size: int) -> Tensor:
-    """(T,) of each token of the whole batch its place where the ranks' tokens stand one rank's behind the other's."""
+    """(T,) of each token of the whole batch its place where the ranks' tokens stand one rank's behind the
+    other's."""
     return torch.cat([own_tokens(lengths, ContextParallelRank(size, rank)) for rank in range(size)]).argsort()
 
 
 def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParallelRank) -> list[QueryPiece]:
-    """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that it continues, or none."""
+    """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that
+    it continues, or none."""
     found = []
     start = 0
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):

@@ -1,8 +1,10 @@
-"""What Megatron-Core needs in order to run on a machine without CUDA: replacements for the few places that name the GPU.
+"""What Megatron-Core needs in order to run on a machine without CUDA: replacements for the few places that
+name the GPU.
 
-Megatron is used as published: nothing of it is edited on disk. Replacements are installed once per process, in two steps:
-those on `torch` before Megatron is imported, those on Megatron's own functions after. `EVIDENCE` names, for each of
-the latter, a piece of Megatron's source that makes it necessary: a test fails when a new Megatron no longer holds it.
+Megatron is used as published: nothing of it is edited on disk. Replacements are installed once per process,
+in two steps: those on `torch` before Megatron is imported, those on Megatron's own functions after.
+`EVIDENCE` names, for each of the latter, a piece of Megatron's source that makes it necessary: a test fails
+when a new Megatron no longer holds it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from megarl.engine.cpu_kernels import gated_linear, linear
 
 CPU = torch.device("cpu")
 
-# Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer, losses, p2p).
-# Wrapping these costs nothing elsewhere; a TorchFunctionMode would add microseconds to every operation.
+# Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer,
+# losses, p2p). Wrapping these costs nothing elsewhere; a TorchFunctionMode would add microseconds to every
+# operation.
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
@@ -40,23 +43,76 @@ _RNG = "tensor_parallel.random"
 _EXPERTS = "transformer.moe."
 _MAPPINGS = "tensor_parallel.mappings"
 EVIDENCE = (
-    MegatronEvidence("optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "'torch.cuda.FloatTensor'", "asserts a CUDA tensor"),
-    MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
-    MegatronEvidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
-    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence(_ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"),
-    MegatronEvidence("pipeline_parallel.schedules", "forward_backward_no_pipelining", 'device="cuda"', "makes tensors on the GPU"),
-    MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
-    MegatronEvidence("tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication", "torch.matmul(", "multiplies with MKL"),
-    MegatronEvidence("fusions.fused_bias_swiglu", "bias_swiglu_impl", "SwiGLUFunction.apply", "fuses by compiling"),
     MegatronEvidence(
-        "distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "dist_reduce_scatter_func(", "reduces in a group of one"
+        "optimizer.clip_grads",
+        "clip_grad_by_total_norm_fp32",
+        "'torch.cuda.FloatTensor'",
+        "asserts a CUDA tensor",
     ),
-    MegatronEvidence(_EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"),
-    MegatronEvidence(_EXPERTS + "token_dispatcher", "MoEAlltoAllTokenDispatcher", "self.d2h_event.synchronize()", "waits for a stream"),
-    MegatronEvidence(_MAPPINGS, "_gather_along_first_dim", "torch.distributed.all_gather(", "gathers parts of unequal sizes"),
-    MegatronEvidence(_MAPPINGS, "_reduce_scatter_along_first_dim", "torch.distributed.reduce_scatter(", "scatters unequal parts"),
-    MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
+    MegatronEvidence(
+        "optimizer.distrib_optimizer",
+        "DistributedOptimizer",
+        "'torch.cuda.FloatTensor'",
+        "sorts parameters by type()",
+    ),
+    MegatronEvidence(
+        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
+    ),
+    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
+    MegatronEvidence(
+        _ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"
+    ),
+    MegatronEvidence(
+        "pipeline_parallel.schedules",
+        "forward_backward_no_pipelining",
+        'device="cuda"',
+        "makes tensors on the GPU",
+    ),
+    MegatronEvidence(
+        "pipeline_parallel.p2p_communication",
+        "P2PCommunicator",
+        "torch.cuda.current_device()",
+        "receives on the GPU",
+    ),
+    MegatronEvidence(
+        "tensor_parallel.layers",
+        "LinearWithGradAccumulationAndAsyncCommunication",
+        "torch.matmul(",
+        "multiplies with MKL",
+    ),
+    MegatronEvidence(
+        "fusions.fused_bias_swiglu", "bias_swiglu_impl", "SwiGLUFunction.apply", "fuses by compiling"
+    ),
+    MegatronEvidence(
+        "distributed.param_and_grad_buffer",
+        "_ParamAndGradBucketGroup",
+        "dist_reduce_scatter_func(",
+        "reduces in a group of one",
+    ),
+    MegatronEvidence(
+        _EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"
+    ),
+    MegatronEvidence(
+        _EXPERTS + "token_dispatcher",
+        "MoEAlltoAllTokenDispatcher",
+        "self.d2h_event.synchronize()",
+        "waits for a stream",
+    ),
+    MegatronEvidence(
+        _MAPPINGS,
+        "_gather_along_first_dim",
+        "torch.distributed.all_gather(",
+        "gathers parts of unequal sizes",
+    ),
+    MegatronEvidence(
+        _MAPPINGS,
+        "_reduce_scatter_along_first_dim",
+        "torch.distributed.reduce_scatter(",
+        "scatters unequal parts",
+    ),
+    MegatronEvidence(
+        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
+    ),
 )
 
 
@@ -103,8 +159,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _adapt_torch() -> None:
-    # torch caches the set of functions that `with torch.device(...)` applies to. It has to hold the originals, which the wrappers call:
-    # built later, it would hold the wrappers, and the context would change nothing.
+    # torch caches the set of functions that `with torch.device(...)` applies to. It has to hold the
+    # originals, which the wrappers call: built later, it would hold the wrappers, and the context would
+    # change nothing.
     torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -124,12 +181,15 @@ def _adapt_torch() -> None:
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
     cuda.get_device_capability = lambda *arguments: (0, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=1, major=0, minor=0, name="cpu")
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
+        multi_processor_count=1, major=0, minor=0, name="cpu"
+    )
 
 
 @contextlib.contextmanager
 def no_compiler() -> Iterator[None]:
-    """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its first call."""
+    """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its
+    first call."""
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
     try:
@@ -140,7 +200,8 @@ def no_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Within it `Tensor.type()` speaks of CUDA: the optimizers sort parameters by comparing with 'torch.cuda.FloatTensor'."""
+    """Within it `Tensor.type()` speaks of CUDA: the optimizers sort parameters by comparing with
+    'torch.cuda.FloatTensor'."""
     spelled = torch.Tensor.type
 
     def cuda_spelling(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -155,7 +216,10 @@ def cuda_type_names() -> Iterator[None]:
 
 
 def _clip_by_total_norm(
-    parameters: list[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+    parameters: list[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    total_norm: float,
+    use_decoupled_grad: bool = False,
 ) -> None:
     """Megatron's arithmetic (clip_grads.py) without its assertion on CUDA tensors."""
     assert not use_decoupled_grad
@@ -178,10 +242,11 @@ def _linear(
     async_grad_allreduce: bool | None = None,
     tp_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Computes Megatron's tensor-parallel linear layer with our product, instead of overlapping collectives with products as on CUDA.
+    """Computes Megatron's tensor-parallel linear layer with our product, instead of overlapping collectives
+    with products as on CUDA.
 
-    The signature is that of Megatron's `linear_with_grad_accumulation_and_async_allreduce`. `async_grad_allreduce` is deprecated there
-    and has no effect.
+    The signature is that of Megatron's `linear_with_grad_accumulation_and_async_allreduce`.
+    `async_grad_allreduce` is deprecated there and has no effect.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -191,7 +256,8 @@ def _linear(
         input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
-    if getattr(weight, "partition_stride", 1) == 2:  # a gate's rows, and those of what it lets through (see mark_cut_parameters)
+    # a gate's rows, and those of what it lets through (see mark_cut_parameters)
+    if getattr(weight, "partition_stride", 1) == 2:
         assert bias is None
         return gated_linear(input, weight)
     return linear(input, weight, bias)
@@ -209,7 +275,8 @@ def _linear_with_frozen_weight(
     wgrad_deferral_limit: int | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> torch.Tensor:
-    """Computes the same as `_linear`, with the signature of Megatron's function of this name: `tp_group` comes earlier."""
+    """Computes the same as `_linear`, with the signature of Megatron's function of this name: `tp_group`
+    comes earlier."""
     assert wgrad_deferral_limit is None
     return _linear(
         input,
@@ -230,19 +297,24 @@ def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bo
     return activated
 
 
-def _weighted_bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *unused: bool) -> torch.Tensor:
+def _weighted_bias_swiglu(
+    activated: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *unused: bool
+) -> torch.Tensor:
     """As `_bias_swiglu`, of an expert, whose tokens have weights (..., 1) float32."""
     return (_bias_swiglu(activated, bias, *unused) * weights).to(activated.dtype)
 
 
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and the same memory.
+    """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and
+    the same memory.
 
     gloo copies it there and back all the same, at every step and for every parameter.
     """
 
     @functools.wraps(collective)
-    def run(output: torch.Tensor, input: torch.Tensor, *, group: torch.distributed.ProcessGroup, **options: Any) -> Any:
+    def run(
+        output: torch.Tensor, input: torch.Tensor, *, group: torch.distributed.ProcessGroup, **options: Any
+    ) -> Any:
         if group.size() > 1:
             return collective(output, input, group=group, **options)
         assert output.data_ptr() == input.data_ptr()
@@ -257,11 +329,15 @@ def _numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream
 
 
 def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are dealt, and cut, over ranks."""
+    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are dealt,
+    and cut, over ranks."""
 
     @functools.wraps(gather)
     def run(
-        part: torch.Tensor, group: torch.distributed.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+        part: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, output_split_sizes, use_global_buffer)
@@ -280,7 +356,10 @@ def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torc
 
     @functools.wraps(scatter)
     def run(
-        parts: torch.Tensor, group: torch.distributed.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+        parts: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: Any = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return scatter(parts, group, input_split_sizes, use_global_buffer)
@@ -324,7 +403,8 @@ def _adapt_megatron() -> None:
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):  # imported by name in the last three
+    # imported by name in the last three
+    for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     rotary.install()

@@ -1,15 +1,18 @@
-"""The kernels that make Megatron fast on a CPU: matrix products of linear layers by oneDNN or MKL, with the gated activation.
+"""The kernels that make Megatron fast on a CPU: matrix products of linear layers by oneDNN or MKL, with the
+gated activation.
 
-Which library multiplies follows from the shapes and the processor's family, never from a clock: a run that is resumed has the same bits.
-Both round alike, in float32. Measured in GFLOP/s of a core, MKL, which is torch's own, against oneDNN, for the shapes of small models:
+Which library multiplies follows from the shapes and the processor's family, never from a clock: a run that is
+resumed has the same bits. Both round alike, in float32. Measured in GFLOP/s of a core, MKL, which is torch's
+own, against oneDNN, for the shapes of small models:
 
                               outputs and gradients of inputs      gradients of weights
     AMD Zen 5                   100 against 220                    as outputs
     AMD Zen 4                   83 to 101 against 92 to 109        91 to 101 against 75 to 103
     Intel with AVX-512          about the same                     136 against 81
 
-Gradients of weights are oneDNN's on Zen 5 alone: elsewhere MKL is as fast, and adds them to a buffer while it multiplies. Adding
-oneDNN's is a pass of its own, and slow where it made the transpose: on Zen 4 a step of 100 million parameters took 3 % more.
+Gradients of weights are oneDNN's on Zen 5 alone: elsewhere MKL is as fast, and adds them to a buffer while it
+multiplies. Adding oneDNN's is a pass of its own, and slow where it made the transpose: on Zen 4 a step of 100
+million parameters took 3 % more.
 
 oneDNN is in torch as the operator that torch.compile emits for linear layers.
 """
@@ -32,7 +35,8 @@ WEIGHT_GRADIENTS_BY_ONEDNN = HAS_ONEDNN and processor_family() == ZEN_5
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left (M, K), right (N, K), bias (N,) -> left @ right.T + bias (M, N). Either matrix may be transposed in memory. Has no gradient."""
+    """left (M, K), right (N, K), bias (N,) -> left @ right.T + bias (M, N). Either matrix may be transposed
+    in memory. Has no gradient."""
     if _by_onednn(left, left.shape[0] * right.numel()):
         return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return F.linear(left, right, bias)
@@ -46,16 +50,23 @@ def product_and_sum(left: Tensor, right: Tensor, summand: Tensor) -> Tensor:
 
 
 def product_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left (R, M), right (R, N) -> left.T @ right (M, N), of which a transpose may be in memory. Has no gradient."""
+    """left (R, M), right (R, N) -> left.T @ right (M, N), of which a transpose may be in memory. Has no
+    gradient."""
     if not WEIGHT_GRADIENTS_BY_ONEDNN:
         return left.t() @ right
     if _by_onednn(left, left.numel() * right.shape[1]) and left.shape[1] > right.shape[1]:
-        return product(right.t(), left.t()).t()  # oneDNN copies the one on its left, unless it stands in order
+        # oneDNN copies the one on its left, unless it stands in order
+        return product(right.t(), left.t()).t()
     return product(left.t(), right.t())
 
 
 def _by_onednn(matrix: Tensor, size: int) -> bool:
-    return size >= MIN_ONEDNN_SIZE and HAS_ONEDNN and matrix.device.type == "cpu" and matrix.dtype == torch.float32
+    return (
+        size >= MIN_ONEDNN_SIZE
+        and HAS_ONEDNN
+        and matrix.device.type == "cpu"
+        and matrix.dtype == torch.float32
+    )
 
 
 def add_product_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -68,14 +79,16 @@ def add_product_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def in_main_grad(weight: Tensor) -> Tensor:
-    """What a backward pass returns of a weight whose gradient it has added to Megatron's buffer. Megatron is told; as it wants of its own
-    layers, the tensor has no meaning but where the weight is an embedding too, and has a gradient as such that will be added to it."""
+    """What a backward pass returns of a weight whose gradient it has added to Megatron's buffer. Megatron is
+    told; as it wants of its own layers, the tensor has no meaning but where the weight is an embedding too,
+    and has a gradient as such that will be added to it."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _gradient_of(weight: Tensor, outputs: Sequence[Tensor], hidden: Tensor) -> Tensor:
-    """Of a weight (N, K) whose rows, in equal parts, made of `hidden` (R, K) what `outputs` (R, N / parts) are the gradients of."""
+    """Of a weight (N, K) whose rows, in equal parts, made of `hidden` (R, K) what `outputs` (R, N / parts)
+    are the gradients of."""
     buffer: Tensor | None = getattr(weight, "main_grad", None)
     if buffer is None:
         parts = [product_over_rows(output, hidden) for output in outputs]
@@ -109,8 +122,9 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Each half is a product of its own: activations read and write them about twice as fast as halves of the rows of one tensor. What was
-    just written is read next, from a cache, and the one backward pass writes where the forward pass's activations lie."""
+    """Each half is a product of its own: activations read and write them about twice as fast as halves of the
+    rows of one tensor. What was just written is read next, from a cache, and the one backward pass writes
+    where the forward pass's activations lie."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -134,9 +148,12 @@ class _GatedLinear(torch.autograd.Function):
         if need_hidden:
             of_gate, of_up = weight.chunk(2)
             grad_hidden = product_and_sum(grad_up, of_up.t(), product(grad_gate, of_gate.t())).view_as(hidden)
-        return grad_hidden, _gradient_of(weight, [grad_gate, grad_up], hidden.flatten(0, -2)) if need_weight else None
+        return grad_hidden, _gradient_of(
+            weight, [grad_gate, grad_up], hidden.flatten(0, -2)
+        ) if need_weight else None
 
 
 def gated_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (..., K), weight (2 I, K), first the gate's rows, then those of what it lets through -> silu(gate) * up (..., I)."""
+    """hidden (..., K), weight (2 I, K), first the gate's rows, then those of what it lets through ->
+    silu(gate) * up (..., I)."""
     return _GatedLinear.apply(hidden, weight)

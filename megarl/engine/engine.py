@@ -1,7 +1,7 @@
 """One model on Megatron-Core: forward passes and training steps over micro-batches, in any parallel layout.
 
-The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values) and hands them, as (b, R)
-tensors, to a loss that the caller gives it.
+The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values) and hands them, as
+(b, R) tensors, to a loss that the caller gives it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
@@ -42,7 +46,8 @@ from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, Column]
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
-Outputs = Mapping[str, Tensor]  # (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
+# (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
+Outputs = Mapping[str, Tensor]
 LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
 
 
@@ -94,13 +99,20 @@ class MegatronEngine:
         """Of a policy that trains: others are compared with nobody."""
         experts = self.spec.architecture.experts
         replay = self.spec.engine.routing_replay
-        if replay is RoutingReplay.off or experts is None or self.spec.optim is None or self.spec.head != "lm":
+        if (
+            replay is RoutingReplay.off
+            or experts is None
+            or self.spec.optim is None
+            or self.spec.head != "lm"
+        ):
             return None
         layers = [layer for model in self._models for layer in model.decoder.layers]
         return RouterReplayBuffer(experts, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
-        names = {parameter: name for model in self._models for name, parameter in model.canonical_parameters()}
+        names = {
+            parameter: name for model in self._models for name, parameter in model.canonical_parameters()
+        }
         return Optimizer(optim, self._chunks, names, dtype, self.spec.total_optimizer_steps)
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
@@ -120,10 +132,15 @@ class MegatronEngine:
         """In float32 the optimizer steps the parameters themselves, which are another part."""
         assert self._optimizer is not None
         others = {parameter.untyped_storage()._cdata for parameter in self._parameter_list()}
-        return [tensor for tensor in self._optimizer.state_tensors() if tensor.untyped_storage()._cdata not in others]
+        return [
+            tensor
+            for tensor in self._optimizer.state_tensors()
+            if tensor.untyped_storage()._cdata not in others
+        ]
 
     def offload(self, *parts: StatePart) -> int:
-        """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients are lost."""
+        """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients
+        are lost."""
         if StatePart.gradients in parts:
             self._gradients_are_made = False
         self._await_parameters()
@@ -137,31 +154,49 @@ class MegatronEngine:
         """Of an engine that trains."""
         assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
         self._await_parameters()
-        return TrainingState(self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size)
+        return TrainingState(
+            self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
+        )
 
     def _load(self, folder: str) -> None:
-        value_head = value_head_of(read_checkpoint_index(folder), self.spec.head, trains=self.spec.optim is not None)
+        value_head = value_head_of(
+            read_checkpoint_index(folder), self.spec.head, trains=self.spec.optim is not None
+        )
         parameters = self.parameters()
         if value_head == "initial" and OUTPUT_LAYER in parameters:
             parameters[OUTPUT_LAYER].zero_()
-        load_into_shards(folder, self.spec.architecture, self.layout, parameters, head=self.spec.head, value_head=value_head)
+        load_into_shards(
+            folder,
+            self.spec.architecture,
+            self.layout,
+            parameters,
+            head=self.spec.head,
+            value_head=value_head,
+        )
 
     def _data_parallel(self, models: Sequence[ModelChunk]) -> list[DistributedDataParallel]:
-        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where several ranks hold the same."""
+        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where
+        several ranks hold the same."""
         overlap = overlaps(self.groups.parallel, platform.current().is_cuda)
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
-            align_param_gather=overlap,  # `step` begins to gather all buckets, and no layer begins with those of the next
+            # `step` begins to gather all buckets, and no layer begins with those of the next
+            align_param_gather=overlap,
         )
         # Those of later virtual stages wait for nobody: one bucket.
-        chunks = [DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0) for number, model in enumerate(models)]
+        chunks = [
+            DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
+            for number, model in enumerate(models)
+        ]
         for chunk in chunks:
             chunk.config.finalize_model_grads_func = _finalize_gradients
             if overlap:  # gradients of all micro-batches but the last are only added up
-                chunk.config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
+                chunk.config.no_sync_func = (
+                    chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
+                )
         return chunks
 
     def _await_parameters(self) -> None:
@@ -171,8 +206,8 @@ class MegatronEngine:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _expect_no_gather(self) -> None:
-        """Until the next step parameters are whole. Megatron would gather them in the next forward pass, of which some replicas may have
-        none."""
+        """Until the next step parameters are whole. Megatron would gather them in the next forward pass, of
+        which some replicas may have none."""
         for group in self._bucket_groups():
             group.param_gather_dispatched = True
 
@@ -190,19 +225,28 @@ class MegatronEngine:
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's own slice is reduced."""
+        """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's
+        own slice is reduced."""
         self._state.require("give its gradients", StatePart.gradients)
-        return {name: _main_grad(parameter) for name, parameter in self._named_parameters() if parameter.requires_grad}
+        return {
+            name: _main_grad(parameter)
+            for name, parameter in self._named_parameters()
+            if parameter.requires_grad
+        }
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for model in self._models:
             yield from model.canonical_parameters()
 
-    def forward(self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY) -> dict[str, Column] | None:
-        """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline stage; else None.
+    def forward(
+        self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
+    ) -> dict[str, Column] | None:
+        """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline
+        stage; else None.
 
-        batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of rows. extras: outputs of a
-        language model beside `log_probs`. Where updates replay the routes of this pass, they come besides.
+        batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of
+        rows. extras: outputs of a language model beside `log_probs`. Where updates replay the routes of this
+        pass, they come besides.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
@@ -210,28 +254,48 @@ class MegatronEngine:
         chosen = {}
         if self._routes is not None and ROUTED_EXPERTS not in batch:
             chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
-        return {**self.in_order_of_rows(results, batch, micro_batches), **chosen} if self.groups.holds_last_stage else None
+        return (
+            {**self.in_order_of_rows(results, batch, micro_batches), **chosen}
+            if self.groups.holds_last_stage
+            else None
+        )
 
-    def in_order_of_rows(self, outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches) -> dict[str, Column]:
-        """(B, R) of all rows of the batch, or rows of tokens where it has these, from (b, R) of each micro-batch."""
+    def in_order_of_rows(
+        self, outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches
+    ) -> dict[str, Column]:
+        """(B, R) of all rows of the batch, or rows of tokens where it has these, from (b, R) of each
+        micro-batch."""
         rows = [row for micro_batch in micro_batches for row in micro_batch]
-        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), "every row must be in one micro-batch"
+        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), (
+            "every row must be in one micro-batch"
+        )
         places = torch.tensor(rows).argsort()
         if isinstance(responses := batch.get("responses"), RaggedTensor):
             lengths = [responses.lengths[torch.as_tensor(rows)] for rows in micro_batches]
             return {
-                key: RaggedTensor.concat([RaggedTensor.from_padded(*part) for part in zip(values, lengths, strict=True)]).select(places)
+                key: RaggedTensor.concat(
+                    [RaggedTensor.from_padded(*part) for part in zip(values, lengths, strict=True)]
+                ).select(places)
                 for key, values in ((key, [output[key] for output in outputs]) for key in outputs[0])
             }
-        return {key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)] for key in outputs[0]}
+        return {
+            key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)]
+            for key in outputs[0]
+        }
 
     def forward_backward(
-        self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra] = ENTROPY
+        self,
+        batch: Rows,
+        micro_batches: MicroBatches,
+        loss: LossFunction,
+        extras: Collection[Extra] = ENTROPY,
     ) -> dict[str, Metric]:
-        """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those there were.
+        """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those
+        there were.
 
-        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics, merged over this replica's micro-batches, on
-        the last pipeline stage; elsewhere nothing. Raises ValueError for one that does not say how it comes together.
+        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics, merged over this
+        replica's micro-batches, on the last pipeline stage; elsewhere nothing. Raises ValueError for one that
+        does not say how it comes together.
         """
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
@@ -246,8 +310,8 @@ class MegatronEngine:
         return merge_metrics(results)
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
-        """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before it, without gradients, counts
-        where their tokens will go."""
+        """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before
+        it, without gradients, counts where their tokens will go."""
         architecture = self.spec.architecture
         losses = self.spec.experts
         if architecture.experts is None:
@@ -261,14 +325,17 @@ class MegatronEngine:
         return RouterStatistics(architecture, self._device, losses, counted.shares)
 
     def router_metrics(self) -> dict[str, Metric]:
-        """Of the last `forward_backward` (see RouterStatistics), on every rank; none of a model without experts."""
+        """Of the last `forward_backward` (see RouterStatistics), on every rank; none of a model without
+        experts."""
         return dict(self._router_metrics)
 
     def step(self) -> StepStatistics:
         """Applies the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
         self._state.require("step", *StatePart)
-        assert self._gradients_are_made, "a step needs the gradients of a forward_backward after the last offload"
+        assert self._gradients_are_made, (
+            "a step needs the gradients of a forward_backward after the last offload"
+        )
         statistics = self._optimizer.step()
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -286,7 +353,8 @@ class MegatronEngine:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
             raise ValueError(
-                f"{len(micro_batches)} micro-batches: with virtual pipeline stages their number must be a multiple of "
+                f"{len(micro_batches)} micro-batches: with virtual pipeline stages their number must be a "
+                f"multiple of "
                 f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
             )
         made = [
@@ -296,7 +364,9 @@ class MegatronEngine:
                 share_prompts=self.spec.engine.share_prompts,
                 ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
                 device=self._device,
-                cut=SequenceSlice(parallel.tensor_parallel_size, self.groups.tensor_rank) if parallel.sequence_parallel else UNCUT,
+                cut=SequenceSlice(parallel.tensor_parallel_size, self.groups.tensor_rank)
+                if parallel.sequence_parallel
+                else UNCUT,
                 place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
             )
             for rows in micro_batches
@@ -319,18 +389,28 @@ class MegatronEngine:
             collect_non_loss_data=loss is None,
         )
 
-    def _with_routes(self, made: list[MicroBatch], micro_batches: MicroBatches, column: Column | None, *, trains: bool) -> list[MicroBatch]:
-        """Raises ValueError for a batch without routes where they are replayed, and for one with them where they are not."""
+    def _with_routes(
+        self, made: list[MicroBatch], micro_batches: MicroBatches, column: Column | None, *, trains: bool
+    ) -> list[MicroBatch]:
+        """Raises ValueError for a batch without routes where they are replayed, and for one with them where
+        they are not."""
         replay = self.spec.engine.routing_replay
         if self._routes is None:
             if column is not None:
                 raise ValueError(
-                    f"the batch has {ROUTED_EXPERTS}, but engine.routing_replay is {replay.value}, or this model has no use for it"
+                    f"the batch has {ROUTED_EXPERTS}, but engine.routing_replay is {replay.value}, or this "
+                    f"model has no use for it"
                 )
             return made
         if column is None and (trains or replay is RoutingReplay.rollout):
-            whose = "the rollout's samples have" if replay is RoutingReplay.rollout else "actor.old_log_probs(batch, step) gives"
-            raise ValueError(f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}")
+            whose = (
+                "the rollout's samples have"
+                if replay is RoutingReplay.rollout
+                else "actor.old_log_probs(batch, step) gives"
+            )
+            raise ValueError(
+                f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}"
+            )
         assert column is None or isinstance(column, RaggedTensor), "routes are rows"
         return self._routes.enter(made, micro_batches, column)
 
@@ -343,8 +423,14 @@ class MegatronEngine:
         tally: RouterStatistics | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        routed = {} if self.spec.architecture.experts is None else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
-        hidden = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed)
+        routed = (
+            {}
+            if self.spec.architecture.experts is None
+            else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
+        )
+        hidden = chunk(
+            micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed
+        )
 
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
             if tally is not None and tally.losses is None:
@@ -353,7 +439,8 @@ class MegatronEngine:
             if loss is None:
                 return outputs
             value, metrics = loss(outputs, micro_batch.rows)
-            # Megatron divides by this count only where it averages; our losses have their denominator already.
+            # Megatron divides by this count only where it averages; our losses have their denominator
+            # already.
             return value, torch.ones((), dtype=torch.int, device=value.device), metrics
 
         return hidden, scores
@@ -374,16 +461,25 @@ class MegatronEngine:
             group=self.groups.tensor,
             extras=extras,
         )
-        return self._whole({key: micro_batch.scatter(values) for key, values in scores._asdict().items() if values is not None})
+        return self._whole(
+            {
+                key: micro_batch.scatter(values)
+                for key, values in scores._asdict().items()
+                if values is not None
+            }
+        )
 
     def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(b, R) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0 elsewhere.
+        """(b, R) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0
+        elsewhere.
 
         Each of the ranks computes the same loss of them, and of its gradient takes what is its own tokens'.
         """
         if self.groups.parallel.context_parallel_size == 1:
             return parts
-        whole = reduce_from_tensor_model_parallel_region(torch.stack(list(parts.values())), group=self.groups.context)
+        whole = reduce_from_tensor_model_parallel_region(
+            torch.stack(list(parts.values())), group=self.groups.context
+        )
         return dict(zip(parts, whole, strict=True))
 
 
@@ -393,7 +489,8 @@ def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _of_rows(batch: Rows, rows: Sequence[int]) -> tuple[Mapping[str, Tensor], Sequence[int]]:
-    """Tensors, and which of their rows are meant. Rows of tokens are padded to the longest of them, a micro-batch at a time."""
+    """Tensors, and which of their rows are meant. Rows of tokens are padded to the longest of them, a
+    micro-batch at a time."""
     batch = {key: column for key, column in batch.items() if key != ROUTED_EXPERTS}
     tensors = {key: column for key, column in batch.items() if isinstance(column, Tensor)}
     return (tensors, rows) if len(tensors) == len(batch) else (padded_rows(batch, rows), range(len(rows)))
@@ -406,10 +503,12 @@ def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
-    """Whether communication of replicas goes on beside computation. gloo's is done by the processors that compute."""
+    """Whether communication of replicas goes on beside computation. gloo's is done by the processors that
+    compute."""
     return on_cuda and parallel.num_copies > 1
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
-    """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of tokens."""
+    """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of
+    tokens."""
     finalize_model_grads(chunks, None, **keywords)

@@ -1,8 +1,11 @@
-"""What torch and Megatron-Core need in order to run for CUDA on a machine without a GPU, on fake tensors that have shapes and no memory.
+"""What torch and Megatron-Core need in order to run for CUDA on a machine without a GPU, on fake tensors that
+have shapes and no memory.
 
-As with `cpu_adaptations`, nothing is edited on disk: replacements are installed once per process, and `EVIDENCE` names for each on
-Megatron's own functions the piece of its source that makes it necessary. No factory is changed and no device is put in the place of
-another: what makes a tensor on the wrong device does so here as well. `rehearsal` gives the tensors and watches over them.
+As with `cpu_adaptations`, nothing is edited on disk: replacements are installed once per process, and
+`EVIDENCE` names for each on Megatron's own functions the piece of its source that makes it necessary. No
+factory is changed and no device is put in the place of
+another: what makes a tensor on the wrong device does so here as well. `rehearsal` gives the tensors and
+watches over them.
 """
 
 from __future__ import annotations
@@ -26,14 +29,43 @@ _RNG = "tensor_parallel.random"
 _NORM = "aten::_fused_rms_norm"
 _KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # what is registered lives as long as this
 EVIDENCE = (
-    MegatronEvidence(_RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"),
+    MegatronEvidence(
+        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
+    ),
     MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence("optimizer", "_get_param_groups", "torch.distributed.all_gather_object", "asks all ranks, who are not there"),
-    MegatronEvidence("optimizer.distrib_optimizer", "DistributedOptimizer", "'torch.cuda.FloatTensor'", "sorts parameters by type()"),
-    MegatronEvidence("pipeline_parallel.p2p_communication", "P2PCommunicator", "torch.cuda.current_device()", "receives on the GPU"),
-    MegatronEvidence("utils", "local_multi_tensor_l2_norm", "torch.tensor(l2)", "reads the norm of each gradient, in a list"),
-    MegatronEvidence("transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", "tensor.record_stream(", "gives streams to torch"),
-    MegatronEvidence("jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"),
+    MegatronEvidence(
+        "optimizer",
+        "_get_param_groups",
+        "torch.distributed.all_gather_object",
+        "asks all ranks, who are not there",
+    ),
+    MegatronEvidence(
+        "optimizer.distrib_optimizer",
+        "DistributedOptimizer",
+        "'torch.cuda.FloatTensor'",
+        "sorts parameters by type()",
+    ),
+    MegatronEvidence(
+        "pipeline_parallel.p2p_communication",
+        "P2PCommunicator",
+        "torch.cuda.current_device()",
+        "receives on the GPU",
+    ),
+    MegatronEvidence(
+        "utils",
+        "local_multi_tensor_l2_norm",
+        "torch.tensor(l2)",
+        "reads the norm of each gradient, in a list",
+    ),
+    MegatronEvidence(
+        "transformer.moe.moe_utils",
+        "maybe_move_tensor_to_cpu",
+        "tensor.record_stream(",
+        "gives streams to torch",
+    ),
+    MegatronEvidence(
+        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
+    ),
 )
 
 
@@ -76,17 +108,23 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
     cuda.get_device_capability = lambda *arguments: (9, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="fake")
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
+        multi_processor_count=132, major=9, minor=0, name="fake"
+    )
     cuda.cudart = _FakeRuntime
 
 
-def _to_cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+def _to_cuda(
+    tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any
+) -> torch.Tensor:
     return tensor.to(CUDA, non_blocking=non_blocking)
 
 
-def _apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-    """`torch.nn.Module._apply`, which changes a parameter's data and so keeps what is marked on it. A host tensor cannot become a fake one
-    in place: the parameter is a new one, with the marks of the old."""
+def _apply(
+    module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`torch.nn.Module._apply`, which changes a parameter's data and so keeps what is marked on it. A host
+    tensor cannot become a fake one in place: the parameter is a new one, with the marks of the old."""
     for child in module.children() if recurse else ():
         child._apply(change)
     for name, parameter in module._parameters.items():
@@ -139,7 +177,8 @@ def _adapt_tensors() -> None:
             host.reshape(-1)[0].item()
         return host.tolist()
 
-    fake_tensor.init_gpu_context = lambda device: None  # else a CUDA build makes a tensor on the device before the first fake one
+    # else a CUDA build makes a tensor on the device before the first fake one
+    fake_tensor.init_gpu_context = lambda device: None
     FakeTensor.tolist = read
     torch.tensor = tensor
     torch.Tensor.type = spell
@@ -156,9 +195,12 @@ def _adapt_attention() -> None:
     """Choose the kernel in torch's place, which asks the device and cuDNN what they can do."""
     plain = F.scaled_dot_product_attention
 
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        """As on an H100, flash attention of 16-bit numbers without a mask, with fewer heads of keys than of queries. All else is the
-        plain product of matrices, which needs more memory than the kernels that a device has for some of it."""
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+    ) -> torch.Tensor:
+        """As on an H100, flash attention of 16-bit numbers without a mask, with fewer heads of keys than of
+        queries. All else is the plain product of matrices, which needs more memory than the kernels that a
+        device has for some of it."""
         if query.device.type != "cuda":
             return plain(query, key, value, *arguments, **options)
         assert not arguments, arguments
@@ -166,7 +208,9 @@ def _adapt_attention() -> None:
         is_causal = options.get("is_causal", False)
         scale = options.get("scale")
         if query.dtype in (torch.bfloat16, torch.float16) and mask is None:
-            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, 0.0, is_causal, False, scale=scale
+            )[0]
         product = torch.ops.aten._scaled_dot_product_attention_math
         enable_gqa = options.get("enable_gqa", False)
         return product(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -175,15 +219,17 @@ def _adapt_attention() -> None:
 
 
 def _adapt_norm() -> None:
-    """A build for CPUs only has no kernel for a norm on CUDA. Without one torch takes the norm apart before gradients are thought of, and
-    keeps float32 copies that the kernel does not make. This one is only known to be there: no fake tensor comes to it."""
+    """A build for CPUs only has no kernel for a norm on CUDA. Without one torch takes the norm apart before
+    gradients are thought of, and keeps float32 copies that the kernel does not make. This one is only known
+    to be there: no fake tensor comes to it."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
         _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
 
 
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
-    """The objects of the other ranks are taken to be like this one's. Of torch's two calls, the lengths of the pickles and then their
-    bytes, the first is made, so that a rehearsal has it in the sequence; how long the second would be no rank can know alone."""
+    """The objects of the other ranks are taken to be like this one's. Of torch's two calls, the lengths of
+    the pickles and then their bytes, the first is made, so that a rehearsal has it in the sequence; how long
+    the second would be no rank can know alone."""
     length = torch.zeros(1, dtype=torch.int64, device=CUDA)
     dist.all_gather([torch.empty_like(length) for _ in gathered], length, group=group)
     gathered[:] = [mine] * len(gathered)
@@ -208,13 +254,15 @@ def _adapt_megatron() -> None:
 
 
 def install(on_wait: Callable[[], None]) -> None:
-    """Installs every adaptation; imports Megatron-Core. on_wait: called where the host would wait for the device without reading a
-    tensor. The device itself is torch's: in a build for CPUs only a guard for it must have been loaded before torch was."""
+    """Installs every adaptation; imports Megatron-Core. on_wait: called where the host would wait for the
+    device without reading a tensor. The device itself is torch's: in a build for CPUs only a guard for it
+    must have been loaded before torch was."""
     _adapt_cuda(on_wait)
     _adapt_groups()
     for module in ("megatron.core", "torch"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # it is 0, and goes to the fake runtime
+    # it is 0, and goes to the fake runtime
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):

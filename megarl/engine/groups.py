@@ -14,9 +14,11 @@ from megarl.config.schema import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on this rank.
+    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on
+    this rank.
 
-    expert_data: the ranks that hold the same parts of the same experts. expert_rank: which of the stage's experts this rank holds.
+    expert_data: the ranks that hold the same parts of the same experts. expert_rank: which of the stage's
+    experts this rank holds.
     stage: the ranks that hold the same layers.
     """
 
@@ -25,7 +27,8 @@ class ParallelGroups:
     pipeline: dist.ProcessGroup
     context: dist.ProcessGroup  # ranks that share the tokens of each row
     data: dist.ProcessGroup
-    data_context: dist.ProcessGroup  # ranks with the same parameters, whose gradients are added and who share the optimizer's state
+    # ranks with the same parameters, whose gradients are added and who share the optimizer's state
+    data_context: dist.ProcessGroup
     stage: dist.ProcessGroup
     tensor_rank: int
     pipeline_rank: int
@@ -58,14 +61,16 @@ class ParallelGroups:
 
 
 def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> ParallelGroups:
-    """Creates every group, on all ranks in Megatron's one global order (tp, then cp, then dp, then pp). Roles of one process share them.
+    """Creates every group, on all ranks in Megatron's one global order (tp, then cp, then dp, then pp). Roles
+    of one process share them.
     `limit_s`: for each of their collectives.
 
     Raises ValueError when the world has another size than the layout.
     """
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
-            f"the layout {parallel} needs {parallel.world_size} ranks, the process group has {dist.get_world_size()}: "
+            f"the layout {parallel} needs {parallel.world_size} ranks, the process group has "
+            f"{dist.get_world_size()}: "
             "tensor x context x pipeline x data must equal the number of ranks"
         )
     if parallel_state.model_parallel_is_initialized():

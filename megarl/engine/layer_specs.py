@@ -1,7 +1,7 @@
 """Of which modules a decoder is built: Transformer Engine's, or Megatron's with the local layers of `layers`.
 
-Only this file knows that Transformer Engine's modules hold some parameters in other places: everywhere else a parameter has one name,
-which is that of the local layers.
+Only this file knows that Transformer Engine's modules hold some parameters in other places: everywhere else a
+parameter has one name, which is that of the local layers.
 """
 
 from __future__ import annotations
@@ -37,23 +37,31 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
     """Raises ValueError where the layers that are asked for cannot be had here."""
     choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=gpt_layer_specs.HAVE_TE)
     if choice.layers is Layers.transformer_engine and not on_cuda:
-        raise ValueError("engine.layers=transformer_engine, but this process is on a CPU: use engine.layers=auto or local")
+        raise ValueError(
+            "engine.layers=transformer_engine, but this process is on a CPU: use engine.layers=auto or local"
+        )
     if choice.layers is Layers.transformer_engine and not gpt_layer_specs.HAVE_TE:
         raise ValueError(
-            "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: install "
+            "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: "
+            "install "
             "'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
         )
     return choice
 
 
-def block_spec(config: TransformerConfig, sparse_layers: Collection[int], layers: Layers, chunk: int | None) -> TransformerBlockSubmodules:
-    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind the last.
+def block_spec(
+    config: TransformerConfig, sparse_layers: Collection[int], layers: Layers, chunk: int | None
+) -> TransformerBlockSubmodules:
+    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind
+    the last.
 
     sparse_layers: numbers of the layers that have experts.
     """
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
-    kinds = {is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))}
+    kinds = {
+        is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
+    }
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
@@ -84,7 +92,9 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
 
 def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if is_sparse else None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts if is_sparse else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = AttentionCore
@@ -93,14 +103,20 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if is_sparse:
         _name_absent_product()
-        # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to be the same.
-        stored = {name: key for name, key in layer.submodules.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."}
+        # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to
+        # be the same.
+        stored = {
+            name: key
+            for name, key in layer.submodules.sharded_state_dict_keys_map.items()
+            if name != "pre_mlp_layernorm."
+        }
         layer.submodules.sharded_state_dict_keys_map = stored
     return layer
 
 
 def _name_absent_product() -> None:
-    """Megatron's router asks whether Transformer Engine's product is None; where that cannot be imported there is no such name."""
+    """Megatron's router asks whether Transformer Engine's product is None; where that cannot be imported
+    there is no such name."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -116,8 +132,8 @@ _CANONICAL = {
 
 
 def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers follow `first_layer` others, and
-    the rank's experts `first_expert` others."""
+    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers
+    follow `first_layer` others, and the rank's experts `first_expert` others."""
     match = _LAYER_PARAMETER.fullmatch(name)
     if match is None:
         return name
@@ -132,8 +148,9 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
 def mark_cut_parameters(model: torch.nn.Module) -> None:
     """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
 
-    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm: silently. A stride of 2 says
-    that each rank has two parts of the whole, of the gate and of what it lets through.
+    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm:
+    silently. A stride of 2 says that each rank has two parts of the whole, of the gate and of what it lets
+    through.
     """
     columns = {ColumnParallelLinear, VocabParallelEmbedding}
     rows = {RowParallelLinear}
@@ -149,21 +166,26 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
             continue
         stride = 2 if path.endswith("linear_fc1") else 1
         for name, parameter in module.named_parameters(recurse=False):
-            is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)  # what a row-parallel layer adds is whole
+            # what a row-parallel layer adds is whole
+            is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)
             if is_cut and not getattr(parameter, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(type(module) in rows), stride=stride)
+                set_tensor_model_parallel_attributes(
+                    parameter, is_parallel=True, dim=int(type(module) in rows), stride=stride
+                )
 
 
 def forget_routes(model: torch.nn.Module) -> None:
-    """Megatron's dispatchers keep the routes of a layer's last pass, and with them the graph of what was computed again:
-    a layer's input and its gradient, of each layer, until the next pass."""
+    """Megatron's dispatchers keep the routes of a layer's last pass, and with them the graph of what was
+    computed again: a layer's input and its gradient, of each layer, until the next pass."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher
             dispatcher.combine_postprocess = _and_forget(dispatcher, dispatcher.combine_postprocess)
 
 
-def _and_forget(dispatcher: Any, combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _and_forget(
+    dispatcher: Any, combine: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(tokens: torch.Tensor) -> torch.Tensor:
         combined = combine(tokens)
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
@@ -173,8 +195,8 @@ def _and_forget(dispatcher: Any, combine: Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
-    """Transformer Engine's linear layers add the gradients of their weights to Megatron's buffer themselves, with kernels of their own.
-    Megatron's flag for it would also ask for Apex's, for its own layers."""
+    """Transformer Engine's linear layers add the gradients of their weights to Megatron's buffer themselves,
+    with kernels of their own. Megatron's flag for it would also ask for Apex's, for its own layers."""
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # it is a plain attribute

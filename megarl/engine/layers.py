@@ -1,7 +1,8 @@
-"""The local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed batches, on a CPU and on CUDA; and a
-model's last layer.
+"""The local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed
+batches, on a CPU and on CUDA; and a model's last layer.
 
-None of them reads anything from the device: what it needs of the sequences' lengths was known on the host when the batch was made.
+None of them reads anything from the device: what it needs of the sequences' lengths was known on the host
+when the batch was made.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ from megarl.engine.shared_prompts import attend as attend_shared
 # torch 2.11 takes fewer heads of keys than of queries as they are; later ones want to be told.
 _SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _CAUSAL = (-1, 0)  # all that stands before a token, nothing after it
-# torch's kernel for CPUs takes so many keys at a time, and works no less where a mask leaves some of them out: responses to a prompt
-# that they share are one call with it up to here, and two where whole blocks can be left out.
+# torch's kernel for CPUs takes so many keys at a time, and works no less where a mask leaves some of them
+# out: responses to a prompt that they share are one call with it up to here, and two where whole blocks can
+# be left out.
 KEY_BLOCK = 512
 
 
 class RMSNorm(torch.nn.Module):
     """Root mean square norm (Zhang & Sennrich 2019).
 
-    On a CPU with Hugging Face's rounding: normalised in float32, rounded to the weights' type, then scaled. On CUDA it is one kernel, which
-    reads and writes the tokens once and rounds once, after scaling: in bfloat16 an element can be the neighbour of Hugging Face's.
+    On a CPU with Hugging Face's rounding: normalised in float32, rounded to the weights' type, then scaled.
+    On CUDA it is one kernel, which reads and writes the tokens once and rounds once, after scaling: in
+    bfloat16 an element can be the neighbour of Hugging Face's.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums the gradients of marked parameters.
+        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums the gradients of
+        # marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -76,18 +80,28 @@ class _CPUNorm(torch.autograd.Function):
 
 
 class AttentionCore(torch.nn.Module):
-    """Causal attention in the place of Megatron's `core_attention`: on CUDA torch's `varlen_attn`, of all sequences of a packed batch at
-    once; else `scaled_dot_product_attention`, which is also all there is for float32.
+    """Causal attention in the place of Megatron's `core_attention`: on CUDA torch's `varlen_attn`, of all
+    sequences of a packed batch at once; else `scaled_dot_product_attention`, which is also all there is for
+    float32.
 
-    Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D); sequences start at position 0
-    and are padded on the right, so the causal mask is enough. Packed: (T, heads, D) -> (T, heads * D), with the
-    boundaries in `packed_seq_params`. Of rows that ranks share each has its own queries, and takes the keys and values of all.
+    Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D); sequences start at
+    position 0 and are padded on the right, so the causal mask is enough. Packed: (T, heads, D) -> (T, heads *
+    D), with the boundaries in `packed_seq_params`. Of rows that ranks share each has its own queries, and
+    takes the keys and values of all.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0
-        self.context: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.context: dist.ProcessGroup | None = (
+            pg_collection.cp if config.context_parallel_size > 1 else None
+        )
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -120,11 +134,22 @@ class AttentionCore(torch.nn.Module):
         return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys before the first one's own."""
+        """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys
+        before the first one's own."""
         before = key.shape[2] - query.shape[2]
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before) if before else None
+        mask = (
+            torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
+            if before
+            else None
+        )
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=not before, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=not before,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -132,7 +157,16 @@ class AttentionCore(torch.nn.Module):
         boundaries = packed.cu_seqlens_q
         longest = packed.max_seqlen_q
         mixed = varlen_attn(
-            query, key, value, boundaries, boundaries, longest, longest, scale=self.softmax_scale, window_size=_CAUSAL, **heads
+            query,
+            key,
+            value,
+            boundaries,
+            boundaries,
+            longest,
+            longest,
+            scale=self.softmax_scale,
+            window_size=_CAUSAL,
+            **heads,
         )
         assert isinstance(mixed, Tensor), "no more than the values was asked for"
         return mixed.flatten(1)
@@ -148,7 +182,12 @@ class AttentionCore(torch.nn.Module):
         query_shapes = [(call.sequences, call.length) for call in plan.calls]
         key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
-        for call in zip(_cut(queries, query_shapes, dim), _cut(keys, key_shapes, dim), _cut(values, key_shapes, dim), strict=True):
+        for call in zip(
+            _cut(queries, query_shapes, dim),
+            _cut(keys, key_shapes, dim),
+            _cut(values, key_shapes, dim),
+            strict=True,
+        ):
             mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
         joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
@@ -163,14 +202,20 @@ def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Ten
 
 
 def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(T / C, groups, D) x 2 -> (T, groups, D) x 2, one rank's tokens behind the other's; gradients are summed over the ranks."""
-    both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), tensor_parallel_output_grad=True, group=context)
+    """(T / C, groups, D) x 2 -> (T, groups, D) x 2, one rank's tokens behind the other's; gradients are
+    summed over the ranks."""
+    both = gather_from_sequence_parallel_region(
+        torch.cat([key, value], 1), tensor_parallel_output_grad=True, group=context
+    )
     whole = both.split(key.shape[1], dim=1)
     return whole[0], whole[1]
 
 
-def attend_pieces(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None) -> Tensor:
-    """query (T / C, heads, D), of `whole_keys` key and value (T, groups, D) -> (T / C, heads * D), on CUDA, in 16 bits."""
+def attend_pieces(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None
+) -> Tensor:
+    """query (T / C, heads, D), of `whole_keys` key and value (T, groups, D) -> (T / C, heads * D), on CUDA,
+    in 16 bits."""
     index = key_places(packed)
     heads = _heads_of(query, key)
     most_queries = max(piece.length for piece in packed.pieces)
@@ -196,32 +241,52 @@ def _heads_of(query: Tensor, key: Tensor) -> dict[str, Any]:
 
 
 def sharing_prompts(attention: type) -> Any:
-    """Transformer Engine's attention, of which each sequence knows itself only, but for batches that share prompts."""
+    """Transformer Engine's attention, of which each sequence knows itself only, but for batches that share
+    prompts."""
 
     class SharingAttention(attention):
-        def __init__(self, config: TransformerConfig, *arguments: Any, pg_collection: Any = None, **options: Any) -> None:
+        def __init__(
+            self, config: TransformerConfig, *arguments: Any, pg_collection: Any = None, **options: Any
+        ) -> None:
             super().__init__(config, *arguments, pg_collection=pg_collection, **options)
-            self.context: dist.ProcessGroup | None = pg_collection.cp if config.context_parallel_size > 1 else None
+            self.context: dist.ProcessGroup | None = (
+                pg_collection.cp if config.context_parallel_size > 1 else None
+            )
 
         def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *arguments: Any,
+            packed_seq_params: PackedRows | None = None,
+            **options: Any,
         ) -> Tensor:
             if packed_seq_params is not None and packed_seq_params.shares_prompts:
                 if self.context is not None:
-                    return attend_pieces(query, *whole_keys(key, value, self.context), packed_seq_params, None)
+                    return attend_pieces(
+                        query, *whole_keys(key, value, self.context), packed_seq_params, None
+                    )
                 assert packed_seq_params.shared is not None
                 return attend_shared(query, key, value, packed_seq_params.shared, None)
-            return super().forward(query, key, value, *arguments, packed_seq_params=packed_seq_params, **options)
+            return super().forward(
+                query, key, value, *arguments, packed_seq_params=packed_seq_params, **options
+            )
 
     return SharingAttention
 
 
 class LogitLayer(TransformerLayer):
-    """Behind its attention, for which other tokens are keys and values, it goes on with those of packed rows that predict a token."""
+    """Behind its attention, for which other tokens are keys and values, it goes on with those of packed rows
+    that predict a token."""
 
-    def _forward_attention(self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any) -> tuple[Tensor, Any]:
+    def _forward_attention(
+        self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
+    ) -> tuple[Tensor, Any]:
         """hidden (T, 1, H) -> (K, 1, H), and Megatron's context."""
-        hidden, context = super()._forward_attention(*arguments, packed_seq_params=packed_seq_params, **options)
+        hidden, context = super()._forward_attention(
+            *arguments, packed_seq_params=packed_seq_params, **options
+        )
         if packed_seq_params is not None and packed_seq_params.predicting is not None:
             hidden = hidden.index_select(0, packed_seq_params.predicting)
         return hidden, context

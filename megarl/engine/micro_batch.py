@@ -1,9 +1,10 @@
 """Micro-batches: rows of a batch as one packed sequence without padding, or padded on the right.
 
-Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they stand there once, as a sequence
-that the responses continue, each a sequence of its own (shared_prompts.py). Ranks that share rows have some tokens of each sequence
-(context.py), and score those response tokens whose predictors these are. The logits that predict response token j of a row with p prompt
-tokens stand at position p + j - 1; values are read there too, V(s_t) being the value before token t is written. Of packed rows these
+Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they
+stand there once, as a sequence that the responses continue, each a sequence of its own (shared_prompts.py).
+Ranks that share rows have some tokens of each sequence (context.py), and score those response tokens whose
+predictors these are. The logits that predict response token j of a row with p prompt tokens stand at position
+p + j - 1; values are read there too, V(s_t) being the value before token t is written. Of packed rows these
 tokens alone go on behind the attention of a dense model's last layer, where nobody reads the others any more.
 """
 
@@ -31,9 +32,10 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "respo
 
 
 class TokenPositions(NamedTuple):
-    """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one row's behind the other's, and
-    the place behind these of what pads. lengths: (b,) tokens of each row. origins: (N,) for each of the rows' tokens the one that stands
-    for it: of a prompt that rows share that of the first row, else itself."""
+    """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one
+    row's behind the other's, and the place behind these of what pads. lengths: (b,) tokens of each row.
+    origins: (N,) for each of the rows' tokens the one that stands for it: of a prompt that rows share that of
+    the first row, else itself."""
 
     sources: Tensor
     lengths: Tensor
@@ -41,10 +43,11 @@ class TokenPositions(NamedTuple):
 
 
 class MicroBatchRoutes:
-    """The experts of a rank's tokens in one micro-batch, in the order in which its routers see them, by layer among those with experts:
-    (T, K), on the device.
+    """The experts of a rank's tokens in one micro-batch, in the order in which its routers see them, by layer
+    among those with experts: (T, K), on the device.
 
-    given: the experts to take, for the tokens of `is_given` (T,); without them a router chooses. chosen: what it chose, where that is kept.
+    given: the experts to take, for the tokens of `is_given` (T,); without them a router chooses. chosen: what
+    it chose, where that is kept.
     """
 
     def __init__(self, given: Mapping[int, Tensor] | None, is_given: Tensor | None) -> None:
@@ -57,11 +60,13 @@ class MicroBatchRoutes:
 class MicroBatch:
     """Model inputs for b rows, and where their response tokens are.
 
-    tokens, positions: (1, T) packed or (b, S') padded. counts: of the same shape, how often a token counts in what routers of experts
-    count: once for each row that it is of and of which the loss reads a token, and not where it pads; num_counted: their sum.
-    predictors: (N,) places in the model's flattened (sequence-major) output that predict the N response tokens; targets: (N,) those
-    tokens; cells: (N,) their places in a flattened (b, R).
-    Where ranks share the rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
+    tokens, positions: (1, T) packed or (b, S') padded. counts: of the same shape, how often a token counts in
+    what routers of experts
+    count: once for each row that it is of and of which the loss reads a token, and not where it pads;
+    num_counted: their sum.
+    predictors: (N,) places in the model's flattened (sequence-major) output that predict the N response
+    tokens; targets: (N,) those tokens; cells: (N,) their places in a flattened (b, R). Where ranks share the
+    rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
     """
 
     tokens: Tensor
@@ -89,9 +94,9 @@ def _aligned(length: int, multiple: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one after the other, and the place
-    behind these of what pads; prompts, responses: (b,) where each row's prompt, which may be another row's too, and its response begin.
-    lengths, prompt_of: see PackedRows."""
+    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one
+    after the other, and the place behind these of what pads; prompts, responses: (b,) where each row's
+    prompt, which may be another row's too, and its response begin. lengths, prompt_of: see PackedRows."""
 
     sources: Tensor
     prompts: Tensor
@@ -100,9 +105,12 @@ class _Layout(NamedTuple):
     prompt_of: list[int | None]
 
 
-def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int) -> _Layout:
-    """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow. Arguments: (b,) each, lengths of
-    prompts and responses, and for each row the first row with its prompt; and how many ranks share the rows."""
+def _lay_out(
+    prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int
+) -> _Layout:
+    """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow.
+    Arguments: (b,) each, lengths of prompts and responses, and for each row the first row with its prompt;
+    and how many ranks share the rows."""
     starts = [0, *accumulate(map(add, prompts, responses))]
     members: dict[int, list[int]] = {}
     for row, first in enumerate(first_with_prompt):
@@ -132,14 +140,20 @@ def _lay_out(prompts: Sequence[int], responses: Sequence[int], first_with_prompt
                 put(starts[row] + prompts[row], starts[row + 1], number)
     lengths = [end - begin for begin, end in spans]
     padding = [padded_length(length, num_ranks) - length for length in lengths]
-    sources = torch.cat([F.pad(torch.arange(*span), (0, pad), value=starts[-1]) for span, pad in zip(spans, padding, strict=True)])
+    sources = torch.cat(
+        [
+            F.pad(torch.arange(*span), (0, pad), value=starts[-1])
+            for span, pad in zip(spans, padding, strict=True)
+        ]
+    )
     return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
 
 
 class _Rows(NamedTuple):
-    """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,). row_of, offset: (T,) of each token
-    its row and its place in that. counts: (T,) 1 in rows of which the loss reads a token, else 0. response_row, response_offset: (N,) of
-    each response token its row and its place in the response."""
+    """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,).
+    row_of, offset: (T,) of each token its row and its place in that. counts: (T,) 1 in rows of which the loss
+    reads a token, else 0. response_row, response_offset: (N,) of each response token its row and its place in
+    the response."""
 
     prompts: Tensor
     responses: Tensor
@@ -159,7 +173,9 @@ class _Rows(NamedTuple):
         response_row = torch.repeat_interleave(rows, responses)
         offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
         response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
-        return cls(prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset)
+        return cls(
+            prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset
+        )
 
     @property
     def predictors(self) -> Tensor:
@@ -170,12 +186,16 @@ class _Rows(NamedTuple):
         """See TokenPositions. firsts: of each row the first one with its prompt."""
         lengths = self.prompts + self.responses
         starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
-        return torch.where(self.offset < self.prompts[self.row_of], starts[self.row_of] + self.offset, torch.arange(len(self.offset)))
+        return torch.where(
+            self.offset < self.prompts[self.row_of],
+            starts[self.row_of] + self.offset,
+            torch.arange(len(self.offset)),
+        )
 
 
 class _ModelInputs(NamedTuple):
-    """As in MicroBatch, on the host but for `packed`. predictors: (N,) places among all tokens. scored: (N,) which of the rows' response
-    tokens these are of."""
+    """As in MicroBatch, on the host but for `packed`. predictors: (N,) places among all tokens. scored: (N,)
+    which of the rows' response tokens these are of."""
 
     tokens: Tensor
     positions: Tensor
@@ -187,7 +207,8 @@ class _ModelInputs(NamedTuple):
 
 
 class SequenceSlice(NamedTuple):
-    """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this is."""
+    """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this
+    is."""
 
     size: int
     rank: int
@@ -197,9 +218,10 @@ UNCUT = SequenceSlice(1, 0)
 
 
 def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
-    """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this rank's part of the T, and (N,)
-    the places of `predictors` among what all ranks have chosen, one rank's behind the other's. Ranks choose equally many, at least one,
-    for which the first token of a part stands in."""
+    """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this
+    rank's part of the T, and (N,) the places of `predictors` among what all ranks have chosen, one rank's
+    behind the other's. Ranks choose equally many, at least one, for which the first token of a part stands
+    in."""
     size = num_tokens // cut.size
     chosen, number = predictors.unique(return_inverse=True)
     part = chosen // size
@@ -210,26 +232,39 @@ def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tupl
     return F.pad(own, (0, most - len(own))), among[number]
 
 
-def _packed(rows: _Rows, share_prompts: bool, cut: SequenceSlice, place: ContextParallelRank, device: torch.device) -> _ModelInputs:
+def _packed(
+    rows: _Rows, share_prompts: bool, cut: SequenceSlice, place: ContextParallelRank, device: torch.device
+) -> _ModelInputs:
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
-        of_rows = zip(rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True)
+        of_rows = zip(
+            rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True
+        )
         firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
     layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)
-    # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all have their chunks.
-    padding = _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
+    # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all
+    # have their chunks.
+    padding = (
+        _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
+    )
     last = [padding] if padding else []
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
     prompts = rows.prompts[rows.row_of]
-    places = rows.offset + torch.where(rows.offset < prompts, layout.prompts[rows.row_of], layout.responses[rows.row_of] - prompts)
+    places = rows.offset + torch.where(
+        rows.offset < prompts, layout.prompts[rows.row_of], layout.responses[rows.row_of] - prompts
+    )
     packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
     own = own_tokens(packed.lengths, place)
     sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
     here = torch.full((num_tokens + padding,), -1)
     here[own] = torch.arange(len(own))
     counts = torch.zeros(num_tokens + padding, dtype=torch.long).index_add_(0, places, rows.counts)
-    predictors = here[torch.where(rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response)]
+    predictors = here[
+        torch.where(
+            rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response
+        )
+    ]
     scored = (predictors >= 0).nonzero()[:, 0]
     return _ModelInputs(
         tokens=F.pad(rows.ids, (0, 1))[sources][None],
@@ -250,7 +285,15 @@ def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
     counts = torch.zeros_like(tokens)
     counts[rows.row_of, rows.offset] = rows.counts
     predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
-    return _ModelInputs(tokens, torch.arange(longest).expand(num_rows, -1), None, counts, None, predictors, torch.arange(len(predictors)))
+    return _ModelInputs(
+        tokens,
+        torch.arange(longest).expand(num_rows, -1),
+        None,
+        counts,
+        None,
+        predictors,
+        torch.arange(len(predictors)),
+    )
 
 
 def make_micro_batch(
@@ -264,16 +307,19 @@ def make_micro_batch(
     cut: SequenceSlice = UNCUT,
     place: ContextParallelRank = ALONE,
 ) -> MicroBatch:
-    """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which `response_mask` gives R.
+    """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which
+    `response_mask` gives R.
 
-    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `ends_with_predictors`: of packed rows the model's
-    last layer goes on with the tokens alone that predict one, and gives these. `cut`: the number of this rank's tokens is made a multiple
-    of its size by padding. `place`: of the rank among those that share packed rows.
-    Raises ValueError when a row has no prompt token, when its real tokens are not one run around the prompt's end, and when ranks are to
-    share rows that are not packed.
+    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `ends_with_predictors`:
+    of packed rows the model's last layer goes on with the tokens alone that predict one, and gives these.
+    `cut`: the number of this rank's tokens is made a multiple of its size by padding. `place`: of the rank
+    among those that share packed rows. Raises ValueError when a row has no prompt token, when its real tokens
+    are not one run around the prompt's end, and when ranks are to share rows that are not packed.
     """
     if place.size > 1 and not packing:
-        raise ValueError(f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true")
+        raise ValueError(
+            f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true"
+        )
     index = torch.as_tensor(rows)
     response_length = batch["response_mask"].shape[1]
     mask = batch["attention_mask"][index].bool()
@@ -313,13 +359,16 @@ def make_micro_batch(
     )
 
 
-def _check_layout(mask: Tensor, prompt_length: int, prompts: Tensor, responses: Tensor, rows: Sequence[int]) -> None:
+def _check_layout(
+    mask: Tensor, prompt_length: int, prompts: Tensor, responses: Tensor, rows: Sequence[int]
+) -> None:
     column = torch.arange(mask.shape[1])
     expected = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
     wrong = ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(
             f"row {rows[wrong[0]]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
-            f"{int(responses[wrong[0]])} response tokens that are not one run; a prompt needs at least one token and is "
+            f"{int(responses[wrong[0]])} response tokens that are not one run; a prompt needs at least one "
+            f"token and is "
             "padded on the left, a response on the right"
         )

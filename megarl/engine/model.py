@@ -1,4 +1,5 @@
-"""Megatron's GPTModel built from a Hugging Face architecture: one chunk per virtual pipeline stage, for a policy or a critic."""
+"""Megatron's GPTModel built from a Hugging Face architecture: one chunk per virtual pipeline stage, for a
+policy or a critic."""
 
 from __future__ import annotations
 
@@ -10,27 +11,42 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layer_specs import block_spec, canonical_name, forget_routes, fuse_gradient_accumulation, mark_cut_parameters
+from megarl.engine.layer_specs import (
+    block_spec,
+    canonical_name,
+    forget_routes,
+    fuse_gradient_accumulation,
+    mark_cut_parameters,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, layers: Layers, recomputation: Recomputation, on_cpu: bool
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    layers: Layers,
+    recomputation: Recomputation,
+    on_cpu: bool,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not average again.
+    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not
+    average again.
 
-    Of Megatron's fused kernels those are taken that replace several passes over the tokens: the activation of the MLP, which torch.compile
-    makes on CUDA and cpu_kernels.py on a CPU; on CUDA Transformer Engine's rotary embedding, and Apex's sum of a weight's gradient into
-    Megatron's buffer, where it is installed. Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the
-    attention.
+    Of Megatron's fused kernels those are taken that replace several passes over the tokens: the activation of
+    the MLP, which torch.compile makes on CUDA and cpu_kernels.py on a CPU; on CUDA Transformer Engine's
+    rotary embedding, and Apex's sum of a weight's gradient into Megatron's buffer, where it is installed.
+    Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the attention.
     """
     virtual = parallel.virtual_pipeline_parallel_size
     return TransformerConfig(
@@ -76,10 +92,12 @@ def transformer_config(
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
-    """Experts as Megatron's options. The router computes in float32; of its losses none is Megatron's (see moe_router.py).
+    """Experts as Megatron's options. The router computes in float32; of its losses none is Megatron's (see
+    moe_router.py).
 
-    A softmax over the chosen is the same as choosing after a softmax over all and dividing by their sum. With Transformer Engine the
-    experts of a rank are one grouped product; its experts without, and Megatron's on a CPU, are computed one after the other.
+    A softmax over the chosen is the same as choosing after a softmax over all and dividing by their sum. With
+    Transformer Engine the experts of a rank are one grouped product; its experts without, and Megatron's on a
+    CPU, are computed one after the other.
     """
     experts = architecture.experts
     if experts is None:
@@ -104,8 +122,8 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:
-    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the first so many of a chunk.
-    The MLP of a sparse layer, router and experts, is another module to Megatron."""
+    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the
+    first so many of a chunk. The MLP of a sparse layer, router and experts, is another module to Megatron."""
     how, modules, num_layers = recomputation
     if how is Recompute.none:
         return {}
@@ -115,14 +133,20 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
             names.append("moe")
         return {"recompute_granularity": "selective", "recompute_modules": names}
     method = "uniform" if num_layers is None else "block"
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers or 1}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": num_layers or 1,
+    }
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Rotary inverse frequencies (head_dim / 2,) float32, with Llama 3's scaling where the architecture has it.
+    """Rotary inverse frequencies (head_dim / 2,) float32, with Llama 3's scaling where the architecture has
+    it.
 
     Megatron knows that scaling for one set of constants only, so the numbers are made here. (Llama 3.1, as in
-    Hugging Face's `rope_type: llama3`: long wavelengths are slowed by `factor`, short ones kept, the band between blended.)
+    Hugging Face's `rope_type: llama3`: long wavelengths are slowed by `factor`, short ones kept, the band
+    between blended.)
     """
     exponent = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
     frequencies = 1.0 / (architecture.rope_theta**exponent)
@@ -131,9 +155,13 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
         return frequencies
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequencies
-    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (original / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = torch.where(wavelength > original / scaling.low_freq_factor, frequencies / scaling.factor, blended)
+    scaled = torch.where(
+        wavelength > original / scaling.low_freq_factor, frequencies / scaling.factor, blended
+    )
     return torch.where(wavelength < original / scaling.high_freq_factor, frequencies, scaled)
 
 
@@ -150,10 +178,17 @@ class ValueHead(torch.nn.Module):
 
 
 class ModelChunk(GPTModel):
-    """GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens (`vocab_parallel`)."""
+    """GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens
+    (`vocab_parallel`)."""
 
     def __init__(
-        self, architecture: Architecture, config: TransformerConfig, layers: Layers, groups: ParallelGroups, head: Head, chunk: int
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        layers: Layers,
+        groups: ParallelGroups,
+        head: Head,
+        chunk: int,
     ) -> None:
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
@@ -168,8 +203,12 @@ class ModelChunk(GPTModel):
             vp_stage=virtual_stage,
         )
         self.head = head
-        self._first_expert = groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(self.rotary_pos_emb.inv_freq.device)
+        self._first_expert = (
+            groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
+        )
+        self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(
+            self.rotary_pos_emb.inv_freq.device
+        )
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
         mark_cut_parameters(self)
@@ -189,18 +228,24 @@ class ModelChunk(GPTModel):
     def output_hidden(self, hidden: Tensor) -> Tensor:
         """Last stage: (S / tp or S, b, H) -> (S * b, H), whole on each tensor-parallel rank.
 
-        In the backward pass the head's gradient is summed over the ranks for a vocabulary cut among them, and taken as
-        it is for a value head, which every rank computes alike.
+        In the backward pass the head's gradient is summed over the ranks for a vocabulary cut among them, and
+        taken as it is for a value head, which every rank computes alike.
         """
         if self.config.sequence_parallel:
             summed = self.head == "lm"
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp
+            )
         elif self.head == "lm":
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
         return hidden.flatten(0, 1)
 
     def output_weight(self) -> Tensor:
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
 
 
 def build_chunks(
@@ -213,7 +258,12 @@ def build_chunks(
     recomputation: Recomputation,
     device: torch.device,
 ) -> list[ModelChunk]:
-    """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set yet."""
-    config = transformer_config(architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu")
-    chunks = (ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks))
+    """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set
+    yet."""
+    config = transformer_config(
+        architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu"
+    )
+    chunks = (
+        ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks)
+    )
     return [chunk.to(device=device, dtype=dtype) for chunk in chunks]

@@ -1,9 +1,11 @@
-"""Routers of experts: which tokens of a micro-batch count, what is counted of where they go, and the losses that routers add.
+"""Routers of experts: which tokens of a micro-batch count, what is counted of where they go, and the losses
+that routers add.
 
-Both losses are of a mini-batch: sums over its tokens, divided by their number, so that no way of cutting it changes them. The share of
-tokens that an expert gets, which the load-balancing loss multiplies with, is a constant of its gradient, and is of the whole mini-batch: it
-must be known before the first micro-batch's backward pass (see `MegatronEngine.forward_backward`). Megatron's own losses take the shares of
-each micro-batch, and count what pads it.
+Both losses are of a mini-batch: sums over its tokens, divided by their number, so that no way of cutting it
+changes them. The share of tokens that an expert gets, which the load-balancing loss multiplies with, is a
+constant of its gradient, and is of the whole mini-batch: it must be known before the first micro-batch's
+backward pass (see `MegatronEngine.forward_backward`). Megatron's own losses take the shares of each
+micro-batch, and count what pads it.
 
 Letters: T tokens of a rank, E experts, L layers of the whole model.
 """
@@ -30,7 +32,8 @@ from megarl.models.architecture import Architecture
 class RoutedTokens(NamedTuple):
     """What routers are told of the tokens of a micro-batch that are on this rank.
 
-    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see router_replay.py.
+    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see
+    router_replay.py.
     """
 
     counts: Tensor
@@ -38,7 +41,9 @@ class RoutedTokens(NamedTuple):
     routes: MicroBatchRoutes | None
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups) -> RoutedTokens:
+    def of(
+        cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups
+    ) -> RoutedTokens:
         """Of tokens of which ranks that are sequence-parallel have each a part."""
         flat = micro_batch.counts.t().flatten()  # hidden states are (S, b, H)
         if groups.parallel.sequence_parallel:
@@ -49,13 +54,19 @@ class RoutedTokens(NamedTuple):
 class RouterStatistics:
     """Where the tokens of a mini-batch go, and what is added to its loss.
 
-    tokens: (L, E) how many go to each expert. probabilities: (L, E) the mean of their probabilities, with a load-balancing loss.
-    squares: (L,) the mean of the squared log-sum-exp of their logits, with a z loss. num_tokens: of the mini-batch, which both losses need.
-    Until `reduce` each rank has its own tokens' part. losses None: the pass only counts.
+    tokens: (L, E) how many go to each expert. probabilities: (L, E) the mean of their probabilities, with a
+    load-balancing loss.
+    squares: (L,) the mean of the squared log-sum-exp of their logits, with a z loss. num_tokens: of the
+    mini-batch, which both losses need. Until `reduce` each rank has its own tokens' part. losses None: the
+    pass only counts.
     """
 
     def __init__(
-        self, architecture: Architecture, device: torch.device, losses: ExpertsConfig | None, shares: Tensor | None = None
+        self,
+        architecture: Architecture,
+        device: torch.device,
+        losses: ExpertsConfig | None,
+        shares: Tensor | None = None,
     ) -> None:
         """shares: (L, E) of the mini-batch's tokens, which a load-balancing loss needs."""
         num_layers = architecture.num_hidden_layers
@@ -74,7 +85,8 @@ class RouterStatistics:
             dist.all_reduce(self.num_tokens, group=groups.data_context)
 
     def add(self, layer: int, logits: Tensor, routing_map: Tensor, counts: Tensor) -> Tensor | None:
-        """The tokens of one micro-batch in one layer: logits (T, E), routing_map (T, E) of bool. Returns what they add to the loss."""
+        """The tokens of one micro-batch in one layer: logits (T, E), routing_map (T, E) of bool. Returns what
+        they add to the loss."""
         self.tokens[layer] += (routing_map * counts[:, None]).sum(0)
         if self.losses is None:
             return None
@@ -107,8 +119,8 @@ class RouterStatistics:
         return self.tokens / self.tokens.sum(1, keepdim=True).clamp(min=1)
 
     def metrics(self) -> dict[str, Metric]:
-        """After `reduce`: the largest share of a layer's tokens that went to one expert, and each loss without its coefficient, as the mean
-        over the layers."""
+        """After `reduce`: the largest share of a layer's tokens that went to one expert, and each loss
+        without its coefficient, as the mean over the layers."""
         num_layers = (self.tokens.sum(1) > 0).sum().clamp(min=1)
         found = {"expert_share/max": self.shares.max()}
         if self.losses is not None and self.losses.aux_loss_coefficient:
@@ -124,7 +136,8 @@ class ExpertRouter(TopKRouter):
     tokens: RoutedTokens | None = None  # of the forward pass that goes on
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """logits: (S, b, E). Where activations are computed again it counts in that pass, which has gradients."""
+        """logits: (S, b, E). Where activations are computed again it counts in that pass, which has
+        gradients."""
         assert padding_mask is None
         probs, routing_map = super().routing(logits)
         tally = None if self.tokens is None else self.tokens.tally
@@ -135,8 +148,9 @@ class ExpertRouter(TopKRouter):
 
 
 def told_to_routers(tokens: RoutedTokens) -> dict[str, Any]:
-    """An argument of the model's forward pass. Megatron brings an attention's bias, which no model of ours has, to each layer, also where
-    that is computed again; its own mask of padding is lost where only some layers are, and knows no more than yes and no."""
+    """An argument of the model's forward pass. Megatron brings an attention's bias, which no model of ours
+    has, to each layer, also where that is computed again; its own mask of padding is lost where only some
+    layers are, and knows no more than yes and no."""
     return {"extra_block_kwargs": {"attention_bias": tokens}}
 
 
@@ -155,7 +169,9 @@ class RoutedLayer(TransformerLayer):
         return super().forward(*arguments, **{**options, "padding_mask": attention_bias})
 
 
-def _tell(experts: MoELayer, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _tell(
+    experts: MoELayer, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     experts.router.tokens = options.pop("padding_mask", None)
     return arguments, options
 

@@ -1,9 +1,10 @@
 """Moves a model's state out of the way and back, bit for bit: gradients, optimizer state, parameters.
 
-A tensor's memory is its storage, and views of it are everywhere: Megatron's buffers, their buckets, the parameters, the
-optimizer's shards of them. So storages are emptied and filled in place, and every view is right again afterwards.
-On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file (in TMPDIR, or /var/tmp) that has no name,
-so that a process's memory really gets smaller and a killed process leaves nothing behind.
+A tensor's memory is its storage, and views of it are everywhere: Megatron's buffers, their buckets, the
+parameters, the optimizer's shards of them. So storages are emptied and filled in place, and every view is
+right again afterwards. On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file
+(in TMPDIR, or /var/tmp) that has no name, so that a process's memory really gets smaller and a killed process
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _ALIGNMENT = 512  # bytes: a copy to or from a device goes fastest there
 
 
 class StatePart(str, Enum):
-    """What can be moved by itself. `optimizer`: moments and, for bfloat16, float32 masters. `gradients` are zero when they are back."""
+    """What can be moved by itself. `optimizer`: moments and, for bfloat16, float32 masters. `gradients` are
+    zero when they are back."""
 
     gradients = "gradients"
     optimizer = "optimizer"
@@ -45,7 +47,8 @@ class _HostBuffer(Protocol):
     def take(self, storages: Sequence[UntypedStorage]) -> None: ...
 
     def read(self, number: int, start: int, target: Tensor) -> None:
-        """Bytes of the storage that was put as `number`, from `start` on, into `target` (bytes,) uint8 in host memory; they stay."""
+        """Bytes of the storage that was put as `number`, from `start` on, into `target` (bytes,) uint8 in
+        host memory; they stay."""
 
 
 class _File:
@@ -66,7 +69,8 @@ class _File:
             size_mb = sum(storage.nbytes() for storage in storages) / 1e6
             raise OSError(
                 error.errno,
-                f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set TMPDIR to a folder with room",
+                f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set "
+                f"TMPDIR to a folder with room",
             ) from error
         self._file = file
         self._starts = list(accumulate((storage.nbytes() for storage in storages), initial=0))
@@ -107,8 +111,8 @@ def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -
 
 
 class _PinnedMemory:
-    """One buffer, kept from one time to the next: pinning takes longer than copying. It is pinned as it is, since torch's allocator of
-    pinned memory would round it up to a power of two."""
+    """One buffer, kept from one time to the next: pinning takes longer than copying. It is pinned as it is,
+    since torch's allocator of pinned memory would round it up to a power of two."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -131,7 +135,9 @@ class _PinnedMemory:
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
         platform.current().pin(self._buffer)
-        self._places = [self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self._places = [
+            self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
 
     @staticmethod
     def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -150,7 +156,8 @@ class _Moved(NamedTuple):
 
 
 class MovableState:
-    """One part of a model's state. `find` gives its tensors as they are at the moment; what shares a storage is moved once.
+    """One part of a model's state. `find` gives its tensors as they are at the moment; what shares a storage
+    is moved once.
 
     `kept` False: the contents are dropped, and zero when the memory is back.
     """
@@ -166,7 +173,8 @@ class MovableState:
         return self._offloaded is not None
 
     def offload(self) -> int:
-        """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them, and moves nothing then."""
+        """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them,
+        and moves nothing then."""
         if self._offloaded is not None:
             return 0
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
@@ -194,7 +202,8 @@ class MovableState:
         return nbytes
 
     def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
-        """Elements start..start + count of a contiguous tensor that is away, in host memory of their own; None where it is not."""
+        """Elements start..start + count of a contiguous tensor that is away, in host memory of their own;
+        None where it is not."""
         identity = tensor.untyped_storage()._cdata  # its address is gone with its memory
         for number, moved in enumerate(self._offloaded or ()):
             if moved.storage._cdata == identity:
@@ -206,7 +215,8 @@ class MovableState:
 
 
 class OffloadableState:
-    """The parts of one model that can be moved: all three where it trains, its parameters where it is frozen."""
+    """The parts of one model that can be moved: all three where it trains, its parameters where it is
+    frozen."""
 
     def __init__(self, parts: Mapping[StatePart, MovableState]) -> None:
         self._parts = dict(parts)
@@ -227,10 +237,14 @@ class OffloadableState:
         """Raises OffloadedError that says what is away."""
         missing = [part.value for part in parts if part in self.offloaded]
         if missing:
-            raise OffloadedError(f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved away first")
+            raise OffloadedError(
+                f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved "
+                f"away first"
+            )
 
     def host_copy(self, tensor: Tensor, start: int, count: int) -> Tensor:
-        """Elements start..start + count of a contiguous tensor, in its memory's order: (count,) in host memory of their own.
+        """Elements start..start + count of a contiguous tensor, in its memory's order: (count,) in host
+        memory of their own.
 
         Also of a tensor that is away, which stays away.
         """

@@ -26,7 +26,8 @@ class TrainingDivergedError(RunError):
 
     hint = (
         "smaller updates: {role.optim.lr, role.optim.warmup_steps, role.optim.clip_grad}; try a tenth of lr",
-        "look at the last steps of metrics.jsonl: grad_norm, approx_kl, ratio_max and scores grow before a loss breaks",
+        "look at the last steps of metrics.jsonl: grad_norm, approx_kl, ratio_max and scores grow before a "
+        "loss breaks",
         "no update was made: the weights are those of the step before, and the checkpoints are good",
     )
 
@@ -34,7 +35,8 @@ class TrainingDivergedError(RunError):
 class OptimizerSlice(NamedTuple):
     """What this data-parallel rank updates of a parameter: its elements start..stop, in the order of memory.
 
-    tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, (stop - start,) float32 each.
+    tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, (stop -
+    start,) float32 each.
     """
 
     parameter: torch.nn.Parameter
@@ -58,11 +60,12 @@ class StepCounts(NamedTuple):
 class Optimizer:
     """Steps the parameters of `chunks`. Weights must be loaded before: float32 masters are copied here.
 
-    Update k (from 1) uses lr * k / warmup_steps while warming up; decay reaches `min_lr` at update `total_steps`.
-    As is usual, biases and norms are not decayed.
+    Update k (from 1) uses lr * k / warmup_steps while warming up; decay reaches `min_lr` at update
+    `total_steps`. As is usual, biases and norms are not decayed.
 
     Args:
-        names: the canonical name of every parameter of `chunks`; the global gradient norm is summed in their order.
+        names: the canonical name of every parameter of `chunks`; the global gradient norm is summed in their
+            order.
     """
 
     def __init__(
@@ -113,7 +116,8 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Moments, and what the steps are applied to: float32 masters of bfloat16 parameters, or the parameters themselves."""
+        """Moments, and what the steps are applied to: float32 masters of bfloat16 parameters, or the
+        parameters themselves."""
         for group in self._optimizer.param_groups:
             yield from group["params"]
         for _, state in self._optimizer.state.items():  # noqa: PERF102  (of several optimizers it is Megatron's own type, with no more)
@@ -123,7 +127,12 @@ class Optimizer:
         """Every element of every parameter is in one slice of one data-parallel rank."""
         slices = []
         for optimizer in self._parts():
-            for ranges in (ranges for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for ranges in buckets):
+            for ranges in (
+                ranges
+                for buffer in optimizer.gbuf_ranges
+                for buckets in buffer.values()
+                for ranges in buckets
+            ):
                 for parameter, parameter_ranges in ranges["param_map"].items():
                     group, number = optimizer.model_param_group_index_map[parameter]
                     master = optimizer.optimizer.param_groups[group]["params"][number]
@@ -143,24 +152,28 @@ class Optimizer:
         for optimizer in (part.optimizer for part in self._parts()):
             counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
-        assert len(counts) <= 1, f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
+        assert len(counts) <= 1, (
+            f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
+        )
         return StepCounts(adam=max(counts, default=0), schedule=int(self._schedule.num_steps))
 
     def set_counts(self, counts: StepCounts) -> None:
-        """The next step is the one after `counts`, on this optimizer's own schedule. Of a rank without parameters too."""
+        """The next step is the one after `counts`, on this optimizer's own schedule. Of a rank without
+        parameters too."""
         for optimizer in (part.optimizer for part in self._parts()):
             for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(counts.adam)
-            if not isinstance(optimizer, torch.optim.Adam):  # those of Transformer Engine and Apex count by group
+            # those of Transformer Engine and Apex count by group
+            if not isinstance(optimizer, torch.optim.Adam):
                 for group in optimizer.param_groups:
                     group["step"] = counts.adam
         self._schedule.num_steps = counts.schedule
         self._schedule.step(0)
 
     def megatron_state(self, **settings: str) -> dict[Any, Any]:
-        """Settings and counts without tensors, and `settings` beside them, as Megatron stores them; of a rank that has a part of the
-        optimizer. Where experts have one of their own, each by its number."""
+        """Settings and counts without tensors, and `settings` beside them, as Megatron stores them; of a rank
+        that has a part of the optimizer. Where experts have one of their own, each by its number."""
         states = [{**part.state_dict(), **settings} for part in self._parts()]
         return states[0] if len(states) == 1 else dict(enumerate(states))
 
@@ -178,7 +191,8 @@ class Optimizer:
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             raise TrainingDivergedError(
-                f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, or lower optim.lr"
+                f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, "
+                f"or lower optim.lr"
             )
 
         self._schedule.step(1)
@@ -191,20 +205,24 @@ class Optimizer:
     def _gradient_norm(self) -> float:
         """Return the L2 norm of all gradients, over all ranks.
 
-        Floating-point sums depend on their order, and Megatron adds gradients in the order in which layers register their
-        parameters, which differs between layer implementations. Sorting by canonical name makes the norm, and everything that
-        it clips, independent of the implementation.
+        Floating-point sums depend on their order, and Megatron adds gradients in the order in which layers
+        register their parameters, which differs between layer implementations. Sorting by canonical name
+        makes the norm, and everything that it clips, independent of the implementation.
         """
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)  # by the process group that sums them
         for part in self._parts():
             by_name = sorted(part.get_main_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
             gradients[part.get_grad_stats_parallel_group()] += by_name
 
-        norms = [float(clip_grads.get_grad_norm_fp32(each, grad_stats_parallel_group=group)) for group, each in gradients.items()]
+        norms = [
+            float(clip_grads.get_grad_norm_fp32(each, grad_stats_parallel_group=group))
+            for group, each in gradients.items()
+        ]
         return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     def _gradient_names(self, part: Any) -> dict[torch.Tensor, str]:
-        """Return the canonical parameter name of each gradient that this rank holds for one of Megatron's optimizers."""
+        """Return the canonical parameter name of each gradient that this rank holds for one of Megatron's
+        optimizers."""
         masters = [group["params"] for group in part.optimizer.param_groups]
         places = part.model_param_group_index_map.items()
         return {masters[group][number].grad: self._names[parameter] for parameter, (group, number) in places}

@@ -1,4 +1,5 @@
-"""The sequences of a packed batch, and the calls in which attention goes over them: plans, made on the host, once per micro-batch."""
+"""The sequences of a packed batch, and the calls in which attention goes over them: plans, made on the host,
+once per micro-batch."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from megarl.engine.context import ALONE, ContextParallelRank, QueryPiece, pieces
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import shared_prompts
 
-# What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that costs less.
+# What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that
+# costs less.
 CALL_COST = 1024
 
 
 class PackedRows(PackedSeqParams):
-    """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and on the host, so that none
-    has to ask the device for it. lengths: of each sequence; what pads the batch is one more."""
+    """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and
+    on the host, so that none has to ask the device for it. lengths: of each sequence; what pads the batch is
+    one more."""
 
     def __init__(
         self,
@@ -32,24 +35,36 @@ class PackedRows(PackedSeqParams):
         prompt_of: Sequence[int | None] | None = None,
         place: ContextParallelRank = ALONE,
     ) -> None:
-        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see `shared_prompts`).
-        place: of this rank among those that share the rows, each of whose sequences has what pads it behind it (see `context`)."""
+        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see
+        `shared_prompts`).
+        place: of this rank among those that share the rows, each of whose sequences has what pads it behind
+        it (see `context`)."""
         self.lengths = [padded_length(length, place.size) for length in lengths]
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
         self.place = place
-        self.predicting: Tensor | None = None  # (K,) of this rank's tokens those that the last layer goes on with (see micro_batch.py)
+        # (K,) of this rank's tokens those that the last layer goes on with (see micro_batch.py)
+        self.predicting: Tensor | None = None
         self.attention_plan: AttentionPlan | None = None
         self.key_places: KeyPlaces | None = None
         prompt_of = prompt_of or [None] * len(lengths)
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
         starts = [0, *accumulate(self.lengths)]
         boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
-        prompts = [range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt]) for prompt in prompt_of]
+        prompts = [
+            range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt])
+            for prompt in prompt_of
+        ]
         self.pieces = pieces(self.lengths, prompts, place)
         self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
         longest = max(self.lengths)
         furthest = max(map(add, map(len, prompts), self.lengths))
-        super().__init__(qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=furthest)
+        super().__init__(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=longest,
+            max_seqlen_kv=furthest,
+        )
 
     @property
     def needs_positions(self) -> bool:
@@ -58,8 +73,8 @@ class PackedRows(PackedSeqParams):
 
 
 class AttentionCall(NamedTuple):
-    """So many pieces, padded to one length; `before`: tokens that all of each see, of the prompt that it continues and of its own
-    sequence."""
+    """So many pieces, padded to one length; `before`: tokens that all of each see, of the prompt that it
+    continues and of its own sequence."""
 
     sequences: int
     length: int
@@ -69,8 +84,9 @@ class AttentionCall(NamedTuple):
 class AttentionPlan(NamedTuple):
     """The calls that attend a rank's T tokens of a packed batch.
 
-    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the prompts, among the keys of
-    all ranks; scatter: (T,) where each token stands among the first. All None where that is the order in which the tokens already are.
+    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the
+    prompts, among the keys of all ranks; scatter: (T,) where each token stands among the first. All None
+    where that is the order in which the tokens already are.
     """
 
     calls: list[AttentionCall]
@@ -100,7 +116,11 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
         offset = torch.arange(length)
         num_own = len(first.own) - first.length
         within = torch.minimum(offset, lengths - 1)
-        keys = [prompts + torch.arange(len(first.prompt)), own + torch.arange(num_own), own + num_own + within]
+        keys = [
+            prompts + torch.arange(len(first.prompt)),
+            own + torch.arange(num_own),
+            own + num_own + within,
+        ]
         gathered.append((starts + within).flatten())
         gathered_keys.append(torch.cat(keys, dim=1).flatten())
         real.append((offset < lengths).flatten())
@@ -123,8 +143,8 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
 
 
 def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
-    """Pieces by the call they share: longest first, one joins those before it that all see as many tokens, unless padding it costs more
-    than a call."""
+    """Pieces by the call they share: longest first, one joins those before it that all see as many tokens,
+    unless padding it costs more than a call."""
     alike: dict[tuple[int, int], list[QueryPiece]] = defaultdict(list)
     for piece in sorted(every, key=lambda piece: -piece.length):
         alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
@@ -140,8 +160,9 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
 
 
 class KeyPlaces(NamedTuple):
-    """Of the keys that pieces see, one piece's behind the other's. places: (N,) of each its place among the keys of all ranks, which stand
-    one rank's behind the other's. query_bounds, key_bounds: (pieces + 1,) int32. All on the device."""
+    """Of the keys that pieces see, one piece's behind the other's. places: (N,) of each its place among the
+    keys of all ranks, which stand one rank's behind the other's. query_bounds, key_bounds: (pieces + 1,)
+    int32. All on the device."""
 
     places: Tensor
     query_bounds: Tensor
@@ -153,10 +174,19 @@ def key_places(packed: PackedRows) -> KeyPlaces:
     if packed.key_places is None:
         device = packed.cu_seqlens_q.device
         order = whole_order(packed.lengths, packed.place.size)
-        places = torch.cat([torch.arange(seen.start, seen.stop) for piece in packed.pieces for seen in (piece.prompt, piece.own)])
+        places = torch.cat(
+            [
+                torch.arange(seen.start, seen.stop)
+                for piece in packed.pieces
+                for seen in (piece.prompt, piece.own)
+            ]
+        )
         bounds = (
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            for lengths in ([piece.length for piece in packed.pieces], [piece.num_keys for piece in packed.pieces])
+            for lengths in (
+                [piece.length for piece in packed.pieces],
+                [piece.num_keys for piece in packed.pieces],
+            )
         )
         packed.key_places = KeyPlaces(*(to_device(index, device) for index in (order[places], *bounds)))
     return packed.key_places

@@ -1,4 +1,5 @@
-"""The one place that knows the device: CUDA with NCCL, or the CPU with gloo and Megatron-Core adapted to it."""
+"""The one place that knows the device: CUDA with NCCL, or the CPU with gloo and Megatron-Core adapted to
+it."""
 
 from __future__ import annotations
 
@@ -33,15 +34,16 @@ class Platform:
         return peak_tflops(torch.cuda.get_device_name(self.device)) if known else None
 
     def return_freed_memory(self) -> None:
-        """To the device, or to the system: what allocators keep of what was freed, so that another process can have it."""
+        """To the device, or to the system: what allocators keep of what was freed, so that another process
+        can have it."""
         if self.is_cuda:
             torch.cuda.empty_cache()
         else:
             trim_heap()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Host memory whose pages are to stay, so that the device copies from and to it by itself; nothing on the CPU. `unpin` it before
-        it goes. Raises RuntimeError where the system does not allow as much."""
+        """Host memory whose pages are to stay, so that the device copies from and to it by itself; nothing on
+        the CPU. `unpin` it before it goes. Raises RuntimeError where the system does not allow as much."""
         if self.is_cuda and memory.numel():
             pin_memory(memory.data_ptr(), memory.nbytes)
 
@@ -54,18 +56,23 @@ _active: Platform | None = None
 
 
 def activate(device: Device) -> Platform:
-    """Chooses the device for this process and prepares Megatron-Core for it. Must run before Megatron is imported.
+    """Chooses the device for this process and prepares Megatron-Core for it. Must run before Megatron is
+    imported.
 
-    On CUDA the process takes the GPU `LOCAL_RANK`. Raises ValueError where CUDA is asked for and absent, and where a
-    second call asks for another device (Megatron is adapted once per process).
+    On CUDA the process takes the GPU `LOCAL_RANK`. Raises ValueError where CUDA is asked for and absent, and
+    where a second call asks for another device (Megatron is adapted once per process).
     """
     global _active
     cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch")
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch"
+        )
     if _active is not None:
         if _active.is_cuda != cuda:
-            raise ValueError(f"this process already runs on {_active.name}; it cannot change to {device.value}")
+            raise ValueError(
+                f"this process already runs on {_active.name}; it cannot change to {device.value}"
+            )
         return _active
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -85,8 +92,8 @@ def activate(device: Device) -> Platform:
 
 @contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Megatron imports wandb where that is installed: 1.7 s of processor time and 34 MB in each process for nothing, and folders in TMPDIR
-    that stay when the process is killed, as worker processes are."""
+    """Megatron imports wandb where that is installed: 1.7 s of processor time and 34 MB in each process for
+    nothing, and folders in TMPDIR that stay when the process is killed, as worker processes are."""
     hidden = "wandb" not in sys.modules
     if hidden:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it raises ImportError, which Megatron takes for its absence
@@ -98,7 +105,8 @@ def _without_wandb() -> Iterator[None]:
 
 
 def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
-    """CUDA for a process whose tensors are fake ones, see fake_cuda.py. Must run before Megatron is imported, and instead of `activate`."""
+    """CUDA for a process whose tensors are fake ones, see fake_cuda.py. Must run before Megatron is imported,
+    and instead of `activate`."""
     global _active
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
@@ -116,6 +124,6 @@ def current() -> Platform:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device of what is in the host's memory; on a CPU the tensor itself. The host does not wait for it: on CUDA it is made
-    from pinned memory, in the order of what the device is given to do."""
+    """A copy on the device of what is in the host's memory; on a CPU the tensor itself. The host does not
+    wait for it: on CUDA it is made from pinned memory, in the order of what the device is given to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

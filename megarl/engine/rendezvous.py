@@ -10,10 +10,11 @@ from megarl.machine.ports import listen
 
 
 def open_store(address: str, port: int, rank: int, num_ranks: int, limit: timedelta) -> dist.TCPStore:
-    """Returns when all ranks have come, or raises DistStoreError after `limit`. Rank 0 listens at `address` (machine/ports.py).
+    """Returns when all ranks have come, or raises DistStoreError after `limit`. Rank 0 listens at `address`
+    (machine/ports.py).
 
-    torch's `env://` and `tcp://` would listen at every address of the node, and whoever reaches a store can read and change it, also
-    where the ranks' connections lead.
+    torch's `env://` and `tcp://` would listen at every address of the node, and whoever reaches a store can
+    read and change it, also where the ranks' connections lead.
     """
     is_master = rank == 0
     listening = listen(address, port).detach() if is_master else None

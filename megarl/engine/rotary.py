@@ -1,7 +1,8 @@
-"""Rotary embedding of packed sequences, in the place of Megatron's own: one turn of the whole batch, and nothing asked of the device.
+"""Rotary embedding of packed sequences, in the place of Megatron's own: one turn of the whole batch, and
+nothing asked of the device.
 
-Megatron's loops over the sequences, whose lengths it reads from the device twice for queries and twice for keys, in every layer: each
-time the host waits until the device has done all it was given.
+Megatron's loops over the sequences, whose lengths it reads from the device twice for queries and twice for
+keys, in every layer: each time the host waits until the device has done all it was given.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ def install() -> None:
 
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
     if rope_utils.fused_apply_rotary_pos_emb_thd is not None:  # Transformer Engine's
-        rope_utils.fused_apply_rotary_pos_emb_thd = partial(_fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd)
+        rope_utils.fused_apply_rotary_pos_emb_thd = partial(
+            _fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd
+        )
 
 
 def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
-    """The tokens of a batch with those boundaries are at other positions than 0, 1, 2, ... in each sequence, or are not all of them.
+    """The tokens of a batch with those boundaries are at other positions than 0, 1, 2, ... in each sequence,
+    or are not all of them.
     positions: (T,) integers, on the device."""
     setattr(cu_seqlens, _POSITIONS, positions)
 
 
-def _fused_or_packed(fused: Callable[..., Tensor], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **ranks: int) -> Tensor:
+def _fused_or_packed(
+    fused: Callable[..., Tensor], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **ranks: int
+) -> Tensor:
     """The fused kernel begins each sequence at 0, and takes all of it."""
-    return rotary_packed(t, cu_seqlens, freqs) if hasattr(cu_seqlens, _POSITIONS) else fused(t, cu_seqlens, freqs, **ranks)
+    return (
+        rotary_packed(t, cu_seqlens, freqs)
+        if hasattr(cu_seqlens, _POSITIONS)
+        else fused(t, cu_seqlens, freqs, **ranks)
+    )
 
 
 class _Turn(torch.autograd.Function):
@@ -51,7 +61,8 @@ class _Turn(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """(T, heads, D): each pair (x_i, x_{i + D/2}) is turned by the angle of its token and i, given as (T, 1, D/2)."""
+    """(T, heads, D): each pair (x_i, x_{i + D/2}) is turned by the angle of its token and i, given as (T, 1,
+    D/2)."""
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
@@ -68,8 +79,11 @@ def rotary_packed(
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """Megatron's `_apply_rotary_pos_emb_thd`: t (T, heads, D) with the boundaries `cu_seqlens`, freqs (longest sequence, 1, 1, D)."""
-    assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), "where ranks share rows, positions must be set"
+    """Megatron's `_apply_rotary_pos_emb_thd`: t (T, heads, D) with the boundaries `cu_seqlens`, freqs
+    (longest sequence, 1, 1, D)."""
+    assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), (
+        "where ranks share rows, positions must be set"
+    )
     assert not rotary_interleaved
     assert not multi_latent_attention
     assert mscale == 1.0
@@ -78,7 +92,8 @@ def rotary_packed(
 
 
 def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, 1, D/2), made once per micro-batch and kept on its `cu_seqlens`, because every layer asks."""
+    """Cosine and sine (T, 1, D/2), made once per micro-batch and kept on its `cu_seqlens`, because every
+    layer asks."""
     kept = getattr(cu_seqlens, "megarl_angles", None)
     if kept is None or kept[0] is not freqs:
         num_tokens = like.shape[0]

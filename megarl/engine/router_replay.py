@@ -1,10 +1,13 @@
-"""Experts that are chosen anew where they were chosen before: routers take them as they were, and weigh them by their own weights of now.
+"""Experts that are chosen anew where they were chosen before: routers take them as they were, and weigh them
+by their own weights of now.
 
-A router's choice jumps where its scores hardly change. What an engine wrote, or a scoring pass has scored, is of other experts than the
-pass that trains then: replayed, both are of one function. (Ma et al. 2025, arXiv 2510.11370, of the engine's choice; Zheng et al. 2025,
-arXiv 2507.18071, section 5.3, of the scoring pass's.) Gradients go to the router through the weights of the chosen.
+A router's choice jumps where its scores hardly change. What an engine wrote, or a scoring pass has scored, is
+of other experts than the pass that trains then: replayed, both are of one function. (Ma et al. 2025, arXiv
+2510.11370, of the engine's choice; Zheng et al. 2025, arXiv 2507.18071, section 5.3, of the scoring pass's.)
+Gradients go to the router through the weights of the chosen.
 
-Each router has its replay to itself. Which micro-batch it is in, also where that is computed again, it is told with the tokens (router.py).
+Each router has its replay to itself. Which micro-batch it is in, also where that is computed again, it is
+told with the tokens (router.py).
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from megarl.models.architecture import Experts
 
 
 class RouterReplay:
-    """In the place of Megatron's own, of one router. layer: its number among those with experts. dtype: as which it keeps experts."""
+    """In the place of Megatron's own, of one router. layer: its number among those with experts. dtype: as
+    which it keeps experts."""
 
     def __init__(self, layer: int, router: ExpertRouter, dtype: torch.dtype) -> None:
         self._layer = layer
@@ -42,7 +46,8 @@ class RouterReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The K experts of each token and their scores, (T, K) both, by Megatron's name for it. scores: (T, E)."""
+        """The K experts of each token and their scores, (T, K) both, by Megatron's name for it. scores: (T,
+        E)."""
         assert default_compute_topk is not None
         assert self._router.tokens is not None, "each layer tells its router"
         assert (routes := self._router.tokens.routes) is not None, "each micro-batch has some"
@@ -57,11 +62,14 @@ class RouterReplay:
 class RouterReplayBuffer:
     """Gives the routers of a rank's layers the routes of a batch, or keeps what they choose.
 
-    A batch's column has for each row (tokens - 1, L, K) small integers, flat: L layers with experts in their order, K experts each. The
-    last token has none: nobody reads what comes of it, and an engine has not even seen it. Its router chooses.
+    A batch's column has for each row (tokens - 1, L, K) small integers, flat: L layers with experts in their
+    order, K experts each. The last token has none: nobody reads what comes of it, and an engine has not even
+    seen it. Its router chooses.
     """
 
-    def __init__(self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device
+    ) -> None:
         """layers: Megatron's, of all virtual stages of this rank."""
         numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
         self._layers = []
@@ -75,9 +83,11 @@ class RouterReplayBuffer:
         self._device = device
         self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []
 
-    def enter(self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None) -> list[MicroBatch]:
-        """The micro-batches of a pass, with their routes. column: of the batch, of whose rows they are; None: routers choose, and `collect`
-        has what they chose.
+    def enter(
+        self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None
+    ) -> list[MicroBatch]:
+        """The micro-batches of a pass, with their routes. column: of the batch, of whose rows they are; None:
+        routers choose, and `collect` has what they chose.
 
         Raises ValueError for a row whose routes are not of its tokens.
         """
@@ -86,7 +96,9 @@ class RouterReplayBuffer:
         for micro_batch, rows in zip(made, micro_batches, strict=True):
             assert micro_batch.places is not None, "routes are replayed in packed rows"
             places = micro_batch.places._replace(sources=self._own_part(micro_batch.places.sources))
-            given = None if column is None else self._given(column.select(torch.as_tensor(rows)), places, rows)
+            given = (
+                None if column is None else self._given(column.select(torch.as_tensor(rows)), places, rows)
+            )
             routes = MicroBatchRoutes(*(given or (None, None)))
             entered.append(replace(micro_batch, routes=routes))
             if column is None:
@@ -99,7 +111,9 @@ class RouterReplayBuffer:
             return tokens
         return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
 
-    def _given(self, column: RaggedTensor, places: TokenPositions, rows: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+    def _given(
+        self, column: RaggedTensor, places: TokenPositions, rows: Sequence[int]
+    ) -> tuple[dict[int, Tensor], Tensor]:
         size = self._shape[0] * self._shape[1]
         lengths = places.lengths.tolist()
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
@@ -108,7 +122,8 @@ class RouterReplayBuffer:
         for routes, length, row in zip(column.each(), lengths, rows, strict=True):
             if len(routes) != (length - 1) * size or routes.dtype != self._dtype:
                 raise ValueError(
-                    f"row {row} of the batch: {ROUTED_EXPERTS} has {len(routes)} numbers of {routes.dtype}, but its {length} tokens need "
+                    f"row {row} of the batch: {ROUTED_EXPERTS} has {len(routes)} numbers of {routes.dtype}, "
+                    f"but its {length} tokens need "
                     f"{length - 1} x {self._shape[0]} layers x {self._shape[1]} experts of {self._dtype}"
                 )
             table[begin : begin + length - 1] = routes.view(-1, *self._shape)
@@ -118,7 +133,8 @@ class RouterReplayBuffer:
         return dict(zip(self._layers, own, strict=True)), to_device(is_given[places.sources], self._device)
 
     def collect(self, micro_batches: Sequence[Sequence[int]]) -> RaggedTensor:
-        """After a pass without a column: the column of what was chosen, on every rank. All ranks of a replica ask."""
+        """After a pass without a column: the column of what was chosen, on every rank. All ranks of a replica
+        ask."""
         parts = [self._rows(*kept) for kept in self._kept]
         self._kept = []
         rows = [row for micro_batch in micro_batches for row in micro_batch]
@@ -128,14 +144,16 @@ class RouterReplayBuffer:
         """Each rank has what its layers chose for its tokens: the rest is 0, so that a sum makes it whole."""
         groups = self._groups
         lengths = places.lengths.tolist()
-        table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype, device=self._device)  # the last for what pads
+        # the last for what pads
+        table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype, device=self._device)
         sources = to_device(places.sources, self._device)
         for layer, experts in routes.chosen.items():
             table[sources, layer] = experts
         parts = [groups.tensor] if groups.parallel.sequence_parallel else []
         for group in (*parts, groups.context, groups.pipeline):
             if group.size() > 1:
-                dist.all_reduce(table.view(torch.uint8), group=group)  # of two-byte numbers too: only one rank's are not 0
+                # of two-byte numbers too: only one rank's are not 0
+                dist.all_reduce(table.view(torch.uint8), group=group)
         whole = table.cpu()[places.origins].split(lengths)
         lasts = places.lengths - 1
         values = torch.cat([row[:-1] for row in whole]).flatten()

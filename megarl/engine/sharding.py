@@ -1,7 +1,8 @@
 """Where a model's parameters, and its optimizer's parts of them, lie in the tensors of a checkpoint.
 
-Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter is one slice of such
-a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a parameter's elements, and so a few slices.
+Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter
+is one slice of such a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a
+parameter's elements, and so a few slices.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from megarl.weights.tensors import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the slice `place` of the tensor `key`.
+    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the slice `place` of the
+    tensor `key`.
 
-    shape: of the whole tensor. is_main: of the ranks that hold these elements, the one that writes them (of a whole parameter: the
-    ranks that differ in their data-parallel place are one here). is_padded: rows at its end may only pad the vocabulary.
+    shape: of the whole tensor. is_main: of the ranks that hold these elements, the one that writes them (of a
+    whole parameter: the ranks that differ in their data-parallel place are one here). is_padded: rows at its
+    end may only pad the vocabulary.
     """
 
     key: str
@@ -40,10 +43,13 @@ class Shard:
     @property
     def view(self) -> Tensor:
         """The elements, in the shape of `place`, which must be in memory."""
-        return self.tensor.detach().view(-1)[self.start : self.start + self.place.volume].view(self.place.shape)
+        return (
+            self.tensor.detach().view(-1)[self.start : self.start + self.place.volume].view(self.place.shape)
+        )
 
     def part(self, start: int, stop: int, key: str, tensor: Tensor) -> Iterator[Shard]:
-        """Of the elements start..stop of the parameter, those that are in this shard, as they lie in `tensor` (stop - start,)."""
+        """Of the elements start..stop of the parameter, those that are in this shard, as they lie in `tensor`
+        (stop - start,)."""
         first = max(start, self.start)
         last = min(stop, self.start + self.place.volume)
         if first >= last:
@@ -56,7 +62,8 @@ class Shard:
 
 
 def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
-    """The elements start..stop of a row-major tensor, in that order: a part of a row, whole rows, a part of a row, at most."""
+    """The elements start..stop of a row-major tensor, in that order: a part of a row, whole rows, a part of a
+    row, at most."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -82,8 +89,8 @@ def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[T
 
 
 class Sharding(NamedTuple):
-    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have none of it too. is_first_copy:
-    of the ranks that hold the same parameters it is the first."""
+    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have
+    none of it too. is_first_copy: of the ranks that hold the same parameters it is the first."""
 
     parameters: dict[torch.nn.Parameter, list[Shard]]
     objects: list[ShardedObject]
@@ -94,17 +101,25 @@ class Sharding(NamedTuple):
             yield from shards
 
     def of_optimizer(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
-        """Moments and float32 masters, each with the key that Megatron's `fully_reshardable` format gives it."""
+        """Moments and float32 masters, each with the key that Megatron's `fully_reshardable` format gives
+        it."""
         for part in slices:
             for shard in self.parameters[part.parameter]:
                 for name, tensor in part.tensors.items():
-                    yield from shard.part(part.start, part.stop, f"optimizer.state.{name}.{shard.key}", tensor)
+                    yield from shard.part(
+                        part.start, part.stop, f"optimizer.state.{name}.{shard.key}", tensor
+                    )
 
     def of_weights(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
-        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that all write alike much; what no
-        optimizer updates, the first of them has."""
+        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that
+        all write alike much; what no optimizer updates, the first of them has."""
         if self.is_first_copy:
-            yield from (shard for parameter, shards in self.parameters.items() if not parameter.requires_grad for shard in shards)
+            yield from (
+                shard
+                for parameter, shards in self.parameters.items()
+                if not parameter.requires_grad
+                for shard in shards
+            )
         for part in slices:
             flat = part.parameter.detach().view(-1)
             for shard in self.parameters[part.parameter]:
@@ -130,7 +145,11 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
     assert parameter.is_contiguous()
     outline = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     whole = isinstance(entry, ShardedTensor)
-    cuts: list[ShardedTensor] = [replace(entry, data=outline)] if whole else entry.build_fn(entry.key, outline, entry.replica_id, None)
+    cuts: list[ShardedTensor] = (
+        [replace(entry, data=outline)]
+        if whole
+        else entry.build_fn(entry.key, outline, entry.replica_id, None)
+    )
     for cut in cuts:
         assert cut.data is not None
         assert cut.data.is_contiguous()

@@ -1,10 +1,11 @@
-"""Attention where responses follow a prompt that stands in the batch once: each of their tokens sees the prompt, and its own response
-up to itself.
+"""Attention where responses follow a prompt that stands in the batch once: each of their tokens sees the
+prompt, and its own response up to itself.
 
-Both are calls of the kernels that there are: one causal over every sequence of the batch, and one of all responses of a prompt over that
-prompt. A kernel also gives the logarithm of the sum of its exponentials (log-sum-exp), by which the two are weighed. From a log-sum-exp
-its backward pass makes the weights of the softmax again: given that of the whole, it gives its part's share of the gradient, so that a
-prompt's keys and values have the sum over all its responses. (Dao 2023, FlashAttention-2; Liu et al. 2023, Ring Attention.)
+Both are calls of the kernels that there are: one causal over every sequence of the batch, and one of all
+responses of a prompt over that prompt. A kernel also gives the logarithm of the sum of its exponentials
+(log-sum-exp), by which the two are weighed. From a log-sum-exp its backward pass makes the weights of the
+softmax again: given that of the whole, it gives its part's share of the gradient, so that a prompt's keys and
+values have the sum over all its responses. (Dao 2023, FlashAttention-2; Liu et al. 2023, Ring Attention.)
 
 Shapes: T tokens of the batch, heads of queries, groups of keys and values, D numbers in each.
 """
@@ -23,7 +24,8 @@ from megarl.engine.platform import to_device
 
 
 class Sequences(NamedTuple):
-    """Of one call: tokens of the queries and of the keys of each sequence, and where these begin and end (int32, on the device)."""
+    """Of one call: tokens of the queries and of the keys of each sequence, and where these begin and end
+    (int32, on the device)."""
 
     queries: list[int]
     keys: list[int]
@@ -34,8 +36,9 @@ class Sequences(NamedTuple):
 class PromptSharing(NamedTuple):
     """Which sequences of a packed batch continue which, made on the host.
 
-    own: every sequence over itself. over_prompts: of each shared prompt all its responses over it. responses, prompts: (N,) and (M,)
-    the tokens of these, on the device, in that order. prompt_of: for each sequence the one that it continues, or None.
+    own: every sequence over itself. over_prompts: of each shared prompt all its responses over it. responses,
+    prompts: (N,) and (M,) the tokens of these, on the device, in that order. prompt_of: for each sequence the
+    one that it continues, or None.
     """
 
     own: Sequences
@@ -45,8 +48,11 @@ class PromptSharing(NamedTuple):
     prompt_of: list[int | None]
 
 
-def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device) -> PromptSharing | None:
-    """None where no sequence continues another. lengths: of each sequence; those that continue one follow it at once."""
+def shared_prompts(
+    lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device
+) -> PromptSharing | None:
+    """None where no sequence continues another. lengths: of each sequence; those that continue one follow it
+    at once."""
     followers: dict[int, list[int]] = {}
     for sequence, prompt in enumerate(prompt_of):
         if prompt is not None:
@@ -56,12 +62,16 @@ def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], devi
     starts = [0, *accumulate(lengths)]
 
     def tokens(sequences: Sequence[int]) -> Tensor:
-        return to_device(torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device)
+        return to_device(
+            torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device
+        )
 
     return PromptSharing(
         own=_sequences(list(lengths), list(lengths), device),
         over_prompts=_sequences(
-            [sum(lengths[each] for each in responses) for responses in followers.values()], [lengths[each] for each in followers], device
+            [sum(lengths[each] for each in responses) for responses in followers.values()],
+            [lengths[each] for each in followers],
+            device,
         ),
         responses=tokens([each for responses in followers.values() for each in responses]),
         prompts=tokens(list(followers)),
@@ -71,7 +81,8 @@ def shared_prompts(lengths: Sequence[int], prompt_of: Sequence[int | None], devi
 
 def _sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
     query_bounds, key_bounds = (
-        to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device) for lengths in (queries, keys)
+        to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+        for lengths in (queries, keys)
     )
     return Sequences(queries, keys, query_bounds, key_bounds)
 
@@ -82,7 +93,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, sca
 
 
 class _Part(NamedTuple):
-    """Of a call: output (T, heads, D), log-sum-exp (T, heads) float32, and what the kernel wants back on the way back."""
+    """Of a call: output (T, heads, D), log-sum-exp (T, heads) float32, and what the kernel wants back on the
+    way back."""
 
     output: Tensor
     log_sum: Tensor
@@ -91,11 +103,15 @@ class _Part(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None
+    ) -> Tensor:
         kernel = _kernel(query)
         output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
         chosen = query.index_select(0, shared.responses)
-        over_prompt = kernel.forward(chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale)
+        over_prompt = kernel.forward(
+            chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale
+        )
         own_log_sum = log_sum.index_select(0, shared.responses)
         share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # of the prompt in the whole
         merged = output.index_select(0, shared.responses).float().lerp_(over_prompt.output.float(), share)
@@ -114,8 +130,12 @@ class _Attention(torch.autograd.Function):
         kernel = _kernel(query)
         own_state, prompt_state = ctx.states
         gradient = gradient.contiguous()
-        gradients = kernel.backward(gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale)
-        responses = (tensor.index_select(0, shared.responses) for tensor in (gradient, query, output, log_sum))
+        gradients = kernel.backward(
+            gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale
+        )
+        responses = (
+            tensor.index_select(0, shared.responses) for tensor in (gradient, query, output, log_sum)
+        )
         chosen_gradient, chosen, whole, whole_log_sum = responses
         of_prompts = kernel.backward(
             chosen_gradient,
@@ -126,7 +146,9 @@ class _Attention(torch.autograd.Function):
             False,
             ctx.scale,
         )
-        for total, share, tokens in zip(gradients, of_prompts, (shared.responses, shared.prompts, shared.prompts), strict=True):
+        for total, share, tokens in zip(
+            gradients, of_prompts, (shared.responses, shared.prompts, shared.prompts), strict=True
+        ):
             total.index_add_(0, tokens, share)
         return *gradients, None, None
 
@@ -136,21 +158,42 @@ def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tens
 
 
 class _Varlen:
-    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward pass knows one call only.
-    Log-sum-exps are (heads, T) there. Groups of heads share keys with nothing said, and causal is at the lower right."""
+    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward
+    pass knows one call only. Log-sum-exps are (heads, T) there. Groups of heads share keys with nothing said,
+    and causal is at the lower right."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
-        output, log_sum, state = torch.ops.torch_attn._varlen_attn(query, key, value, *_bounds(sequences), causal, scale=scale)
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
+    ) -> _Part:
+        output, log_sum, state = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *_bounds(sequences), causal, scale=scale
+        )
         return _Part(output, log_sum.t().contiguous(), state)
 
     @staticmethod
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Part, sequences: Sequences, causal: bool, scale: float | None
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: _Part,
+        sequences: Sequences,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_sum = whole.log_sum.t().contiguous()
         return torch.ops.torch_attn._varlen_attn_backward(
-            gradient, query, key, value, whole.output, log_sum, *_bounds(sequences), causal, whole.state, scale
+            gradient,
+            query,
+            key,
+            value,
+            whole.output,
+            log_sum,
+            *_bounds(sequences),
+            causal,
+            whole.state,
+            scale,
         )
 
 
@@ -162,19 +205,34 @@ class _OnCPU:
     """torch's flash attention for CPUs, a sequence at a time."""
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None) -> _Part:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
+    ) -> _Part:
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
-        parts = (output.split(sequences.queries), log_sum.split(sequences.queries), *_cut(sequences, query, key, value))
+        parts = (
+            output.split(sequences.queries),
+            log_sum.split(sequences.queries),
+            *_cut(sequences, query, key, value),
+        )
         for mixed, logarithms, *heads in zip(*parts, strict=True):
-            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*map(_batch, heads), 0.0, causal, scale=scale)
+            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *map(_batch, heads), 0.0, causal, scale=scale
+            )
             mixed.copy_(out[0].transpose(0, 1))
             logarithms.copy_(sums[0].t())
         return _Part(output, log_sum, None)
 
     @staticmethod
     def backward(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Part, sequences: Sequences, causal: bool, scale: float | None
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: _Part,
+        sequences: Sequences,
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))

@@ -20,14 +20,16 @@ from megarl.engine.offload import StatePart
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 
-_GRACE_S = 60.0  # between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
+# between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
+_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One model of a role: where its weights are, what it is, and how its processes are laid out.
 
-    path: a Hugging Face folder. head: "lm" scores tokens, "value" is a critic. optim None: the model is frozen.
+    path: a Hugging Face folder. head: "lm" scores tokens, "value" is a critic. optim None: the model is
+    frozen.
     temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
     total_optimizer_steps: where the learning-rate decay ends.
     offloaded_at_first: leaves memory when the model is built: others need its place.

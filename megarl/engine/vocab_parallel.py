@@ -1,7 +1,9 @@
-"""Log-probabilities and entropy over a vocabulary that is cut across tensor-parallel ranks, in chunks of tokens.
+"""Log-probabilities and entropy over a vocabulary that is cut across tensor-parallel ranks, in chunks of
+tokens.
 
-A (tokens, vocabulary) tensor is never made: logits exist for `chunk_tokens` tokens at a time and are computed again in
-the backward pass. Columns that only pad the vocabulary are left out before the product, so they cannot reach the softmax.
+A (tokens, vocabulary) tensor is never made: logits exist for `chunk_tokens` tokens at a time and are computed
+again in the backward pass. Columns that only pad the vocabulary are left out before the product, so they
+cannot reach the softmax.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from torch import Tensor
 
 from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product
 
-# Of logits that a core works on at a time: half a MiB, which with as much that is made of them stays in its cache.
+# Of logits that a core works on at a time: half a MiB, which with as much that is made of them stays in its
+# cache.
 BLOCK_ELEMENTS = 2**17
 
-Extra = Literal["entropy", "sum_pi_squared"]  # what costs another pass over the logits, and is only computed where it is asked for
+# what costs another pass over the logits, and is only computed where it is asked for
+Extra = Literal["entropy", "sum_pi_squared"]
 ENTROPY: tuple[Extra] = ("entropy",)
 
 
@@ -52,21 +56,27 @@ class _Vocabulary(NamedTuple):
 
 
 class _Scores(torch.autograd.Function):
-    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each; 0 for what is not asked for.
+    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each; 0 for what is
+    not asked for.
 
     d log p_y / d z_i = 1[i = y] - p_i;   d H / d z_i = -p_i (log p_i + H).
     With the log of the partition function kept, the backward pass needs no collective.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         scores = []
-        for part, part_targets in zip(hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True):
+        for part, part_targets in zip(
+            hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True
+        ):
             logits = vocabulary.logits(part, weight)
             scores.append(_score(logits, part_targets, vocabulary))
         log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
-        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made twice, and overwritten.
+        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made
+        # twice, and overwritten.
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(sum_pi_squared)
@@ -81,7 +91,8 @@ class _Scores(torch.autograd.Function):
         hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary
         grad_log_probs, grad_entropy = (
-            None if gradient is None else gradient / vocabulary.temperature for gradient in (grad_log_probs, grad_entropy)
+            None if gradient is None else gradient / vocabulary.temperature
+            for gradient in (grad_log_probs, grad_entropy)
         )
         grad_hidden = torch.empty_like(hidden)
         buffer: Tensor | None = getattr(weight, "main_grad", None)  # Megatron's, of a weight that it trains
@@ -101,26 +112,39 @@ class _Scores(torch.autograd.Function):
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
             add_product_over_rows(grad_weight[: vocabulary.size], gradient, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight), None, None
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight),
+            None,
+            None,
+        )
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """(4, t): log-probs, entropy, sum of squared probabilities and log of the partition function, over all ranks' columns of
-    `logits` (t, V / tp)."""
+    """(4, t): log-probs, entropy, sum of squared probabilities and log of the partition function, over all
+    ranks' columns of `logits` (t, V / tp)."""
     parallel = vocabulary.group.size() > 1
     maximum = logits.amax(1) if vocabulary.size else logits.new_full((logits.shape[0],), float("-inf"))
     if parallel:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
     here, column = vocabulary.find(targets)
-    target = torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0) if vocabulary.size else torch.zeros_like(maximum)
-    of_columns = torch.cat([_sums(logits[block], maximum[block], vocabulary.extras) for block in _blocks(logits)], dim=1)
+    target = (
+        torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0)
+        if vocabulary.size
+        else torch.zeros_like(maximum)
+    )
+    of_columns = torch.cat(
+        [_sums(logits[block], maximum[block], vocabulary.extras) for block in _blocks(logits)], dim=1
+    )
     sums = torch.cat([of_columns, target[None]])
     if parallel:
         dist.all_reduce(sums, group=vocabulary.group)
     partition, weighted, squares, target = sums
     log_partition = partition.log()
     entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
-    return torch.stack([target - log_partition, entropy, squares / partition.square(), log_partition + maximum])
+    return torch.stack(
+        [target - log_partition, entropy, squares / partition.square(), log_partition + maximum]
+    )
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -131,7 +155,8 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _sums(logits: Tensor, maximum: Tensor, extras: Collection[Extra]) -> Tensor:
-    """(3, t), of z = logits - maximum: the sums of exp(z), of z exp(z) and of exp(2 z) over these columns; 0 for what is not asked for."""
+    """(3, t), of z = logits - maximum: the sums of exp(z), of z exp(z) and of exp(2 z) over these columns; 0
+    for what is not asked for."""
     shifted = logits - maximum[:, None]
     exponentials = shifted.exp() if "entropy" in extras else shifted.exp_()
     not_asked_for = torch.zeros_like(maximum)
@@ -177,9 +202,11 @@ def token_scores(
     group: dist.ProcessGroup,
     extras: Collection[Extra] = ENTROPY,
 ) -> TokenScores:
-    """Scores of `targets` under softmax(hidden @ weight.T / temperature); `extras`: those that are asked for beside the log-probs.
+    """Scores of `targets` under softmax(hidden @ weight.T / temperature); `extras`: those that are asked for
+    beside the log-probs.
 
-    hidden: (T, H), the same on every rank of `group`, whose gradient is this rank's part of the sum over the group.
+    hidden: (T, H), the same on every rank of `group`, whose gradient is this rank's part of the sum over the
+    group.
     weight: (padded V / tp, H), this rank's rows. targets: (T,) int64, global token ids.
     """
     first = group.rank() * weight.shape[0]
@@ -187,5 +214,7 @@ def token_scores(
     vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
     log_probs, entropy, sum_pi_squared = _Scores.apply(hidden, weight, targets, vocabulary)
     return TokenScores(
-        log_probs, entropy if "entropy" in vocabulary.extras else None, sum_pi_squared if "sum_pi_squared" in vocabulary.extras else None
+        log_probs,
+        entropy if "entropy" in vocabulary.extras else None,
+        sum_pi_squared if "sum_pi_squared" in vocabulary.extras else None,
     )

@@ -1,7 +1,8 @@
-"""The command of a submitted job: run megarl if the cluster's Python has the packages that it needs, or say what is missing.
+"""The command of a submitted job: run megarl if the cluster's Python has the packages that it needs, or say
+what is missing.
 
-Imports nothing but the standard library until that is known. A head whose Ray was started from another environment is a common mistake,
-and its only sign would be the first failing import.
+Imports nothing but the standard library until that is known. A head whose Ray was started from another
+environment is a common mistake, and its only sign would be the first failing import.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from importlib.util import find_spec
 from megarl.config.versions import REQUIRED
 
 CANNOT_RUN = 2
-# Modules that are not called like their distribution. Modules are looked for, since images often have Megatron-Core as a checkout.
+# Modules that are not called like their distribution. Modules are looked for, since images often have
+# Megatron-Core as a checkout.
 _MODULES = {"megatron-core": "megatron.core", "pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 
 
@@ -35,7 +37,8 @@ def run(arguments: list[str]) -> int:
     if missing := missing_packages():
         python = f"{sys.executable} (Python {sys.version.split()[0]})"
         print(
-            f"megarl submit: the cluster runs jobs with {python}, which lacks {', '.join(missing)}. Install megarl there, or run "
+            f"megarl submit: the cluster runs jobs with {python}, which lacks {', '.join(missing)}. Install "
+            f"megarl there, or run "
             "`ray start` on the head in the environment that has it",
             file=sys.stderr,
         )

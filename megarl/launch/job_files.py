@@ -18,7 +18,8 @@ from megarl.machine.errors import ConfigError
 
 RUN_FILE = "run.yaml"
 LIMIT_MB = 100  # Ray keeps the package in the head's memory
-# Keys of files and folders that the job finds where they are: on a disk that the cluster shares with this machine.
+# Keys of files and folders that the job finds where they are: on a disk that the cluster shares with this
+# machine.
 SHARED = frozenset(
     {
         "model.path",
@@ -45,8 +46,9 @@ class Package(NamedTuple):
 
 
 def pack(config: RunConfig, folder: Path, here: Path) -> Package:
-    """Fills the empty `folder`, the job's current directory: the files of `here` that git does not ignore, megarl as it is imported
-    in this process, and `run.yaml`. Outside a git work tree nothing of `here` is taken but the code that the configuration names.
+    """Fills the empty `folder`, the job's current directory: the files of `here` that git does not ignore,
+    megarl as it is imported in this process, and `run.yaml`. Outside a git work tree nothing of `here` is
+    taken but the code that the configuration names.
 
     Raises ConfigError where it would be more than LIMIT_MB.
     """
@@ -60,8 +62,10 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
         raise ConfigError(
             str(here),
             [
-                f"the job's files have {sum(sizes.values()) / 2**20:,.0f} MiB, more than {LIMIT_MB}: name in .gitignore what the job "
-                "does not need; the largest are " + ", ".join(f"{source} ({sizes[source] / 2**20:,.0f} MiB)" for source in largest)
+                f"the job's files have {sum(sizes.values()) / 2**20:,.0f} MiB, more than {LIMIT_MB}: name "
+                f"in .gitignore what the job "
+                "does not need; the largest are "
+                + ", ".join(f"{source} ({sizes[source] / 2**20:,.0f} MiB)" for source in largest)
             ],
         )
     for target, source in files.items():
@@ -82,18 +86,36 @@ def _own_files() -> Iterator[tuple[Path, Path]]:
 
 def _work_tree(here: Path) -> list[str]:
     """Tracked files below `here`, and new ones that are not ignored."""
-    command = ["git", "-C", str(here), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
+    command = [
+        "git",
+        "-C",
+        str(here),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+        ".",
+    ]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or not a work tree
         return []
-    return [name for name in dict.fromkeys(listed) if name and (here / name).is_file() and Path(name).name not in _IGNORE_FILES]
+    return [
+        name
+        for name in dict.fromkeys(listed)
+        if name and (here / name).is_file() and Path(name).name not in _IGNORE_FILES
+    ]
 
 
 def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -> Any:
     """The plain values of a configuration with the paths that hold in the job."""
     if isinstance(value, Mapping):
-        return {name: _moved(item, f"{key}.{name}" if key else name, here, take_along) for name, item in value.items()}
+        return {
+            name: _moved(item, f"{key}.{name}" if key else name, here, take_along)
+            for name, item in value.items()
+        }
     if isinstance(value, list):
         return [_moved(item, key, here, take_along) for item in value]
     if not isinstance(value, str) or value in _WORDS:
@@ -114,6 +136,10 @@ def _is_on_hub(value: str, here: Path) -> bool:
 def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) -> str:
     """Relative to the job's current directory."""
     source = (here / path).resolve()
-    inside = source.relative_to(here.resolve()) if source.is_relative_to(here.resolve()) else Path("outside", *source.parts[1:])
+    inside = (
+        source.relative_to(here.resolve())
+        if source.is_relative_to(here.resolve())
+        else Path("outside", *source.parts[1:])
+    )
     files[folder / inside] = source
     return str(inside)

@@ -1,9 +1,12 @@
-"""One node of a Ray cluster, head or member, as a process that ends when its standard input closes, together with its daemons.
+"""One node of a Ray cluster, head or member, as a process that ends when its standard input closes, together
+with its daemons.
 
-    python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT] [--temp-dir DIR]
+    python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT]
+    [--temp-dir DIR]
 
-The process prints the cluster's address when the node is up. It takes free ports, so several nodes can run on one host. `ray start`
-cannot be used here: it rejects loopback addresses, and its daemons keep running when the process that started it is killed.
+The process prints the cluster's address when the node is up. It takes free ports, so several nodes can run on
+one host. `ray start` cannot be used here: it rejects loopback addresses, and its daemons keep running when
+the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -34,12 +37,15 @@ _STOP_LIMIT_S = 20.0
 
 
 class RayNode:
-    """The process as its parent sees it. `address`: this node's in the cluster; with 127.0.0.1 Ray listens to this machine only.
+    """The process as its parent sees it. `address`: this node's in the cluster; with 127.0.0.1 Ray listens to
+    this machine only.
 
     Raises RuntimeError where it does not come up; it has said why on standard error.
     """
 
-    def __init__(self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]
+    ) -> None:
         command = [
             sys.executable,
             "-m",
@@ -52,12 +58,19 @@ class RayNode:
         ]
         # A session of its own: what ends the run must not end the cluster before the run has saved.
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self.gcs_address = self._process.stdout.readline().strip()
         if not self.gcs_address:
-            raise RuntimeError(f"Ray did not start on {address} (status {self._process.wait()}); the reason is above")
+            raise RuntimeError(
+                f"Ray did not start on {address} (status {self._process.wait()}); the reason is above"
+            )
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +86,8 @@ class RayNode:
 
 
 def logical_cpus(needed: int) -> int:
-    """Of a node: as many as it has, or as the run's processes need all together, for Ray's count is not of cores."""
+    """Of a node: as many as it has, or as the run's processes need all together, for Ray's count is not of
+    cores."""
     return max(os.cpu_count() or 1, needed)
 
 
@@ -107,13 +121,17 @@ def main() -> int:
     except NodeStartError as error:
         _say(f"{parsed.address}: {error}")
         return 1
-    # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children when it ends first.
+    # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children
+    # when it ends first.
     start_reaper(f"ray-node-{uuid.uuid4().hex}", whole_group=False, named=descendants(os.getpid()))
     print(node.gcs_address, flush=True)
     try:
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             if dead := [str(kind) for kind, _ in node.dead_processes()]:
-                _say(f"{', '.join(dead)} of {parsed.address} ended; their logs are in {node.get_logs_dir_path()}")
+                _say(
+                    f"{', '.join(dead)} of {parsed.address} ended; their logs are in "
+                    f"{node.get_logs_dir_path()}"
+                )
                 for line in last_words(node.get_logs_dir_path()):
                     _say(line)
                 return 1

@@ -1,8 +1,8 @@
 """`megarl submit`: submit a run to an existing Ray cluster, follow its log, and return the job's exit status.
 
-The configuration is checked on this machine first, as far as its files are here. The job receives the resolved configuration and the
-code that checked it. Data, models and the output folder are not uploaded: they must be on a disk that all nodes mount at the same path,
-or be names on the Hugging Face hub.
+The configuration is checked on this machine first, as far as its files are here. The job receives the
+resolved configuration and the code that checked it. Data, models and the output folder are not uploaded: they
+must be on a disk that all nodes mount at the same path, or be names on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _RECONNECT_S = 3.0
 _NO_AGENT = "No available agent"
 _AGENT_LIMIT_S = 60.0
 _AGENT_REMEDY = (
-    "dashboard_agent.log of the head says why its agent takes none; two Ray nodes on one machine need a --dashboard-agent-listen-port each"
+    "dashboard_agent.log of the head says why its agent takes none; two Ray nodes on one machine need a "
+    "--dashboard-agent-listen-port each"
 )
 
 
@@ -58,7 +59,8 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         ConfigError: The configuration is wrong. Nothing has been sent.
         SubmissionError: The cluster cannot be reached or refuses the job.
     """
-    logging.getLogger("ray").setLevel(logging.WARNING)  # silence progress messages about uploads and connections
+    # silence progress messages about uploads and connections
+    logging.getLogger("ray").setLevel(logging.WARNING)
     schema = schema_of(config_path, overrides)
     absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
     # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
@@ -70,7 +72,10 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     client = _connect(address)
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
         package = pack(config, Path(folder), Path.cwd())
-        print(f"{config_path}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB", flush=True)
+        print(
+            f"{config_path}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB",
+            flush=True,
+        )
         job = Job(client, folder)
     print(f"job {job.name} at {address}", flush=True)
     return job.stay()
@@ -78,19 +83,24 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
 
 def _connect(address: str | None) -> JobSubmissionClient:
     if not address or "://" not in address:
-        raise SubmissionError(f"the job server's address is {address!r}; give --address http://HEAD:8265, or set RAY_API_SERVER_ADDRESS")
+        raise SubmissionError(
+            f"the job server's address is {address!r}; give --address http://HEAD:8265, or set "
+            f"RAY_API_SERVER_ADDRESS"
+        )
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SubmissionError(
-            f"no job server answers at {address} ({reason}): is the cluster up, with `ray[default]` and its dashboard, and is its "
+            f"no job server answers at {address} ({reason}): is the cluster up, with `ray[default]` and its "
+            f"dashboard, and is its "
             "key in RAY_AUTH_TOKEN?"
         ) from error
 
 
 def _submit(client: JobSubmissionClient, **job: Any) -> str:
-    """Submit a job and return its name. The agents of a cluster that has just started need a while until one can take it.
+    """Submit a job and return its name. The agents of a cluster that has just started need a while until one
+    can take it.
 
     Raises:
         SubmissionError: The cluster refuses the job, or has no agent for it after a minute.
@@ -113,7 +123,11 @@ class Job:
     def __init__(self, client: JobSubmissionClient, folder: str) -> None:
         self._client = client
         self._shown = 0  # characters of the log
-        environment = {"COLUMNS": LOG_COLUMNS, **users_settings(), "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S)}
+        environment = {
+            "COLUMNS": LOG_COLUMNS,
+            **users_settings(),
+            "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S),
+        }
         self.name = _submit(
             client,
             entrypoint=f"exec python -m megarl.launch.job train {RUN_FILE}",
@@ -129,11 +143,16 @@ class Job:
                 return INTERRUPTED if stopped else _status(info)
             except KeyboardInterrupt:
                 if stopped or not self._is_to_stop():
-                    print(f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}", file=sys.stderr)
+                    print(
+                        f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}",
+                        file=sys.stderr,
+                    )
                     return INTERRUPTED
                 stopped = True
                 print(
-                    f"\nstopping the job: it finishes its step and saves, for {STOP_LIMIT_S} s at most; Ctrl-C to leave it", file=sys.stderr
+                    f"\nstopping the job: it finishes its step and saves, for {STOP_LIMIT_S} s at most; "
+                    f"Ctrl-C to leave it",
+                    file=sys.stderr,
                 )
                 self._client.stop_job(self.name)
 
@@ -144,7 +163,8 @@ class Job:
         return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")
 
     async def _follow(self) -> JobInfo:
-        """Also across a connection that breaks, and to the last line: the server may close before the log's end is sent."""
+        """Also across a connection that breaks, and to the last line: the server may close before the log's
+        end is sent."""
         while True:
             seen = 0
             try:

@@ -1,7 +1,8 @@
-"""`megarl launch`: one node of a run under `torchrun --nproc-per-node 1`. Node 0 starts Ray and drives the run, the others join and wait.
+"""`megarl launch`: one node of a run under `torchrun --nproc-per-node 1`. Node 0 starts Ray and drives the
+run, the others join and wait.
 
-The nodes communicate through torchrun's rendezvous store. They all end with the driver's exit status, even when the driver, a
-node's Ray or a whole node dies.
+The nodes communicate through torchrun's rendezvous store. They all end with the driver's exit status, even
+when the driver, a node's Ray or a whole node dies.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     finally:
         meeting.say(_STATUS, status)
         end_s = time.monotonic() + _LEAVE_LIMIT_S  # torchrun's store ends with this node
-        while not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s:
+        while (
+            not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s
+        ):
             time.sleep(_LOOK_S)
     return status
 
@@ -219,7 +222,8 @@ def _address() -> Address:
 
 
 def _of_children() -> dict[str, str]:
-    """The environment without torchrun's part: with it, torch would take torchrun's store for that of a worker group."""
+    """The environment without torchrun's part: with it, torch would take torchrun's store for that of a
+    worker group."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
 
 
@@ -237,9 +241,14 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
         ValueError: torchrun did not start this process, or started several of them on this node.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise ValueError("run it under torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG key=value ...")
+        raise ValueError(
+            "run it under torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG "
+            "key=value ..."
+        )
     if os.environ["LOCAL_WORLD_SIZE"] != "1":
-        raise ValueError(f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}")
+        raise ValueError(
+            f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}"
+        )
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
     try:

@@ -1,4 +1,5 @@
-"""How long something took, and when it was: the clock of the day, which may be set meanwhile, says only when it began."""
+"""How long something took, and when it was: the clock of the day, which may be set meanwhile, says only when
+it began."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""What a process gives up, for good, before it runs a program that a model wrote: files, the network, other processes, memory and time.
+"""What a process gives up, for good, before it runs a program that a model wrote: files, the network, other
+processes, memory and time.
 
-It needs no privilege and no installed package: limits of the kernel (setrlimit), Landlock (Linux 5.13) for files, and an allow-list of
-system calls for everything else (megarl/machine/system_calls.py).
+It needs no privilege and no installed package: limits of the kernel (setrlimit), Landlock (Linux 5.13) for
+files, and an allow-list of system calls for everything else (megarl/machine/system_calls.py).
 
-- Files: only the paths in `readable` can be read, and only those in `writable` changed. Elsewhere not even a file's mode can be changed.
-- Processes: none can be started, signalled, traced or read. Threads can be started, as many as a supervisor allows
-  (megarl/machine/supervisor.py): RLIMIT_NPROC binds neither root nor one process alone.
+- Files: only the paths in `readable` can be read, and only those in `writable` changed. Elsewhere not even a
+  file's mode can be changed.
+- Processes: none can be started, signalled, traced or read. Threads can be started, as many as a supervisor
+  allows (megarl/machine/supervisor.py): RLIMIT_NPROC binds neither root nor one process alone.
 - Network: there are no sockets, except connected pairs, which asyncio needs.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
+nor collections.
 
 Sources: landlock(7), capset(2), include/uapi/linux/landlock.h of Linux.
 """
@@ -72,7 +75,8 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
 
 
 def limit(limits: ProcessLimits) -> None:
-    """Set the limits that every kernel has: memory, processor time and sizes. Raising them again needs a privilege."""
+    """Set the limits that every kernel has: memory, processor time and sizes. Raising them again needs a
+    privilege."""
     megabyte = 2**20
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
@@ -132,24 +136,30 @@ _LOG_SAME_EXEC_OFF = 1 << 0
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock's interface; 0 where the kernel has no Landlock or it is switched off."""
+    """Return the version of Landlock's interface; 0 where the kernel has no Landlock or it is switched
+    off."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, 0, 1))
 
 
 def _allow_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Refuse every access that this kernel's Landlock knows, except to the given paths.
 
-    With later interfaces, Landlock also refuses what the allow-list of system calls refuses already: TCP (ABI 4), abstract Unix
-    sockets and signals to processes outside (ABI 6). From ABI 7 on, refused accesses are kept out of the audit log.
+    With later interfaces, Landlock also refuses what the allow-list of system calls refuses already: TCP (ABI
+    4), abstract Unix sockets and signals to processes outside (ABI 6). From ABI 7 on, refused accesses are
+    kept out of the audit log.
     """
     abi = landlock_abi()
     if not abi:
-        raise ConfinementError(errno.ENOSYS, "the kernel has no Landlock (Linux 5.13), or it is switched off (lsm=)")
+        raise ConfinementError(
+            errno.ENOSYS, "the kernel has no Landlock (Linux 5.13), or it is switched off (lsm=)"
+        )
     every = _FILE_ACCESSES[min(abi, max(_FILE_ACCESSES))]
     attributes = struct.pack("Q", every)
     attributes += struct.pack("Q", _BIND_AND_CONNECT_TCP) if abi >= _ABI_OF_NETWORK else b""
     attributes += struct.pack("Q", _ABSTRACT_SOCKETS_AND_SIGNALS) if abi >= _ABI_OF_SCOPES else b""
-    ruleset = _checked("landlock_create_ruleset", _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
+    ruleset = _checked(
+        "landlock_create_ruleset", _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
+    )
     for path in readable:
         _add_rule(ruleset, path, every & (_READ_FILE | _READ_DIR))
     for path in writable:
@@ -165,7 +175,10 @@ def _add_rule(ruleset: int, path: str, accesses: int) -> None:
     except OSError:  # it does not exist here
         return
     allowed = accesses if os.path.isdir(path) else accesses & _OF_FILES
-    _checked(f"landlock_add_rule of {path}", _libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, beneath), 0))
+    _checked(
+        f"landlock_add_rule of {path}",
+        _libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, beneath), 0),
+    )
     os.close(beneath)
 
 

@@ -8,7 +8,8 @@ from megarl.machine.wording import counted
 
 
 class ConfigError(ValueError):
-    """What a user wrote cannot be run. Every problem found in one place, one line each, that says what to change.
+    """What a user wrote cannot be run. Every problem found in one place, one line each, that says what to
+    change.
 
     `source` is the file (or files) that the user would edit.
     """
@@ -16,16 +17,24 @@ class ConfigError(ValueError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        super().__init__("\n".join([f"{source}: {counted(len(problems), 'problem')}", *(f"  - {problem}" for problem in problems)]))
+        super().__init__(
+            "\n".join(
+                [
+                    f"{source}: {counted(len(problems), 'problem')}",
+                    *(f"  - {problem}" for problem in problems),
+                ]
+            )
+        )
 
 
 class HintedError(Exception):
     """An error that knows what helps against it.
 
     Attributes:
-        hint: What to try, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of the run, `{role.key}` by
-            the setting in the section of the role that failed, and the name of a fact by its value (`cli/hints.py` has them all). A
-            class has the hint of all its errors; an instance may have its own.
+        hint: What to try, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of
+            the run, `{role.key}` by the setting in the section of the role that failed, and the name of a
+            fact by its value (`cli/hints.py` has them all). A class has the hint of all its errors; an
+            instance may have its own.
     """
 
     hint: Sequence[str] = ()
@@ -46,10 +55,12 @@ class RunError(HintedError, RuntimeError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written or read. One line: what is wrong, in which file, with which tensor, and what to do."""
+    """A checkpoint cannot be written or read. One line: what is wrong, in which file, with which tensor, and
+    what to do."""
 
     hint = (
-        "see above for what is wrong and which older checkpoints are complete; none of them is used automatically",
+        "see above for what is wrong and which older checkpoints are complete; none of them is used "
+        "automatically",
         "resume from an older one: the same command with checkpoint.resume=PATH (now {checkpoint.resume})",
         "`megarl convert verify` compares a checkpoint's weights with another's",
     )

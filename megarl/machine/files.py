@@ -1,6 +1,8 @@
-"""Files and folders that are there whole or not at all, also after a power cut: written beside, flushed to the disk, renamed.
+"""Files and folders that are there whole or not at all, also after a power cut: written beside, flushed to
+the disk, renamed.
 
-What a killed process left beside a folder is cleaned up by the next one. JSON files of others are read with one line about what is wrong.
+What a killed process left beside a folder is cleaned up by the next one. JSON files of others are read with
+one line about what is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def existing_folder(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Replaces `path` at once; a kill at any moment leaves the old content or the new. For one writer at a time.
+    """Replaces `path` at once; a kill at any moment leaves the old content or the new. For one writer at a
+    time.
 
     Raises OSError, and then leaves nothing beside `path`.
     """
@@ -61,15 +64,18 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `folder`; when the block ends without an error it is on the disk and takes the name, and what had
-    the name is removed. Otherwise it is removed, and `folder` is as it was.
+    """Gives an empty folder beside `folder`; when the block ends without an error it is on the disk and takes
+    the name, and what had the name is removed. Otherwise it is removed, and `folder` is as it was.
 
-    Raises FileExistsError where another process is writing the same folder, FileNotFoundError where what it is to be in is not there,
-    OSError.
+    Raises FileExistsError where another process is writing the same folder, FileNotFoundError where what it
+    is to be in is not there, OSError.
     """
     folder = folder.absolute()
     clear_leftovers(folder)
-    with tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch, _locked(Path(scratch)):
+    with (
+        tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch,
+        _locked(Path(scratch)),
+    ):
         partial = Path(scratch) / "new"
         old = Path(scratch) / "old"
         partial.mkdir()
@@ -82,7 +88,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """What killed processes left of `folder`. One that was killed between its last two renames had written all: it is completed."""
+    """What killed processes left of `folder`. One that was killed between its last two renames had written
+    all: it is completed."""
     for scratch in folder.parent.glob(_prefix(folder) + "*"):
         with _locked(scratch):
             partial = scratch / "new"
@@ -110,7 +117,8 @@ def _locked(scratch: Path) -> Iterator[None]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Raises ValueError, with the problem but not the file, for what is no JSON, too deep, or no object; OSError."""
+    """Raises ValueError, with the problem but not the file, for what is no JSON, too deep, or no object;
+    OSError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError

@@ -1,4 +1,5 @@
-"""A free port of this node that nobody else is given before the one it is for listens on it, and listening at one address alone."""
+"""A free port of this node that nobody else is given before the one it is for listens on it, and listening at
+one address alone."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _MOST_TRIED = 1_000
 def hold_port(host: str) -> socket.socket:
     """`host`: an address of this node; empty for all of them.
 
-    Bound and not listening, the socket keeps the port from others, as the near end of a connection too, and lets those listen on it
-    that set SO_REUSEADDR: `listen`, uvicorn. To be kept open until they do.
+    Bound and not listening, the socket keeps the port from others, as the near end of a connection too, and
+    lets those listen on it that set SO_REUSEADDR: `listen`, uvicorn. To be kept open until they do.
     """
     held = socket.socket(_family(host))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -25,10 +26,11 @@ def hold_port(host: str) -> socket.socket:
 
 
 def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
-    """Hold ports that are likely to be free also some seconds after they are released. Nobody can listen on them before.
+    """Hold ports that are likely to be free also some seconds after they are released. Nobody can listen on
+    them before.
 
-    The system hands out ports of its own range to connections at any time, so these are below it, and above those of Ray's workers.
-    Where there is no room between the two, they are of the system's range.
+    The system hands out ports of its own range to connections at any time, so these are below it, and above
+    those of Ray's workers. Where there is no room between the two, they are of the system's range.
     """
     candidates = range(_FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), _FIRST_PORT))
     held: list[socket.socket] = []
@@ -48,7 +50,8 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
 
 
 def own_address(address: str) -> str:
-    """`address` where this machine has it; else, as where addresses are translated, the empty one, which stands for all of them."""
+    """`address` where this machine has it; else, as where addresses are translated, the empty one, which
+    stands for all of them."""
     try:
         hold_port(address).close()
     except OSError as error:
@@ -59,7 +62,8 @@ def own_address(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """For torch's TCPStore (master_listen_fd), which by itself listens at every address of the machine, for whoever comes.
+    """For torch's TCPStore (master_listen_fd), which by itself listens at every address of the machine, for
+    whoever comes.
 
     `address`: see own_address. Raises OSError where the port is taken.
     """

@@ -1,4 +1,5 @@
-"""Which processors a process may use: how many of this machine's cores, and whether a GPU, without asking a driver or importing torch."""
+"""Which processors a process may use: how many of this machine's cores, and whether a GPU, without asking a
+driver or importing torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, st
     """The processor's maker and its family, as it names them; nothing where it does not, as on ARM."""
     lines = information.read_text().splitlines() if information.is_file() else []
     maker, family = (
-        next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "") for name in ("vendor_id", "cpu family")
+        next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+        for name in ("vendor_id", "cpu family")
     )
     return maker, family
 
@@ -31,7 +33,8 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 
 
 def threads_setting() -> str:
-    """What the threads of a run on a CPU, and with them the last bits of its numbers, depend on beside its configuration."""
+    """What the threads of a run on a CPU, and with them the last bits of its numbers, depend on beside its
+    configuration."""
     return os.environ.get("OMP_NUM_THREADS") or f"{usable_cores()} cores"
 
 
@@ -44,13 +47,19 @@ def torch_cuda() -> str | None:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether this process may see a device of NVIDIA's driver, and torch can use it. In WSL 2 the device is `dxg`."""
+    """Return whether this process may see a device of NVIDIA's driver, and torch can use it. In WSL 2 the
+    device is `dxg`."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
-    return not hidden and (any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()) and torch_cuda() is not None
+    return (
+        not hidden
+        and (any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists())
+        and torch_cuda() is not None
+    )
 
 
 def waited_for_core_s(pid: int) -> float:
-    """Return the seconds that a process's main thread has been ready to run without a core, which is what a busy machine costs it.
+    """Return the seconds that a process's main thread has been ready to run without a core, which is what a
+    busy machine costs it.
 
     0 for a process that has ended, and on kernels that do not count it (CONFIG_SCHED_INFO).
     """

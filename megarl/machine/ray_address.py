@@ -11,7 +11,8 @@ _MAX_PORT = 2**16 - 1
 
 
 def cluster_address() -> str | None:
-    """Returns the cluster to join, None where a run starts a Ray of its own: without RAY_ADDRESS, or with RAY_ADDRESS=local."""
+    """Returns the cluster to join, None where a run starts a Ray of its own: without RAY_ADDRESS, or with
+    RAY_ADDRESS=local."""
     address = os.environ.get(VARIABLE, "").strip()
     return None if address in ("", _LOCAL) else address
 
@@ -20,10 +21,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Splits HOST:PORT. Raises ValueError for an address of another form, saying what to give instead."""
     if "://" in address:
         raise ValueError(
-            f"{VARIABLE}={address}: megarl's driver must run inside the cluster and does not connect as a Ray client; submit the run as a "
-            f"Ray job (megarl submit --address http://HEAD:8265), or run it on a node of the cluster with {VARIABLE}=HOST:PORT or auto"
+            f"{VARIABLE}={address}: megarl's driver must run inside the cluster and does not connect as a "
+            f"Ray client; submit the run as a "
+            f"Ray job (megarl submit --address http://HEAD:8265), or run it on a node of the cluster with "
+            f"{VARIABLE}=HOST:PORT or auto"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
-        raise ValueError(f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); give that, auto, or local for a Ray of its own")
+        raise ValueError(
+            f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); give that, auto, or local for "
+            f"a Ray of its own"
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,4 +1,5 @@
-"""Which files a confined process may read: what Python's standard library needs, and nothing that was installed beside it."""
+"""Which files a confined process may read: what Python's standard library needs, and nothing that was
+installed beside it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _SYSTEM = ("/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/usr/share/
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # The standard library's entries whose names are no module's.
 _BESIDE_MODULES = {"lib-dynload", "__pycache__"}
-# Loads every compiled module of the standard library, and prints the files that are then mapped: shared libraries. libgcc_s is
-# loaded by the C library when a thread exits.
+# Loads every compiled module of the standard library, and prints the files that are then mapped: shared
+# libraries. libgcc_s is loaded by the C library when a thread exits.
 _PROBE = """
 import ctypes, importlib, os, sys
 for name in ("libgcc_s.so.1",):
@@ -38,19 +39,22 @@ print("\\n".join(file for file in sorted(files) if file.startswith("/") and os.p
 def for_programs() -> tuple[str, ...]:
     """Return the files of the standard library and the shared libraries that it uses.
 
-    Folders of installed packages lie inside of the standard library's, and Landlock cannot exclude a part of a folder. So the standard
-    library's modules are named one by one.
+    Folders of installed packages lie inside of the standard library's, and Landlock cannot exclude a part of
+    a folder. So the standard library's modules are named one by one.
     """
     folder = os.path.dirname(os.path.realpath(os.__file__))
     with os.scandir(folder) as entries:
         modules = sorted(entry.path for entry in entries if _is_of_standard_library(entry.name))
     command = [PYTHON, "-I", "-S", "-B", "-c", _PROBE]
-    libraries = subprocess.run(command, env={}, cwd="/", capture_output=True, text=True, check=True).stdout.split("\n")
+    libraries = subprocess.run(
+        command, env={}, cwd="/", capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     return (*DEVICES, *_SYSTEM, *modules, *filter(None, libraries))
 
 
 def for_functions() -> tuple[str, ...]:
-    """Return what a user's function may read: also the installed packages and the system's shared libraries, which it may import."""
+    """Return what a user's function may read: also the installed packages and the system's shared libraries,
+    which it may import."""
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     return (*for_programs(), *sorted(packages), *_LIBRARY_FOLDERS)
 

@@ -1,13 +1,15 @@
-"""Ends what a dead process has left behind, its grandchildren included. Standard library only: it also runs as a script.
+"""Ends what a dead process has left behind, its grandchildren included. Standard library only: it also runs
+as a script.
 
-Ray ends the processes that it started; it knows nothing of those that they started (inference servers, reward sandboxes),
-and when the driver is killed its daemons die before they could tidy up. So every driver and every worker has a small
-process that sleeps on its pidfd until it ends, however it ends. What belongs to it is known by an environment variable,
-which children inherit through any number of generations, and for a worker also by its process group. Some processes
-overwrite their environment with their title (Ray's agents do): those can be named.
+Ray ends the processes that it started; it knows nothing of those that they started (inference servers, reward
+sandboxes), and when the driver is killed its daemons die before they could tidy up. So every driver and every
+worker has a small process that sleeps on its pidfd until it ends, however it ends. What belongs to it is
+known by an environment variable, which children inherit through any number of generations, and for a worker
+also by its process group. Some processes overwrite their environment with their title (Ray's agents do):
+those can be named.
 
-Named semaphores of multiprocessing stay in /dev/shm when their maker and the process that tracks them are killed. The owner's have a
-prefix of their own, by which they are removed.
+Named semaphores of multiprocessing stay in /dev/shm when their maker and the process that tracks them are
+killed. The owner's have a prefix of their own, by which they are removed.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ OWNER = "MEGARL_PROCESS_OWNER"  # a worker's value begins with its driver's
 
 @contextmanager
 def owned_processes() -> Iterator[str]:
-    """End every process that is started in the block, and all their descendants, when the block ends or this process is killed.
+    """End every process that is started in the block, and all their descendants, when the block ends or this
+    process is killed.
 
-    Yields the mark by which they are known (see `end_processes_of`). Blocks may be nested, also across processes.
+    Yields the mark by which they are known (see `end_processes_of`). Blocks may be nested, also across
+    processes.
     """
-    # multiprocessing's tracker must outlive this process's last semaphore, or it complains. It ends with this process by itself.
+    # multiprocessing's tracker must outlive this process's last semaphore, or it complains. It ends with this
+    # process by itself.
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
@@ -58,18 +63,25 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
         whole_group: All of this process's group ends with it, if it is the leader (Ray sees to that).
         named: Processes that end with this one whatever their environment is.
     """
-    import hashlib  # here: the script, of which each process of a run starts one, begins in half the time without these
+    # here: the script, of which each process of a run starts one, begins in half the time without these
+    import hashlib
     import multiprocessing
     import subprocess
 
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
-    semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"  # what their names begin with, which the system puts `sem.` before
+    # what their names begin with, which the system puts `sem.` before
+    semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]  # there is no other way
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]
     started = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
     )
     return int(started.stdout)
 
@@ -88,7 +100,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def hold(pids: Iterable[int]) -> list[int]:
-    """Process descriptors: they stay with their processes when a pid is used again. Those that have ended are left out."""
+    """Process descriptors: they stay with their processes when a pid is used again. Those that have ended are
+    left out."""
     descriptors = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -120,7 +133,8 @@ def end_held(descriptors: Iterable[int]) -> None:
 
 
 def processes_of(owner: str, group: int = 0) -> list[int]:
-    """Living processes that `owner` or one whose name begins with it has started, or of process group `group`."""
+    """Living processes that `owner` or one whose name begins with it has started, or of process group
+    `group`."""
     mark = f"\0{OWNER}={owner}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -128,13 +142,16 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
             continue
         with contextlib.suppress(OSError):  # it ended while we looked, or belongs to someone else
             in_group = group and os.getpgid(int(entry)) == group
-            if (in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()) and not _is_zombie(entry):
+            if (in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()) and not _is_zombie(
+                entry
+            ):
                 found.append(int(entry))
     return found
 
 
 def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[int]:
-    """Kills them until none is left, since one may start another meanwhile. Returns those that resisted for `limit_s`."""
+    """Kills them until none is left, since one may start another meanwhile. Returns those that resisted for
+    `limit_s`."""
     deadline = time.monotonic() + limit_s
     while (left := processes_of(owner, group)) and time.monotonic() < deadline:
         for pid in left:

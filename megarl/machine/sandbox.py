@@ -1,9 +1,10 @@
-"""Runs programs that a model wrote in a process that can do no harm: without network and other processes, with a few readable files,
-and with limits of time, memory and output.
+"""Runs programs that a model wrote in a process that can do no harm: without network and other processes,
+with a few readable files, and with limits of time, memory and output.
 
-What that process gives up by itself is in megarl/machine/confined.py. Where the machine allows it, the process also gets its own
-namespaces, from bubblewrap, which shows it a file system of its own with a `/tmp` to write to, or from `unshare`. A level is used where a
-trial shows that it works: a container may forbid namespaces, and a kernel may have no Landlock.
+What that process gives up by itself is in megarl/machine/confined.py. Where the machine allows it, the
+process also gets its own namespaces, from bubblewrap, which shows it a file system of its own with a `/tmp`
+to write to, or from `unshare`. A level is used where a trial shows that it works: a container may forbid
+namespaces, and a kernel may have no Landlock.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ _PACKAGE = Path(megarl.__file__).absolute().parent
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
 # Folders in which bubblewrap's processes start Python. The program itself may read what readable_files names.
 _PYTHONS = tuple(
-    sorted({sys.prefix, sys.base_prefix, *map(os.path.realpath, (sys.base_prefix, os.__file__ + "/..", sys.executable + "/.."))})
+    sorted(
+        {
+            sys.prefix,
+            sys.base_prefix,
+            *map(os.path.realpath, (sys.base_prefix, os.__file__ + "/..", sys.executable + "/..")),
+        }
+    )
 )
 _SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "machine"))
 
@@ -55,13 +62,14 @@ class Level(str, Enum):
 
 
 class SandboxError(RuntimeError):
-    """No sandbox works on this machine, or the level that was asked for does not; the message says why, and what to change."""
+    """No sandbox works on this machine, or the level that was asked for does not; the message says why, and
+    what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """memory_mb: of address space. cpu_s, wall_s: seconds of the processor and of the clock. output_kb: of what it prints, on both
-    streams together. disk_mb: of what it writes to /tmp, where it has one."""
+    """memory_mb: of address space. cpu_s, wall_s: seconds of the processor and of the clock. output_kb: of
+    what it prints, on both streams together. disk_mb: of what it writes to /tmp, where it has one."""
 
     memory_mb: int = 512
     cpu_s: int = 10
@@ -71,7 +79,8 @@ class SandboxLimits:
 
 
 class Finished(NamedTuple):
-    """What a program did. ended: by itself, or by which limit it was. status: as of a subprocess; below 0 the signal's number."""
+    """What a program did. ended: by itself, or by which limit it was. status: as of a subprocess; below 0 the
+    signal's number."""
 
     output: str
     errors: str
@@ -97,7 +106,8 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
 
 def _sealed_file(name: str, content: bytes) -> IO[bytes]:
-    """A file in memory at its beginning, which nobody can change: as one that is written to, it would be memory without a limit."""
+    """A file in memory at its beginning, which nobody can change: as one that is written to, it would be
+    memory without a limit."""
     file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115  (the caller closes it)
     file.write(content)
     file.seek(0)
@@ -121,19 +131,35 @@ def _order(program: str, level: Level, limits: SandboxLimits, channel: int) -> O
 
 
 def _command(level: Level, order: int) -> list[str]:
-    start = f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megarl.machine.sandbox_program import run; run({order})"
+    start = (
+        f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megarl.machine.sandbox_program "
+        f"import run; run({order})"
+    )
     python = [readable_files.PYTHON, "-I", "-S", "-B", "-c", start]
     if level not in (Level.bubblewrap, Level.namespaces):
         return python
-    around = [_tool("setpriv", level), "--pdeathsig", "KILL"]  # of the outermost process: the innermost says it for itself
+    # of the outermost process: the innermost says it for itself
+    around = [_tool("setpriv", level), "--pdeathsig", "KILL"]
     if level is Level.namespaces:
-        around += [_tool("unshare", level), "--fork", "--kill-child", "--pid", "--net", "--ipc", "--uts", "--mount", "--mount-proc"]
+        around += [
+            _tool("unshare", level),
+            "--fork",
+            "--kill-child",
+            "--pid",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--mount",
+            "--mount-proc",
+        ]
         around += [] if os.geteuid() == 0 else ["--map-root-user"]
     else:
         around += [_tool("bwrap", level), "--unshare-all", "--die-with-parent", "--new-session"]
-        around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]  # which the order's process gives up once it has a /tmp
+        # which the order's process gives up once it has a /tmp
+        around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
         around += ["--proc", "/proc", "--dir", "/tmp"]
-        # Not `--dev`: for users other than root it adds a user namespace in which that capability does not cover the mounts.
+        # Not `--dev`: for users other than root it adds a user namespace in which that capability does not
+        # cover the mounts.
         for path in readable_files.DEVICES:
             around += ["--dev-bind", path, path]
         for path in _SHOWN:
@@ -170,12 +196,17 @@ class StartedProgram:
         self._limits = limits
         self._has_begun = False
         self._status: int | None = None
-        self._held: list[int] = []  # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
+        # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
+        self._held: list[int] = []
         self._ending = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}  # by which the reaper knows the processes
+        # by which the reaper knows the processes
+        owner = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
         try:
-            with theirs, _sealed_file("order", _order(program, level, limits, theirs.fileno()).encode()) as order:
+            with (
+                theirs,
+                _sealed_file("order", _order(program, level, limits, theirs.fileno()).encode()) as order,
+            ):
                 self.process = subprocess.Popen(
                     _command(level, order.fileno()),
                     stdin=stdin,
@@ -253,7 +284,8 @@ class StartedProgram:
         return message
 
     def kill(self) -> None:
-        """End the program. Any thread may call this. What is above the program in the sandbox then ends by itself."""
+        """End the program. Any thread may call this. What is above the program in the sandbox then ends by
+        itself."""
         with self._ending:
             if self._held:
                 with contextlib.suppress(ProcessLookupError):
@@ -262,7 +294,8 @@ class StartedProgram:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """End the program where it runs, wait until none of the sandbox's processes is left, and return the program's status."""
+        """End the program where it runs, wait until none of the sandbox's processes is left, and return the
+        program's status."""
         self.kill()
         try:
             self.process.wait(_END_LIMIT_S)
@@ -288,12 +321,15 @@ class StartedProgram:
         output, errors = (stream[:room].decode(errors="replace") for stream in (said.output, said.errors))
         finished = Finished(output, errors, status, said.ended)
         if not self._has_begun:
-            raise SandboxError(f"the sandbox {self._level.value} does not work here: {' '.join(errors.split()) or finished}")
+            raise SandboxError(
+                f"the sandbox {self._level.value} does not work here: {' '.join(errors.split()) or finished}"
+            )
         return finished
 
 
 def _end_held(descriptor: int) -> None:
-    """Wait until the process of a process descriptor has ended, killing it where it does not do so by itself; then close it."""
+    """Wait until the process of a process descriptor has ended, killing it where it does not do so by itself;
+    then close it."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(_END_LIMIT_S * 1000):
@@ -315,7 +351,10 @@ def _written(descriptor: int, data: bytes) -> int:
 
 _PROBE = """
 import os, socket
-for name, attempt in {{"read a file": lambda: open({canary!r}).read(), "open a socket": socket.socket, "start a process": os.fork}}.items():
+attempts = {{
+    "read a file": lambda: open({canary!r}).read(), "open a socket": socket.socket, "start a process": os.fork
+}}
+for name, attempt in attempts.items():
     try:
         attempt()
     except OSError:
@@ -333,7 +372,9 @@ def why_not(level: Level) -> str:
             finished = run_program(_PROBE.format(canary=canary.name), level, SandboxLimits())
         except SandboxError as error:
             return str(error)
-    got_out = finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
+    got_out = (
+        finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
+    )
     return f"the sandbox {level.value} does not hold here: {' '.join(got_out.split())}" if got_out else ""
 
 
@@ -344,4 +385,7 @@ def strongest() -> Level:
         if not (reason := why_not(level)):
             return level
         reasons.append(reason)
-    raise SandboxError(f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces or Landlock")
+    raise SandboxError(
+        f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces "
+        f"or Landlock"
+    )

@@ -1,9 +1,12 @@
-"""Runs inside of a sandbox: confines a process, runs one program in it, and watches it from the process above.
+"""Runs inside of a sandbox: confines a process, runs one program in it, and watches it from the process
+above.
 
-`megarl.machine.sandbox` starts it with an order. The process splits in two: the child gives up what it may do and runs the program; the
-parent bounds the child's threads, ends it when the caller has gone, and tells the caller how it ended.
+`megarl.machine.sandbox` starts it with an order. The process splits in two: the child gives up what it may do
+and runs the program; the parent bounds the child's threads, ends it when the caller has gone, and tells the
+caller how it ended.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
+nor collections.
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ import os
 import resource
 import sys
 
-from megarl.machine.confined import SIGKILL, ConfinementError, ProcessLimits, close_descriptors_from, confine, end_with, limit
+from megarl.machine.confined import (
+    SIGKILL,
+    ConfinementError,
+    ProcessLimits,
+    close_descriptors_from,
+    confine,
+    end_with,
+    limit,
+)
 from megarl.machine.supervisor import send_descriptors, supervise
 from megarl.machine.system_calls import notify_of_threads
 
@@ -96,7 +107,8 @@ def run(descriptor: int) -> None:
     except ConfinementError as failure:
         sys.exit(str(failure))
 
-    # Run the program, which finds nothing of what started it. `exit` and `quit` come from the module site, which -S leaves out.
+    # Run the program, which finds nothing of what started it. `exit` and `quit` come from the module site,
+    # which -S leaves out.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     os.environ.clear()
     sys.path_importer_cache.pop(sys.path.pop(0), None)
@@ -104,7 +116,9 @@ def run(descriptor: int) -> None:
     exec(compile(order.program, NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
-def _confine_program(order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int) -> None:
+def _confine_program(
+    order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int
+) -> None:
     """Confine this process, and tell the caller when it is done."""
     processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
     send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
@@ -128,7 +142,11 @@ def send_thread_calls(to_supervisor: _socket.socket) -> None:
     try:
         listener = notify_of_threads()
     except OSError as error:
-        reason = "another supervisor of system calls runs above this process" if error.errno == errno.EBUSY else error.strerror
+        reason = (
+            "another supervisor of system calls runs above this process"
+            if error.errno == errno.EBUSY
+            else error.strerror
+        )
         raise ConfinementError(error.errno, f"threads cannot be limited: {reason}") from error
     send_descriptors(to_supervisor, b"threads", [listener])
     os.close(listener)
@@ -157,7 +175,8 @@ def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _soc
 
 
 def _make_temporary_folder(megabytes: int) -> None:
-    """Mount a /tmp with a bounded number of files, which bubblewrap cannot, and give up the privilege for it."""
+    """Mount a /tmp with a bounded number of files, which bubblewrap cannot, and give up the privilege for
+    it."""
     options = f"size={megabytes}m,nr_inodes={_TEMPORARY_FILES},mode=700".encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options) < 0:

@@ -1,4 +1,5 @@
-"""An interpreter in the sandbox that stays: programs run in it one after the other, each with what those before it have left."""
+"""An interpreter in the sandbox that stays: programs run in it one after the other, each with what those
+before it have left."""
 
 from __future__ import annotations
 
@@ -33,15 +34,17 @@ for number, command in enumerate(commands, 1):
 
 
 class Ran(NamedTuple):
-    """finished: of one program; its status is 0, or 1 where it raised. is_alive: what it has left is there for the next."""
+    """finished: of one program; its status is 0, or 1 where it raised. is_alive: what it has left is there
+    for the next."""
 
     finished: Finished
     is_alive: bool
 
 
 class SandboxSession:
-    """limits: output_kb and wall_s are of one program, all else of all together. `run` is called by one thread, which must live as long
-    as the session: the kernel ends the process with it. `interrupt` and `close` may be called by another, and meanwhile."""
+    """limits: output_kb and wall_s are of one program, all else of all together. `run` is called by one
+    thread, which must live as long as the session: the kernel ends the process with it. `interrupt` and
+    `close` may be called by another, and meanwhile."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
         self._level = level
@@ -53,15 +56,17 @@ class SandboxSession:
         self._running = threading.Lock()
 
     def run(self, program: str) -> Ran:
-        """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises SandboxError where the level does
-        not work here, RuntimeError after `close`."""
+        """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises
+        SandboxError where the level does not work here, RuntimeError after `close`."""
         with self._running:
             started = self._start()
             mark = f" {self._mark}\n".encode()
             said = started.read(json.dumps(program).encode() + b"\n", until=mark)
             output, is_whole, _ = said.output.partition(mark)
             if is_whole and said.ended == "itself":
-                return Ran(started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True)
+                return Ran(
+                    started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True
+                )
             self._started = None
             return Ran(started.finished(said, started.end()), False)
 
@@ -86,5 +91,7 @@ class SandboxSession:
             if self._is_closed:
                 raise RuntimeError("the session is closed")
             if self._started is None:
-                self._started = StartedProgram(_LOOP.format(mark=self._mark), self._level, self._limits, subprocess.PIPE)
+                self._started = StartedProgram(
+                    _LOOP.format(mark=self._mark), self._level, self._limits, subprocess.PIPE
+                )
             return self._started

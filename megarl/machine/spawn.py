@@ -1,6 +1,8 @@
-"""Processes that begin with nothing of the one that starts them, which may have threads and a GPU: its script is not run in them either.
+"""Processes that begin with nothing of the one that starts them, which may have threads and a GPU: its script
+is not run in them either.
 
-multiprocessing's own begin with the script, so that one without `if __name__ == "__main__":` would start itself again in each.
+multiprocessing's own begin with the script, so that one without `if __name__ == "__main__":` would start
+itself again in each.
 """
 
 from __future__ import annotations
@@ -54,18 +56,23 @@ class BareProcess(FreshProcess):
 
 
 class BareContext(SpawnContext):
-    """Its processes begin with these variables and no other, and not with those of this process: what they were not given, nothing that
-    runs in them can find. Raises PermissionError where nothing can be executed in the folder of temporary files."""
+    """Its processes begin with these variables and no other, and not with those of this process: what they
+    were not given, nothing that runs in them can find. Raises PermissionError where nothing can be executed
+    in the folder of temporary files."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="megarl-launcher-")  # as long as the context is there
+        # as long as the context is there
+        self._folder = tempfile.TemporaryDirectory(prefix="megarl-launcher-")
         self.launcher = Path(self._folder.name, "python")
         given = shlex.join(f"{name}={value}" for name, value in environment.items())
-        self.launcher.write_text(f'#!/bin/sh\nexec /usr/bin/env -i {given} {shlex.quote(sys.executable)} "$@"\n')
+        self.launcher.write_text(
+            f'#!/bin/sh\nexec /usr/bin/env -i {given} {shlex.quote(sys.executable)} "$@"\n'
+        )
         self.launcher.chmod(0o700)
         if not os.access(self.launcher, os.X_OK):
             raise PermissionError(
-                f"a launcher in {tempfile.gettempdir()} cannot be executed (it is mounted noexec): set TMPDIR to a folder that is not"
+                f"a launcher in {tempfile.gettempdir()} cannot be executed (it is mounted noexec): set "
+                f"TMPDIR to a folder that is not"
             )
 
     def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802  (multiprocessing's name)

@@ -1,4 +1,5 @@
-"""JSON as its standard has it: Python's parser also takes NaN, keeps the last of two equal keys, and makes texts that cannot be encoded."""
+"""JSON as its standard has it: Python's parser also takes NaN, keeps the last of two equal keys, and makes
+texts that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from megarl.machine import unicode_text
 
 
 def load_strictly(text: str) -> Any:
-    """Parses JSON without NaN or Infinity, without a repeated key in an object, and without half of a character in a text.
+    """Parses JSON without NaN or Infinity, without a repeated key in an object, and without half of a
+    character in a text.
 
     Raises:
         ValueError: The text is not such JSON.
@@ -23,7 +25,8 @@ def load_strictly(text: str) -> Any:
 
 
 def dump_readable(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Returns JSON with characters as they are rather than as escapes, except for lone surrogates, which only an escape can spell.
+    """Returns JSON with characters as they are rather than as escapes, except for lone surrogates, which only
+    an escape can spell.
 
     `default` turns what JSON does not know into something that it does, as in `json.dumps`.
     """
@@ -36,7 +39,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An `object_pairs_hook` of `json.loads`. Raises ValueError for an object in which a key is there twice."""
+    """An `object_pairs_hook` of `json.loads`. Raises ValueError for an object in which a key is there
+    twice."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

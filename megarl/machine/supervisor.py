@@ -1,9 +1,10 @@
 """Bounds the threads of a confined process, and waits for its end.
 
-No limit of the kernel binds the threads of one process for root and for other users alike. So each call that starts a thread waits for
-an answer from this side (seccomp_unotify(2)), which counts the threads that live.
+No limit of the kernel binds the threads of one process for root and for other users alike. So each call that
+starts a thread waits for an answer from this side (seccomp_unotify(2)), which counts the threads that live.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
+nor collections.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ _SCM_RIGHTS = _socket.SCM_RIGHTS
 
 
 def send_descriptors(to: _socket.socket, message: bytes, descriptors: list[int]) -> None:
-    to.sendmsg([message], [(_socket.SOL_SOCKET, _SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))])
+    to.sendmsg(
+        [message], [(_socket.SOL_SOCKET, _SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
+    )
 
 
 def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[bytes, list[int]]:
     """Return one message, and the descriptors that came with it."""
     message, ancillary, _, _ = of.recvmsg(limit_bytes, _socket.CMSG_SPACE(8 * 4), _socket.MSG_CMSG_CLOEXEC)
-    data = b"".join(data for level, kind, data in ancillary if (level, kind) == (_socket.SOL_SOCKET, _SCM_RIGHTS))
+    data = b"".join(
+        data for level, kind, data in ancillary if (level, kind) == (_socket.SOL_SOCKET, _SCM_RIGHTS)
+    )
     return message, list(struct.unpack(f"{len(data) // 4}i", data))
 
 
 class ThreadLimit:
-    """Answers the calls of a process that start threads: at most `most` of its threads live at the same time."""
+    """Answers the calls of a process that start threads: at most `most` of its threads live at the same
+    time."""
 
     def __init__(self, process: int, most: int) -> None:
         self._tasks = f"/proc/{process}/task"
@@ -55,19 +61,22 @@ class ThreadLimit:
             answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
             fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EINTR):  # the thread or the process has ended, or was interrupted
+            # the thread or the process has ended, or was interrupted
+            if error.errno not in (errno.ENOENT, errno.EINTR):
                 raise
 
 
-def supervise(process: int, most_threads: int, listener_source: _socket.socket, also: Mapping[int, Callable[[], bool]]) -> int:
+def supervise(
+    process: int, most_threads: int, listener_source: _socket.socket, also: Mapping[int, Callable[[], bool]]
+) -> int:
     """Answer the calls of the child `process` that start threads, until it ends.
 
     Args:
         process: A child of this process.
         most_threads: See ThreadLimit.
         listener_source: A socket by which the child sends the descriptor from notify_of_threads. Closed here.
-        also: Further descriptors, with functions that are called when one can be read or was closed at its other end. A descriptor
-            is no longer watched once its function returns False.
+        also: Further descriptors, with functions that are called when one can be read or was closed at its
+            other end. A descriptor is no longer watched once its function returns False.
 
     Returns:
         The child's status, as from os.waitpid.

@@ -1,12 +1,14 @@
 """The system calls that a confined process may make: an allow-list, which the kernel enforces (seccomp).
 
-Python, its standard library, threads and numerical libraries work. Every other call is refused: starting programs and processes,
-signals to others, sockets, shared memory, message queues, locks, and everything that mounts, loads or traces. Some calls are allowed
-with certain arguments only, see `_CHECKED_CALLS`.
+Python, its standard library, threads and numerical libraries work. Every other call is refused: starting
+programs and processes, signals to others, sockets, shared memory, message queues, locks, and everything that
+mounts, loads or traces. Some calls are allowed with certain arguments only, see `_CHECKED_CALLS`.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing, nor collections.
+This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
+nor collections.
 
-Sources: seccomp(2), seccomp_unotify(2), bpf(4), include/uapi/linux/{seccomp,filter,audit,prctl}.h and include/uapi/asm-generic/ of Linux.
+Sources: seccomp(2), seccomp_unotify(2), bpf(4), include/uapi/linux/{seccomp,filter,audit,prctl}.h and
+include/uapi/asm-generic/ of Linux.
 """
 
 from __future__ import annotations
@@ -63,13 +65,15 @@ ALLOWED_CALLS = {
 # Calls whose arguments `_rules` checks.
 _CHECKED_CALLS = """
     clone 56 220, kill 62 129, tgkill 234 131, prlimit64 302 261, getpgid 121 155, getsid 124 156,
-    sched_getaffinity 204 123, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199, sendto 44 206, mmap 9 222
+    sched_getaffinity 204 123, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199,
+    sendto 44 206, mmap 9 222
 """
 _SECCOMP = (317, 277)
 _COLUMNS = {"x86_64": 0, "aarch64": 1}
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
 _FIRST_COMMON_NUMBER = 424  # every call since Linux 5.1 has the same number on all architectures
-# What pthread_create passes: VM, FS, FILES, SYSVSEM, SIGHAND, THREAD, SETTLS, PARENT_SETTID, CHILD_CLEARTID; musl adds DETACHED.
+# What pthread_create passes: VM, FS, FILES, SYSVSEM, SIGHAND, THREAD, SETTLS, PARENT_SETTID, CHILD_CLEARTID;
+# musl adds DETACHED.
 _CLONE_THREAD = 0x10000
 _FLAGS_OF_THREADS = 0x7D0F00
 _O_ASYNC = 0o20000
@@ -77,7 +81,8 @@ _MAP_HUGETLB = 0x40000
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC.
 _FCNTL = (0, 1, 2, 3, 1030)
 _F_SETFL = 4
-_IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS(2), TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
+# TCGETS(2), TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
+_IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL = (15, 16)  # PR_SET_NAME, PR_GET_NAME
 _PR_SET_NO_NEW_PRIVS = 38
 _AF_UNIX = 1
@@ -123,7 +128,8 @@ def notify_of_threads() -> int:
     """Stop every call that starts a thread until somebody answers it, see ThreadLimit.
 
     Returns:
-        The descriptor by which the calls are answered. Give it to another process and close it before untrusted code runs.
+        The descriptor by which the calls are answered. Give it to another process and close it before
+        untrusted code runs.
 
     Raises:
         OSError: EBUSY where a process above this one already answers calls for it.
@@ -139,7 +145,9 @@ def _own_column() -> int:
     machine = os.uname().machine
     if machine not in _COLUMNS:
         known = " and ".join(_COLUMNS)
-        raise OSError(errno.ENOSYS, f"there is no table of system calls for the processor {machine!r}, only for {known}")
+        raise OSError(
+            errno.ENOSYS, f"there is no table of system calls for the processor {machine!r}, only for {known}"
+        )
     return _COLUMNS[machine]
 
 
@@ -156,9 +164,11 @@ def _install(program: list[Instruction], flags: int) -> int:
 def _program(column: int, process: int) -> list[Instruction]:
     program = _load_number(column)
 
-    # Calls that libraries try first and replace by older ones, such as clone3, whose flags a filter cannot read, are answered
-    # with "does not exist". x86_64's x32 calls have large numbers too.
-    for number in sorted(number for calls in ALLOWED_CALLS.values() for number in numbers_of(calls, column).values()):
+    # Calls that libraries try first and replace by older ones, such as clone3, whose flags a filter cannot
+    # read, are answered with "does not exist". x86_64's x32 calls have large numbers too.
+    for number in sorted(
+        number for calls in ALLOWED_CALLS.values() for number in numbers_of(calls, column).values()
+    ):
         program += [(_EQUAL, 0, 1, number), _ALLOW]
     for number, block in _rules(numbers_of(_CHECKED_CALLS, column), process):
         assert len(block) < 256, "a jump of the filter is a byte"
@@ -198,7 +208,8 @@ def _rules(numbers: dict[str, int], process: int) -> Iterator[tuple[int, list[In
 
 
 def _one_of(*alternatives: list[Condition]) -> list[Instruction]:
-    """Instructions that allow a call which meets all conditions of one of the alternatives, and refuse it else."""
+    """Instructions that allow a call which meets all conditions of one of the alternatives, and refuse it
+    else."""
     block: list[Instruction] = []
     for conditions in alternatives:
         tail: list[Instruction] = [_ALLOW]

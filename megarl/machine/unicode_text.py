@@ -1,4 +1,5 @@
-"""Text that no encoder can write: lone surrogates, the halves of a character that JSON escapes such as "\\ud83d" can spell."""
+"""Text that no encoder can write: lone surrogates, the halves of a character that JSON escapes such as
+"\\ud83d" can spell."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file ca
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Returns where in a nested value of mappings, lists and texts the first lone surrogate is, or None if there is none.
+    """Returns where in a nested value of mappings, lists and texts the first lone surrogate is, or None if
+    there is none.
 
     The place is a path such as "[1].tool_calls[0].function.arguments.item", and "" for a text itself.
     """
@@ -20,9 +22,16 @@ def lone_surrogate(value: Any) -> str | None:
             if not is_encodable(each):
                 return place
         elif isinstance(each, Mapping):
-            if (unwritable := next((key for key in each if isinstance(key, str) and not is_encodable(key)), None)) is not None:
+            if (
+                unwritable := next(
+                    (key for key in each if isinstance(key, str) and not is_encodable(key)), None
+                )
+            ) is not None:
                 return f"the key {unwritable!r}" + (f" of {place}" if place else "")
-            left += [(f"{place}.{key}" if place else str(key), inner) for key, inner in reversed(list(each.items()))]
+            left += [
+                (f"{place}.{key}" if place else str(key), inner)
+                for key, inner in reversed(list(each.items()))
+            ]
         elif isinstance(each, list | tuple):
             left += [(f"{place}[{index}]", inner) for index, inner in reversed(list(enumerate(each)))]
     return None
@@ -40,9 +49,14 @@ def is_encodable(text: str) -> bool:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Returns `value` with U+FFFD instead of each lone surrogate in its texts and keys. Two halves that meet become their character."""
+    """Returns `value` with U+FFFD instead of each lone surrogate in its texts and keys. Two halves that meet
+    become their character."""
     if isinstance(value, str):
-        return value if is_encodable(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return (
+            value
+            if is_encodable(value)
+            else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
     if isinstance(value, Mapping):
         return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,5 @@
-"""What work takes, seconds on a device and memory at its peak, measured by the kernel or by torch; and giving freed memory back."""
+"""What work takes, seconds on a device and memory at its peak, measured by the kernel or by torch; and giving
+freed memory back."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _KEPT = 2**30
 
 
 class PeakMemory:
-    """Measures from its construction on. One at a time in a process: the kernel keeps one peak, which this resets."""
+    """Measures from its construction on. One at a time in a process: the kernel keeps one peak, which this
+    resets."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,26 +33,33 @@ class PeakMemory:
             self._before = _status("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Of GPU memory on a GPU, else of resident memory, shared memory that the process has mapped included."""
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        """Of GPU memory on a GPU, else of resident memory, shared memory that the process has mapped
+        included."""
+        peak = (
+            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        )
         return peak - self._before
 
 
 def _status(field: str) -> int:
-    line = next(line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field + ":"))
+    line = next(
+        line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field + ":")
+    )
     return int(line.split()[1]) * 1024
 
 
 def keep_freed_memory() -> None:
-    """Up to 1 GiB of freed blocks stays for the next ones, until `trim_heap`. By itself glibc gives it back as soon as it is the last of
-    the heap, and blocks of more than 32 MiB always: the tensors of the next pass begin with pages that the system has to make again."""
+    """Up to 1 GiB of freed blocks stays for the next ones, until `trim_heap`. By itself glibc gives it back
+    as soon as it is the last of the heap, and blocks of more than 32 MiB always: the tensors of the next pass
+    begin with pages that the system has to make again."""
     if (mallopt := _of_c_library("mallopt")) is not None:
         mallopt(_MMAP_MAX, 0)  # no block apart from the heap, however large
         mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def trim_heap() -> None:
-    """glibc keeps freed blocks that lie between used ones until it is asked; other C libraries have no such call."""
+    """glibc keeps freed blocks that lie between used ones until it is asked; other C libraries have no such
+    call."""
     if (trim := _of_c_library("malloc_trim")) is not None:
         trim(0)
 
@@ -60,8 +69,8 @@ def _of_c_library(function: str) -> Callable[..., int] | None:
 
 
 class Stopwatch:
-    """Adds up the times of all blocks that it is entered for. On a GPU each is measured by two events in the current stream: host clocks
-    around asynchronous work would measure how long it takes to ask for it."""
+    """Adds up the times of all blocks that it is entered for. On a GPU each is measured by two events in the
+    current stream: host clocks around asynchronous work would measure how long it takes to ask for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +86,9 @@ class Stopwatch:
             self._start_s = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._device.type == "cuda":
             self._events[-1][1].record(torch.cuda.current_stream(self._device))
         else:

@@ -1,4 +1,5 @@
-"""Functions that a user writes: one is loaded from its file, and a mistake in it is an error before the run starts."""
+"""Functions that a user writes: one is loaded from its file, and a mistake in it is an error before the run
+starts."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class UserFunctionError(ValueError):
 
 @dataclass(frozen=True)
 class Expected:
-    """what: begins the errors. key: of the configuration, where its name is set. example: its `def` line. keywords: that it is called
-    with, optional: also with these where it names them; positional: how many values before them. error: what is raised."""
+    """what: begins the errors. key: of the configuration, where its name is set. example: its `def` line.
+    keywords: that it is called with, optional: also with these where it names them; positional: how many
+    values before them. error: what is raised."""
 
     what: str
     key: str
@@ -36,8 +38,8 @@ class Expected:
 def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any]:
     """The function `name` of the Python file `path`, which is run once.
 
-    Raises `expected.error` for a file that is absent or cannot be run, and for a name that is absent, is not a plain function (a
-    coroutine, for instance) or does not take what it is called with.
+    Raises `expected.error` for a file that is absent or cannot be run, and for a name that is absent, is not
+    a plain function (a coroutine, for instance) or does not take what it is called with.
     """
     what = expected.what
     error = expected.error
@@ -50,16 +52,21 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
         named = (*expected.keywords, *(name for name in expected.optional if name in signature.parameters))
         signature.bind(*[None] * expected.positional, **dict.fromkeys(named))
     except TypeError as problem:
-        given = f"the keywords {', '.join(expected.keywords)}" if expected.keywords else f"{expected.positional} values"
+        given = (
+            f"the keywords {', '.join(expected.keywords)}"
+            if expected.keywords
+            else f"{expected.positional} values"
+        )
         raise error(
-            f"{what} {name}{signature} in {path!r} cannot be called with {given} ({problem}); write it as {expected.example}"
+            f"{what} {name}{signature} in {path!r} cannot be called with {given} ({problem}); write it as "
+            f"{expected.example}"
         ) from problem
     return function
 
 
 def load_name(path: str, name: str, expected: Expected) -> Any:
-    """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no such file or name, or the
-    file cannot be run."""
+    """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no
+    such file or name, or the file cannot be run."""
     what = expected.what
     error = expected.error
     if not os.path.isfile(path):
@@ -76,8 +83,8 @@ def _module_name(path: str) -> str:
 
 
 def companion(path: str, function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return the function `name` that stands beside one that `load_function` loaded from `path`: in that file, or in the module that
-    the file imported the function from. None: there is none."""
+    """Return the function `name` that stands beside one that `load_function` loaded from `path`: in that
+    file, or in the module that the file imported the function from. None: there is none."""
     for namespace in (vars(sys.modules[_module_name(path)]), getattr(function, "__globals__", {})):
         if callable(found := namespace.get(name)):
             return found
@@ -95,12 +102,15 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # noqa: BLE001  (the user's code may raise anything)
         del sys.modules[module_name]
-        raise expected.error(f"{expected.what} file {path!r} cannot be run: {last_line(problem)}") from problem
+        raise expected.error(
+            f"{expected.what} file {path!r} cannot be run: {last_line(problem)}"
+        ) from problem
     return module
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero (reward.py:12)`."""
+    """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero
+    (reward.py:12)`."""
     line = traceback.format_exception_only(error)[-1].strip()
     # A `__getattr__` that refuses an attribute is named by the line that asked for it.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__getattr__"]

@@ -1,9 +1,10 @@
-"""Memory that a model needs while it works, beside its state: counted by what is kept for the way back, and by what is beside that at the
-moments that need the most. Pure.
+"""Memory that a model needs while it works, beside its state: counted by what is kept for the way back, and
+by what is beside that at the moments that need the most. Pure.
 
-On CUDA it is counted from above and near: docs/memory.md has what rehearsals measured. Transformer Engine's layers, which no rehearsal
-can run, keep the same tensors as the local ones, and perhaps the values of attention once more, which is in the count. On a CPU, where
-norms are made of more operations, the count is coarser.
+On CUDA it is counted from above and near: docs/memory.md has what rehearsals measured. Transformer Engine's
+layers, which no rehearsal can run, keep the same tensors as the local ones, and perhaps the values of
+attention once more, which is in the count. On a CPU, where norms are made of more operations, the count is
+coarser.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.batch_arithmetic import Row, fullest_micro_batch, micro_batch_tokens, rows_of_prompt, rows_of_replica
+from megarl.config.batch_arithmetic import (
+    Row,
+    fullest_micro_batch,
+    micro_batch_tokens,
+    rows_of_prompt,
+    rows_of_replica,
+)
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
@@ -21,8 +28,9 @@ from megarl.models.counts import padded_vocab_size
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4
-# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three places of 8 bytes, which are
-# of the rank's own; a mask, and five numbers of 4 bytes that the loss reads or that come out, of all tokens of the rows.
+# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three
+# places of 8 bytes, which are of the rank's own; a mask, and five numbers of 4 bytes that the loss reads or
+# that come out, of all tokens of the rows.
 _OWN_BATCH_BYTES = 40
 _WHOLE_BATCH_BYTES = 24
 # Logits that the engine works on at a time on a CPU.
@@ -30,8 +38,9 @@ _CPU_BLOCK = 2**17
 
 
 class WorkingMemory(NamedTuple):
-    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what stays when that is over.
-    scored_batch, trained_batch: of the first two, what is the batch's, all of whose micro-batches are there."""
+    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what
+    stays when that is over. scored_batch, trained_batch: of the first two, what is the batch's, all of whose
+    micro-batches are there."""
 
     score: int
     train: int
@@ -50,9 +59,9 @@ class _Kernels(Enum):
 
 
 class _Widths(NamedTuple):
-    """Elements of one token on one rank. whole: a hidden state; part: that where sequence parallelism cuts it; query, key (and as much for
-    values), gate (and as much for up) of attention and MLP; squares: its row of each head's product of queries and keys, where attention
-    makes it."""
+    """Elements of one token on one rank. whole: a hidden state; part: that where sequence parallelism cuts
+    it; query, key (and as much for values), gate (and as much for up) of attention and MLP; squares: its row
+    of each head's product of queries and keys, where attention makes it."""
 
     whole: int
     part: int
@@ -63,10 +72,16 @@ class _Widths(NamedTuple):
 
 
 def working_memory(
-    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, moments: int, *, uneven: bool = True
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    moments: int,
+    *,
+    uneven: bool = True,
 ) -> WorkingMemory:
-    """Of a rank of a pipeline stage. moments: bytes of the second moments that an optimizer of the rank has. uneven: one of its
-    experts has twice its share of the tokens."""
+    """Of a rank of a pipeline stage. moments: bytes of the second moments that an optimizer of the rank has.
+    uneven: one of its experts has twice its share of the tokens."""
     work = _Work(config, role, architecture, stage, uneven)
     trains = role.optim is not None
     stays = work.stays(trains)
@@ -85,7 +100,9 @@ def working_memory(
 class _Work:
     """Of one rank. Sizes are in bytes but where they are said to be elements of a token."""
 
-    def __init__(self, config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool) -> None:
+    def __init__(
+        self, config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool
+    ) -> None:
         self._config = config
         self._role = role
         self._architecture = architecture
@@ -97,7 +114,9 @@ class _Work:
         self._stage = stage
         cut = parallel.tensor_parallel_size
         self._vocabulary = padded_vocab_size(architecture.vocab_size, cut) // cut  # this rank's rows
-        self._layers = architecture.num_hidden_layers // (parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1))
+        self._layers = architecture.num_hidden_layers // (
+            parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+        )
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
@@ -110,9 +129,10 @@ class _Work:
         self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
 
     def _gathered_keys(self, rows: list[Row]) -> float:
-        """Keys for each of the rank's tokens that are gathered for attention: where it is a product of matrices every response has its
-        prompt's beside its own, and the prompt has them too; of rows that ranks share each rank has two chunks of every sequence, with all
-        keys before these, and of a response all of its prompt as well."""
+        """Keys for each of the rank's tokens that are gathered for attention: where it is a product of
+        matrices every response has its prompt's beside its own, and the prompt has them too; of rows that
+        ranks share each rank has two chunks of every sequence, with all keys before these, and of a response
+        all of its prompt as well."""
         tokens = micro_batch_tokens(rows, self._context)
         prompts = sum(row.prompt for row in rows) * self._shares_prompts
         if self._context > 1:
@@ -142,16 +162,24 @@ class _Work:
         return rows * longest * (_OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES)
 
     def stays(self, trains: bool) -> int:
-        """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a (virtual) stage received last: a
-        micro-batch, and the gradient that it gave back; its angles of the longest row; and of models with experts how often each token
-        counts, and what routers that train counted."""
+        """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a
+        (virtual) stage received last: a micro-batch, and the gradient that it gave back; its angles of the
+        longest row; and of models with experts how often each token counts, and what routers that train
+        counted."""
         tokens = max(self._tokens(trains), self._tokens(trains=False))
         gathered = self._widths.whole * self._parallel.sequence_parallel * trains
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
         received = self._widths.part * (1 + trains) * (chunks - self._is_first)
         angles = chunks * self._longest * self._architecture.head_dim * _FLOAT32
-        counted = 8 * tokens + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
-        return tokens * (gathered + received) * self._element + angles + counted * (self._architecture.experts is not None)
+        counted = (
+            8 * tokens
+            + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
+        )
+        return (
+            tokens * (gathered + received) * self._element
+            + angles
+            + counted * (self._architecture.experts is not None)
+        )
 
     def score(self) -> int:
         tokens = self._tokens(trains=False)
@@ -160,11 +188,13 @@ class _Work:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
         else:
-            # Hidden states of a layer, from its input on; beside them gate and up, the activation and their product, or the last and what
-            # comes of it, or where weights are frozen what was gathered for them; or the embedding's output as it is and turned.
+            # Hidden states of a layer, from its input on; beside them gate and up, the activation and their
+            # product, or the last and what comes of it, or where weights are frozen what was gathered for
+            # them; or the embedding's output as it is and turned.
             inside = max(
                 4 * width.gate,
-                width.whole + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
+                width.whole
+                + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
                 self._attention_apart,
@@ -173,15 +203,17 @@ class _Work:
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
         head = 0
         if self._is_last:
-            head = tokens * 2 * width.whole * self._element + (0 if self._role.with_value_head else self._scores(tokens))
+            head = tokens * 2 * width.whole * self._element + (
+                0 if self._role.with_value_head else self._scores(tokens)
+            )
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self.batch(trains=False)
 
     @property
     def _attention_apart(self) -> int:
-        """Elements of a token in the attention of rows that ranks share: queries and what they attended, and the keys and values of all as
-        they come, and as pieces see them. In that of responses apart from their prompts: queries, what they attended there and the two
-        together, weighed in float32."""
+        """Elements of a token in the attention of rows that ranks share: queries and what they attended, and
+        the keys and values of all as they come, and as pieces see them. In that of responses apart from their
+        prompts: queries, what they attended there and the two together, weighed in float32."""
         width = self._widths
         if self._context > 1:
             return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
@@ -189,8 +221,10 @@ class _Work:
 
     @property
     def _products_of_shared(self) -> int:
-        """Elements of a token in a layer whose attention is a product of matrices, where responses have their prompts' keys beside their
-        own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and laid out."""
+        """Elements of a token in a layer whose attention is a product of matrices, where responses have their
+        prompts' keys beside their
+        own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and
+        laid out."""
         if not (self._shares_prompts and self.kernels is _Kernels.plain):
             return 0
         width = self._widths
@@ -204,7 +238,11 @@ class _Work:
 
     def _block(self, tokens: int) -> int:
         """Of the logits of a chunk, those that are worked on at a time."""
-        return min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary)) if self.kernels is _Kernels.cpu else self._chunk(tokens)
+        return (
+            min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary))
+            if self.kernels is _Kernels.cpu
+            else self._chunk(tokens)
+        )
 
     def _chunk(self, tokens: int) -> int:
         """Logits."""
@@ -231,7 +269,8 @@ class _Work:
 
     @property
     def _kept_of_norms(self) -> int:
-        """Inputs and outputs of both. On a CPU inputs are in float32, and outputs before and after they are scaled."""
+        """Inputs and outputs of both. On a CPU inputs are in float32, and outputs before and after they are
+        scaled."""
         if self.kernels is _Kernels.cpu:
             return 6 * self._widths.part + 2 * self._widths.whole
         return 4 * self._widths.part
@@ -244,15 +283,27 @@ class _Work:
         if self.kernels is _Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
         if self.kernels is _Kernels.plain and not again:
-            # Queries, and for each of them its keys and values, laid out for the products; their weights; what is attended.
-            return ceil((2 + 2 * self._keys_of_token) * width.query) + width.squares + (width.query + 2 * width.key) * has_norm
-        # The product of all three; queries and keys turned by their angles; values; what is attended, which without packing is laid out
-        # once more, and a float32 number of each head.
+            # Queries, and for each of them its keys and values, laid out for the products; their weights;
+            # what is attended.
+            return (
+                ceil((2 + 2 * self._keys_of_token) * width.query)
+                + width.squares
+                + (width.query + 2 * width.key) * has_norm
+            )
+        # The product of all three; queries and keys turned by their angles; values; what is attended, which
+        # without packing is laid out once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
         normalised = width.query * has_norm  # which several groups of heads on a rank lay out anew
-        if self._context > 1 and not again:  # in the place of the rank's own keys and values those that its queries see
+        # in the place of the rank's own keys and values those that its queries see
+        if self._context > 1 and not again:
             return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalised
-        return 3 * width.query + 4 * width.key + head_numbers + normalised + width.query * (not self._config.engine.packing)
+        return (
+            3 * width.query
+            + 4 * width.key
+            + head_numbers
+            + normalised
+            + width.query * (not self._config.engine.packing)
+        )
 
     @property
     def _kept_of_mlp(self) -> int:
@@ -264,8 +315,8 @@ class _Work:
         return RecomputeModule.mlp in self._modules_again
 
     def _kept(self) -> int:
-        """Elements of a token: of all layers of all micro-batches that are under way, of those computed again only their input; and their
-        output, which the last norm or the next stage reads."""
+        """Elements of a token: of all layers of all micro-batches that are under way, of those computed again
+        only their input; and their output, which the last norm or the next stage reads."""
         layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
         chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
         if self.kernels is _Kernels.cpu:
@@ -283,12 +334,17 @@ class _Work:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
         if self.kernels is _Kernels.cpu:
-            return tokens * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole) * self._element
+            return (
+                tokens
+                * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole)
+                * self._element
+            )
         # elements of the MLP's two matrices
         first = 2 * width.gate * width.whole
         second = width.gate * width.whole
-        # In the activation, the product's gradient in the place of the product, that of gate and up, and two steps towards it; in the
-        # second matrix its output's gradient whole, in the first its input's, and the matrix's own; in attention by products, theirs.
+        # In the activation, the product's gradient in the place of the product, that of gate and up, and two
+        # steps towards it; in the second matrix its output's gradient whole, in the first its input's, and
+        # the matrix's own; in attention by products, theirs.
         inside = max(
             tokens * 4 * width.gate,
             tokens * (width.whole + width.gate) + second,
@@ -298,12 +354,18 @@ class _Work:
             tokens * self._sparse.beside,
         )
         # A tied embedding has its gradient from the head until it has its own.
-        tied = self._architecture.tie_word_embeddings and self._is_first and self._is_last and not self._role.with_value_head
+        tied = (
+            self._architecture.tie_word_embeddings
+            and self._is_first
+            and self._is_last
+            and not self._role.with_value_head
+        )
         return (tokens * (again + gradients) + inside + tied * self._vocabulary * width.whole) * self._element
 
     @property
     def _way_back_of_attention_apart(self) -> int:
-        """Elements of a token, as `_attention_apart`; gradients of keys and values as pieces saw them are added up into those of all."""
+        """Elements of a token, as `_attention_apart`; gradients of keys and values as pieces saw them are
+        added up into those of all."""
         width = self._widths
         if self._context > 1:
             again = RecomputeModule.core_attn in self._modules_again  # the keys and values are gathered again
@@ -312,9 +374,9 @@ class _Work:
         return (6 * width.query + 6 * width.key) * self._shares_prompts
 
     def _way_back_of_head(self, tokens: int) -> int:
-        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language model a chunk's logits, those
-        kept of the last, and the gradient before; and either what the output layer's gradient gets of it, or the probabilities of which
-        the next gradient is made."""
+        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language
+        model a chunk's logits, those kept of the last, and the gradient before; and either what the output
+        layer's gradient gets of it, or the probabilities of which the next gradient is made."""
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
@@ -350,8 +412,9 @@ def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _
 
 
 def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
-    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has one under way in this stage and
-    in each after it; interleaved stages begin more of them (Narayanan et al. 2021, section 2.2)."""
+    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has
+    one under way in this stage and in each after it; interleaved stages begin more of them (Narayanan et al.
+    2021, section 2.2)."""
     stages = parallel.pipeline_parallel_size
     virtual = parallel.virtual_pipeline_parallel_size or 1
     return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

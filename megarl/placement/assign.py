@@ -1,4 +1,5 @@
-"""Gives devices to pools and to the groups in them: first fit, node by node, a tensor-parallel group on one node."""
+"""Gives devices to pools and to the groups in them: first fit, node by node, a tensor-parallel group on one
+node."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ _Device = tuple[int, int]  # node, number
 _Place = tuple[int, tuple[int, ...]]  # node, numbers
 
 
-def assign(pools: Sequence[PoolRequest], num_nodes: int, devices_per_node: int) -> tuple[GroupPlan, ...] | None:
+def assign(
+    pools: Sequence[PoolRequest], num_nodes: int, devices_per_node: int
+) -> tuple[GroupPlan, ...] | None:
     """In the order of the requests; None: it does not fit. Ranks are in the order of nodes and devices."""
     used = [0] * num_nodes
     groups: list[GroupPlan] = []
@@ -37,10 +40,14 @@ def fits_alone(request: GroupRequest, devices_on_nodes: Sequence[int]) -> bool:
 
 def _group(pool: PoolRequest, request: GroupRequest, places: Sequence[_Place], reservation: str) -> GroupPlan:
     processes = tuple(
-        ProcessPlan(pool=pool.name, group=request.name, rank=rank, roles=request.roles, node=node, devices=devices)
+        ProcessPlan(
+            pool=pool.name, group=request.name, rank=rank, roles=request.roles, node=node, devices=devices
+        )
         for rank, (node, devices) in enumerate(places)
     )
-    return GroupPlan(name=request.name, pool=pool.name, roles=request.roles, processes=processes, reservation=reservation)
+    return GroupPlan(
+        name=request.name, pool=pool.name, roles=request.roles, processes=processes, reservation=reservation
+    )
 
 
 def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_Device] | None:
@@ -89,7 +96,8 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
 
 
 def _places(request: GroupRequest, devices: Sequence[_Device]) -> list[_Place] | None:
-    """The first devices of the pool in whole tensor-parallel groups: what is left over on a node stays without one."""
+    """The first devices of the pool in whole tensor-parallel groups: what is left over on a node stays
+    without one."""
     if request.together == 0:
         return [(devices[0][0] if devices else 0, ())] * request.num_processes
     on_nodes: dict[int, list[int]] = {}

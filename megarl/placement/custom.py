@@ -1,4 +1,5 @@
-"""What can be wrong with `placement.roles` and `placement.pools`, a user's own map from role to pool and from pool to devices."""
+"""What can be wrong with `placement.roles` and `placement.pools`, a user's own map from role to pool and from
+pool to devices."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ _POOLS = "placement.pools"
 
 
 def custom_problems(config: RunConfig) -> list[str]:
-    """All that is wrong, one line each; nothing where the strategy is another and none of the two is given."""
+    """All that is wrong, one line each; nothing where the strategy is another and none of the two is
+    given."""
     placement = config.placement
     if placement.strategy is not PlacementStrategy.custom:
         return list(_without_effect(placement))
     if isinstance(config, SFTConfig):
-        return ["placement.strategy: is custom, but supervised fine-tuning has one role, the actor; leave placement.strategy as it is"]
+        return [
+            "placement.strategy: is custom, but supervised fine-tuning has one role, the actor; leave "
+            "placement.strategy as it is"
+        ]
     requests = group_requests(config)
     problems = [*_role_problems(placement, requests), *_pool_problems(placement)]
     return problems or list(_sizes(placement, requests))
@@ -30,7 +35,10 @@ def _without_effect(placement: PlacementConfig) -> Iterator[str]:
     strategy = placement.strategy.value
     for key, value in ((_ROLES, placement.roles), (_POOLS, placement.pools)):
         if value:
-            yield f"{key}, placement.strategy: is given, but the strategy is {strategy}; use strategy=custom, or leave it out"
+            yield (
+                f"{key}, placement.strategy: is given, but the strategy is {strategy}; use "
+                f"strategy=custom, or leave it out"
+            )
 
 
 def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
@@ -41,11 +49,14 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
             yield f"{_ROLES}: the role {role!r} has no pool; give it one, as {_ROLES}.{role}={pools}"
     for role, pool in placement.roles.items():
         if role not in needed:
-            yield f"{_ROLES}: this run has no role {role!r}; it has {', '.join(needed)}{_nearest(role, needed)}"
+            yield (
+                f"{_ROLES}: this run has no role {role!r}; it has {', '.join(needed)}{_nearest(role, needed)}"
+            )
         if pool not in placement.pools:
             known = f"there are {', '.join(placement.pools)}" if placement.pools else "there is none"
             yield (
-                f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; {known}{_nearest(pool, placement.pools)}; "
+                f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; "
+                f"{known}{_nearest(pool, placement.pools)}; "
                 f"give its devices on each node, as {_POOLS}.{pool}=[4]"
             )
 
@@ -64,16 +75,25 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
         if any(count < 0 for count in counts) or not any(counts):
             yield f"{key}: is {counts}, but must say how many devices it has on each node, as [4] or [0, 4]"
         if len(counts) > placement.num_nodes:
-            yield f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is {placement.num_nodes}; use {len(counts)} nodes"
+            yield (
+                f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is "
+                f"{placement.num_nodes}; use {len(counts)} nodes"
+            )
     if placement.devices_per_node is None:
         return
     for node in range(placement.num_nodes):
-        asked = {pool: counts[node] for pool, counts in placement.pools.items() if node < len(counts) and counts[node] > 0}
+        asked = {
+            pool: counts[node]
+            for pool, counts in placement.pools.items()
+            if node < len(counts) and counts[node] > 0
+        }
         if sum(asked.values()) > placement.devices_per_node:
             parts = ", ".join(f"{pool} {count}" for pool, count in asked.items())
             yield (
-                f"{_POOLS}, placement.devices_per_node: on node {node} the pools have {sum(asked.values())} devices ({parts}), but "
-                f"devices_per_node is {placement.devices_per_node}; use smaller pools there, another node, or roles that share a pool"
+                f"{_POOLS}, placement.devices_per_node: on node {node} the pools have {sum(asked.values())} "
+                f"devices ({parts}), but "
+                f"devices_per_node is {placement.devices_per_node}; use smaller pools there, another node, "
+                f"or roles that share a pool"
             )
 
 
@@ -89,7 +109,8 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
             reason = f"has {sum(counts)} devices, but {request.name} needs {needed}; use {needed} or more"
         else:
             reason = (
-                f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each on one node; "
+                f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each "
+                f"on one node; "
                 f"use a multiple of {request.together} on each node"
             )
         yield f"{key}, {_keys_of(request)}: {reason}, or smaller sizes of {request.name}"

@@ -1,4 +1,5 @@
-"""The phases of a PPO step as data: which roles work in each, what it reads, writes and needs in memory; and which phases may overlap.
+"""The phases of a PPO step as data: which roles work in each, what it reads, writes and needs in memory; and
+which phases may overlap.
 
 The phases of the models come from the table of roles (config/roles.py).
 """
@@ -20,7 +21,8 @@ ENGINE = "engine"
 
 
 class Item(NamedTuple):
-    """A part of a role's memory: one of the four above. `ENGINE` is all that an inference engine has, including its weights."""
+    """A part of a role's memory: one of the four above. `ENGINE` is all that an inference engine has,
+    including its weights."""
 
     role: str
     part: str
@@ -46,7 +48,9 @@ class Phase(NamedTuple):
     calls: tuple[str, ...] = ()
 
 
-def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], *calls: str) -> Phase:
+def _phase(
+    name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], *calls: str
+) -> Phase:
     items = frozenset(Item(role, part) for role, parts in needs.items() for part in parts)
     return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, calls)
 
@@ -54,13 +58,34 @@ def _phase(name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapp
 _TO_SCORE = (PARAMETERS,)
 _TO_TRAIN = (PARAMETERS, GRADIENTS, OPTIMIZER)
 _AWAKE = (ENGINE,)
-_GENERATE = _phase("gen", ["rollout"], "prompts rollout.weights", "responses rollout_log_probs", {"rollout": _AWAKE}, "submit_and_poll")
-_REWARD = _phase("reward", ["reward"], "responses", "token_level_scores", {"reward": _TO_SCORE}, *("score", "begin", "scored", "finish"))
-_PUSH = _phase("update_weights", ["actor", "rollout"], "actor.weights", "rollout.weights", {"actor": _TO_SCORE, "rollout": _AWAKE})
+_GENERATE = _phase(
+    "gen",
+    ["rollout"],
+    "prompts rollout.weights",
+    "responses rollout_log_probs",
+    {"rollout": _AWAKE},
+    "submit_and_poll",
+)
+_REWARD = _phase(
+    "reward",
+    ["reward"],
+    "responses",
+    "token_level_scores",
+    {"reward": _TO_SCORE},
+    *("score", "begin", "scored", "finish"),
+)
+_PUSH = _phase(
+    "update_weights",
+    ["actor", "rollout"],
+    "actor.weights",
+    "rollout.weights",
+    {"actor": _TO_SCORE, "rollout": _AWAKE},
+)
 
 
 def step_phases() -> tuple[Phase, ...]:
-    """Returns all phases of a step, of every role in the table, in an order in which one process could run them."""
+    """Returns all phases of a step, of every role in the table, in an order in which one process could run
+    them."""
     scoring = (*_at(Stage.reward), *_at(Stage.score))
     columns = " ".join(["token_level_scores", *(column for phase in scoring for column in phase.writes)])
     advantages = _phase("adv", [], columns, "advantages returns", {})
@@ -89,24 +114,32 @@ def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
 
 
 def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
-    """Of each phase the ones that must have ended before it begins, directly or through others: it reads what they write, or writes
-    what they read or write."""
+    """Of each phase the ones that must have ended before it begins, directly or through others: it reads what
+    they write, or writes what they read or write."""
     before: dict[str, frozenset[str]] = {}
     for index, phase in enumerate(step):
-        direct = [earlier.name for earlier in step[:index] if earlier.writes & (phase.reads | phase.writes) or earlier.reads & phase.writes]
+        direct = [
+            earlier.name
+            for earlier in step[:index]
+            if earlier.writes & (phase.reads | phase.writes) or earlier.reads & phase.writes
+        ]
         before[phase.name] = frozenset(direct).union(*(before[name] for name in direct))
     return before
 
 
 def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tuple[str, str]]:
-    """The pairs of phases that run at the same time: neither waits for the other, and they have no device in common. generates_ahead: the
-    samples of a step are not by the weights of the step before, so that only the push of weights is in the way of generation."""
+    """The pairs of phases that run at the same time: neither waits for the other, and they have no device in
+    common. generates_ahead: the samples of a step are not by the weights of the step before, so that only the
+    push of weights is in the way of generation."""
     step = [phase for phase in phases_of(plan.roles) if phase.roles]
     before = waits_for(phases_of(plan.roles))
     return [
         (one.name, other.name)
         for one, other in combinations(step, 2)
-        if (one.name not in before[other.name] or (generates_ahead and one.name == "gen" and "rollout" not in other.roles))
+        if (
+            one.name not in before[other.name]
+            or (generates_ahead and one.name == "gen" and "rollout" not in other.roles)
+        )
         and not any(_in_the_way(plan, role, them) for role in one.roles for them in other.roles)
     ]
 

@@ -1,8 +1,10 @@
-"""Who is in memory in each phase where roles share devices: what comes in, what goes out, with the fewest moves. Pure.
+"""Who is in memory in each phase where roles share devices: what comes in, what goes out, with the fewest
+moves. Pure.
 
-A step repeats, so for everything in memory it is known when it is needed next. What a phase does not need leaves at the first phase
-on its devices after its last use, but only if there is a phase before its next use that cannot have it beside itself: it would have
-to leave anyway. So each thing comes in at most once and leaves at most once between two uses, and what is never in the way stays.
+A step repeats, so for everything in memory it is known when it is needed next. What a phase does not need
+leaves at the first phase on its devices after its last use, but only if there is a phase before its next use
+that cannot have it beside itself: it would have to leave anyway. So each thing comes in at most once and
+leaves at most once between two uses, and what is never in the way stays.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class OffloadPlan:
     def offloadable(self) -> frozenset[Item]:
         """What has to leave at some time. The rest is always in memory."""
         items = {item for phase in self._phases.values() for item in phase.needs}
-        return frozenset(item for item in items if any(self._must_be_out(item, phase) for phase in self._phases.values()))
+        return frozenset(
+            item for item in items if any(self._must_be_out(item, phase) for phase in self._phases.values())
+        )
 
     @property
     def engines_move(self) -> bool:
@@ -43,13 +47,19 @@ class OffloadPlan:
 
     def offloaded_at_first(self, role: str) -> tuple[str, ...]:
         """Parts of a model that leave as soon as it is built."""
-        return tuple(part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.offloadable)
+        return tuple(
+            part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.offloadable
+        )
 
     def leaving(self, name: str) -> frozenset[Item]:
         """What goes out, where it is in, when the phase begins."""
         phase = self._phases[name]
         near = {role for own in phase.roles for role in (own, *self._plan.on_same_devices(own))}
-        return frozenset(item for item in self.offloadable - phase.needs if item.role in near and self._would_leave(item, phase))
+        return frozenset(
+            item
+            for item in self.offloadable - phase.needs
+            if item.role in near and self._would_leave(item, phase)
+        )
 
     def coming(self, name: str) -> frozenset[Item]:
         """What must be in when the phase begins, and may be out."""
@@ -82,9 +92,12 @@ class OffloadPlan:
         return frozenset(kept)
 
     def takes_turns_with(self, role: str) -> tuple[str, ...]:
-        """Roles in other processes on the same devices: what they do must have ended before `role` has its turn."""
+        """Roles in other processes on the same devices: what they do must have ended before `role` has its
+        turn."""
         own = self._plan.group_of(role)
-        return tuple(other for other in self._plan.on_same_devices(role) if self._plan.group_of(other) is not own)
+        return tuple(
+            other for other in self._plan.on_same_devices(role) if self._plan.group_of(other) is not own
+        )
 
     def are_fused(self, role: str, other: str) -> bool:
         """In one process, which does what it is asked in order."""
@@ -103,11 +116,15 @@ class OffloadPlan:
             yield later
 
     def _must_be_out(self, item: Item, phase: Phase) -> bool:
-        """An engine and a training model cannot be beside each other; nor the gradients and optimizer states of two models. What a
-        forward pass needs may stay beside another model's."""
+        """An engine and a training model cannot be beside each other; nor the gradients and optimizer states
+        of two models. What a forward pass needs may stay beside another model's."""
         if item in phase.needs:
             return False
-        others = [need for need in phase.needs if need.role != item.role and self._plan.share_devices(need.role, item.role)]
+        others = [
+            need
+            for need in phase.needs
+            if need.role != item.role and self._plan.share_devices(need.role, item.role)
+        ]
         if item.part == ENGINE or any(need.part == ENGINE for need in others):
             return bool(others)
         return item.part in _HEAVY and any(need.part in _HEAVY for need in others)

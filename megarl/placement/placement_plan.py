@@ -1,4 +1,5 @@
-"""What a placement plan says: pools, the groups of processes in them, and the devices of each process. Data only."""
+"""What a placement plan says: pools, the groups of processes in them, and the devices of each process. Data
+only."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
-    """One process. `devices`: their numbers on the node, none for a process that only needs a CPU, several for an engine that cuts
-    its model over them."""
+    """One process. `devices`: their numbers on the node, none for a process that only needs a CPU, several
+    for an engine that cuts its model over them."""
 
     pool: str
     group: str
@@ -36,12 +37,15 @@ class ProcessPlan:
         return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
 
     def __str__(self) -> str:
-        return f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
+        return (
+            f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Processes that hold the same roles with one layout. `reservation`: whose bundles their processes run in."""
+    """Processes that hold the same roles with one layout. `reservation`: whose bundles their processes run
+    in."""
 
     name: str
     pool: str
@@ -65,7 +69,8 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What is asked of the cluster at once: `bundles` in the order of nodes and devices, each for `num_groups` processes."""
+    """What is asked of the cluster at once: `bundles` in the order of nodes and devices, each for
+    `num_groups` processes."""
 
     name: str
     pool: str
@@ -87,7 +92,8 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Pools share no device, so they work at the same time. The groups of a pool begin at its first device, so they take turns."""
+    """Pools share no device, so they work at the same time. The groups of a pool begin at its first device,
+    so they take turns."""
 
     strategy: PlacementStrategy
     num_nodes: int
@@ -146,13 +152,21 @@ class PlacementPlan:
         return {role: group.reservation for group in self.groups for role in group.roles}
 
     def bundles(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Of each process of a group, the bundles in its reservation whose devices it has; its own is the first."""
+        """Of each process of a group, the bundles in its reservation whose devices it has; its own is the
+        first."""
         group = self.group(name)
         reserved = next(each for each in self.reservations if each.name == group.reservation).bundles
         if not group.uses_devices:
             return tuple((rank,) for rank in range(len(group.processes)))
-        numbers = {(bundle.node, device): number for number, bundle in enumerate(reserved) for device in bundle.devices}
-        return tuple(tuple(dict.fromkeys(numbers[process.node, device] for device in process.devices)) for process in group.processes)
+        numbers = {
+            (bundle.node, device): number
+            for number, bundle in enumerate(reserved)
+            for device in bundle.devices
+        }
+        return tuple(
+            tuple(dict.fromkeys(numbers[process.node, device] for device in process.devices))
+            for process in group.processes
+        )
 
     def group(self, name: str) -> GroupPlan:
         return next(group for group in self.groups if group.name == name)
@@ -181,8 +195,8 @@ class PlacementPlan:
 
 
 def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
-    """One for the devices of each pool, named after its first group: a bundle for each process where there is one group, else one
-    for each device. One for each group without devices."""
+    """One for the devices of each pool, named after its first group: a bundle for each process where there is
+    one group, else one for each device. One for each group without devices."""
     sharing: dict[str, list[GroupPlan]] = {}
     for group in groups:
         sharing.setdefault(group.reservation, []).append(group)
@@ -190,5 +204,8 @@ def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
         if len(members) == 1:
             bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)
         else:
-            bundles = tuple(Bundle(node, (device,)) for node, device in sorted(frozenset().union(*(each.devices for each in members))))
+            bundles = tuple(
+                Bundle(node, (device,))
+                for node, device in sorted(frozenset().union(*(each.devices for each in members)))
+            )
         yield Reservation(name=name, pool=members[0].pool, bundles=bundles, num_groups=len(members))

@@ -1,4 +1,5 @@
-"""Which role runs in which process on which device: a pure plan, made from the configuration and printed before anything starts."""
+"""Which role runs in which process on which device: a pure plan, made from the configuration and printed
+before anything starts."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     """The plan of a valid configuration; the same configuration gives the same plan.
 
     Without `placement.devices_per_node`, nodes are as large as the roles need.
-    Raises ConfigError when the devices that the configuration states are too few, or a tensor-parallel group has no node to fit, and
-    for pools of a user's own that cannot be.
+    Raises ConfigError when the devices that the configuration states are too few, or a tensor-parallel group
+    has no node to fit, and for pools of a user's own that cannot be.
     """
     placement = config.placement
     if problems := custom_problems(config):
@@ -43,7 +44,15 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
         return [placement.devices_per_node]
     if placement.strategy is PlacementStrategy.custom:
         counts = [pool.devices_on_nodes or () for pool in pools]
-        return [max(1, *(sum(each[node] for each in counts if node < len(each)) for node in range(placement.num_nodes)))]
+        return [
+            max(
+                1,
+                *(
+                    sum(each[node] for each in counts if node < len(each))
+                    for node in range(placement.num_nodes)
+                ),
+            )
+        ]
     needed = sum(pool.num_devices for pool in pools)
     return range(-(-needed // placement.num_nodes), needed + 1)
 
@@ -53,10 +62,14 @@ def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
     size = _node_sizes(config, pools)[0]
     needed = sum(pool.num_devices for pool in pools)
     roles = ", ".join(_described(pool) for pool in pools if pool.num_devices)
-    split = ", and a tensor-parallel group must fit on one node" if needed <= placement.num_nodes * size else ""
+    split = (
+        ", and a tensor-parallel group must fit on one node" if needed <= placement.num_nodes * size else ""
+    )
     return (
-        f"placement.num_nodes, placement.devices_per_node: {placement.num_nodes} x {size} = {placement.num_nodes * size} devices, "
-        f"but the roles need {needed} ({roles}){split}; use devices_per_node {_devices_that_work(pools, placement.num_nodes)} or more, "
+        f"placement.num_nodes, placement.devices_per_node: {placement.num_nodes} x {size} = "
+        f"{placement.num_nodes * size} devices, "
+        f"but the roles need {needed} ({roles}){split}; use devices_per_node "
+        f"{_devices_that_work(pools, placement.num_nodes)} or more, "
         "more nodes, or smaller parallel sizes"
     )
 

@@ -1,4 +1,5 @@
-"""What a strategy asks for: pools, and the groups of processes in each. The strategies are tables from role to pool."""
+"""What a strategy asks for: pools, and the groups of processes in each. The strategies are tables from role
+to pool."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from typing import NamedTuple
 from megarl.config.roles import ENVIRONMENT, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
 
-WITHOUT_DEVICES = ("reward", ENVIRONMENT)  # functions and tools run on a CPU, so that a user may leave them out
+# functions and tools run on a CPU, so that a user may leave them out
+WITHOUT_DEVICES = ("reward", ENVIRONMENT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """Processes to place. `together`: devices (of a tensor-parallel group) that must be on one node; 0: CPU processes.
+    """Processes to place. `together`: devices (of a tensor-parallel group) that must be on one node; 0: CPU
+    processes.
 
-    `devices_per_process`: consecutive ones that a process has. `parallel`: the layout, which roles fused in a process share; None
-    where it is nobody else's.
+    `devices_per_process`: consecutive ones that a process has. `parallel`: the layout, which roles fused in a
+    process share; None where it is nobody else's.
     """
 
     roles: tuple[str, ...]
@@ -37,7 +40,8 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRequest:
-    """Groups that begin at the same device. `devices_on_nodes`: as a user gave them; None: as many as the largest group needs."""
+    """Groups that begin at the same device. `devices_on_nodes`: as a user gave them; None: as many as the
+    largest group needs."""
 
     name: str
     groups: tuple[GroupRequest, ...]
@@ -84,8 +88,8 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
 
 
 def group_requests(config: RunConfig) -> list[GroupRequest]:
-    """One for each role of the run: those with a model, the reward's functions and an agent's environments on a CPU, the engines with a
-    process per replica."""
+    """One for each role of the run: those with a model, the reward's functions and an agent's environments on
+    a CPU, the engines with a process per replica."""
     requests = [
         GroupRequest(
             roles=(role.name,),
@@ -99,7 +103,9 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
         rollout = config.rollout
         requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
         if config.agent.is_used:
-            requests.append(GroupRequest(roles=(ENVIRONMENT,), num_processes=config.agent.num_workers, together=0))
+            requests.append(
+                GroupRequest(roles=(ENVIRONMENT,), num_processes=config.agent.num_workers, together=0)
+            )
         requests.append(
             GroupRequest(
                 roles=("rollout",),
@@ -112,8 +118,8 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
 
 
 def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
-    """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in its processes where their
-    layouts are the same, else in processes of its own on its devices."""
+    """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in
+    its processes where their layouts are the same, else in processes of its own on its devices."""
     models = {role.name: _Pool(role.beside or role.name) for role in model_roles(config)}
     functions = _Pool("critic" if needs_critic(config) else "reward")
     return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}

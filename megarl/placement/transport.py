@@ -1,5 +1,5 @@
-"""Which way the weights take from the trainer to the engines: a pure choice, made from the configuration and the plan, the same on a CPU
-and on CUDA."""
+"""Which way the weights take from the trainer to the engines: a pure choice, made from the configuration and
+the plan, the same on a CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     Raises ConfigError for one that cannot work in this placement.
     """
     asked = config.resharding.transport
-    why_not = {transport: _why_not(transport, plan) for transport in (Transport.device, Transport.group, Transport.folder)}
+    why_not = {
+        transport: _why_not(transport, plan)
+        for transport in (Transport.device, Transport.group, Transport.folder)
+    }
     working = [transport for transport, reason in why_not.items() if reason is None]
     if asked is Transport.auto:
         return working[0]
     if (reason := why_not[asked]) is not None:
         others = " or ".join(transport.value for transport in working)
-        raise ConfigError("placement", [f"{_KEY}, placement.strategy: is {asked.value}, but {reason}; use {others}, or auto"])
+        raise ConfigError(
+            "placement",
+            [f"{_KEY}, placement.strategy: is {asked.value}, but {reason}; use {others}, or auto"],
+        )
     return asked
 
 
 def joins_weight_groups(config: RunConfig, plan: PlacementPlan) -> bool:
-    """Return whether the actor's ranks meet engines in groups of the communication library (`resharding.transport=group`)."""
+    """Return whether the actor's ranks meet engines in groups of the communication library
+    (`resharding.transport=group`)."""
     if not isinstance(config, PPOConfig) or not {"actor", "rollout"} <= set(plan.roles):
         return False
     return choose_transport(config, plan) is Transport.group
@@ -39,8 +46,14 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     engines = plan.group_of("rollout").devices
     if transport is Transport.device and (alone := sorted(engines - trainers)):
         places = ", ".join(f"{device} of node {node}" for node, device in alone[:4])
-        return f"in the placement {plan.strategy.value!r} engines run on devices that have no actor rank (device {places})"
+        return (
+            f"in the placement {plan.strategy.value!r} engines run on devices that have no actor rank "
+            f"(device {places})"
+        )
     if transport is Transport.group and (shared := sorted(engines & trainers)):
         node, device = shared[0]
-        return f"actor and rollout share devices (device {device} of node {node}), and NCCL refuses a group with two members on one device"
+        return (
+            f"actor and rollout share devices (device {device} of node {node}), and NCCL refuses a group "
+            f"with two members on one device"
+        )
     return None

@@ -1,4 +1,5 @@
-"""What a call of torch.distributed is, as torch's dispatcher sees it: over fake tensors, and over real ones just the same."""
+"""What a call of torch.distributed is, as torch's dispatcher sees it: over fake tensors, and over real ones
+just the same."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _KINDS = {
 
 
 def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collective, Tensor] | None:
-    """An operator of torch's namespace `c10d`, and the larger side of this rank, which gives the type and size; None for one without
-    tensors, as a barrier."""
+    """An operator of torch's namespace `c10d`, and the larger side of this rank, which gives the type and
+    size; None for one without tensors, as a barrier."""
     tensors = tensors_of(arguments, keywords)
     if not tensors:
         return None
@@ -44,15 +45,20 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
     dtype = str(largest.dtype).removeprefix("torch.")
     elements = largest.numel()
-    call = Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place())
+    call = Collective(
+        kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()
+    )
     if call.kind == "all_to_all":
         sent = _split(named["input"], named["input_split_sizes"], len(ranks))
-        call = call._replace(sent=sent, received=_split(named["output"], named["output_split_sizes"], len(ranks)))
+        call = call._replace(
+            sent=sent, received=_split(named["output"], named["output_split_sizes"], len(ranks))
+        )
     return call, largest
 
 
 def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Elements of each rank's part of a tensor, which has so many rows; where nobody says how many, as many as another's."""
+    """Elements of each rank's part of a tensor, which has so many rows; where nobody says how many, as many
+    as another's."""
     if not len(rows):
         return (tensor.numel() // num_ranks,) * num_ranks
     return tuple(int(number) * prod(tensor.shape[1:]) for number in rows)

@@ -1,8 +1,10 @@
-"""A CUDA device that is not there: its tensors are fake ones, with a shape and no memory; those of the host are real.
+"""A CUDA device that is not there: its tensors are fake ones, with a shape and no memory; those of the host
+are real.
 
-Integers on the device that follow from integers of the host (ids, boundaries of sequences, shapes) are also kept on the host, so that
-where the engine reads them it gets what a real device would give. Every other number that it reads is 1. Which experts a router takes is
-given (`FakeDevice.routes`), and what other ranks have to say about it is taken to be the same.
+Integers on the device that follow from integers of the host (ids, boundaries of sequences, shapes) are also
+kept on the host, so that where the engine reads them it gets what a real device would give. Every other
+number that it reads is 1. Which experts a router takes is given (`FakeDevice.routes`), and what other ranks
+have to say about it is taken to be the same.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from megarl.rehearsal.record import RehearsalError
 _MOST_KNOWN = 2**22  # elements of a tensor of integers of which the host keeps a copy
 _KNOWN = "megarl_known"  # on a fake tensor: its copy
 _IS_ZERO = "megarl_is_zero"  # on a fake tensor of other numbers that was made so
-_MOST_REAL = 2**26  # elements of a tensor of the host: what is larger (the host buffer of a model's state) has no memory either
+# elements of a tensor of the host: what is larger (the host buffer of a model's state) has no memory either
+_MOST_REAL = 2**26
 _INTEGERS = (torch.int64, torch.int32, torch.bool)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -49,9 +52,10 @@ class _FakeTensors(FakeTensorMode):
 class FakeDevice(TorchDispatchMode):
     """Within it `cuda` is that device. Collectives are of a world of `fake` groups, and end at once.
 
-    received_integers: what a message of integers holds that comes from another rank: the shape of hidden states, which pipeline stages
-    tell each other.
-    routes: the experts (T, K) that a router takes for so many tokens: of each row of numbers for experts the indices of the largest K.
+    received_integers: what a message of integers holds that comes from another rank: the shape of hidden
+    states, which pipeline stages tell each other.
+    routes: the experts (T, K) that a router takes for so many tokens: of each row of numbers for experts the
+    indices of the largest K.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -66,7 +70,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __enter__(self) -> FakeDevice:
         dist.batch_isend_irecv = self._communicate_batch  # type: ignore[assignment]
-        # `torch.tensor(..., device="cuda")` is made on the host and then moved, an operation that is seen here.
+        # `torch.tensor(..., device="cuda")` is made on the host and then moved, an operation that is seen
+        # here.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
@@ -80,9 +85,13 @@ class FakeDevice(TorchDispatchMode):
         if operator.namespace == "c10d":
             return self._communicate(operator, arguments, keywords)
         tensors = tensors_of(arguments, keywords)
-        on_device = keywords.get("device") is not None and torch.device(keywords["device"]).type in ("cuda", "meta")
+        on_device = keywords.get("device") is not None and torch.device(keywords["device"]).type in (
+            "cuda",
+            "meta",
+        )
         if on_device:
-            keywords = {**keywords, "device": CUDA}  # what is asked for where the memory of a fake tensor says that it is
+            # what is asked for where the memory of a fake tensor says that it is
+            keywords = {**keywords, "device": CUDA}
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
         if not on_device and not fakes:
             return self._on_host(operator, tensors, arguments, keywords)
@@ -112,18 +121,29 @@ class FakeDevice(TorchDispatchMode):
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
             # Attention of packed rows is of their lengths, where the formula can read them.
-            sized, named = tree_map_only(FakeTensor, lambda fake: vars(fake).get(_KNOWN, fake), (arguments, keywords))
+            sized, named = tree_map_only(
+                FakeTensor, lambda fake: vars(fake).get(_KNOWN, fake), (arguments, keywords)
+            )
             self.ledger.computes(formula(*sized, **named, out_val=result))
-        self.ledger.sees(each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda")
+        self.ledger.sees(
+            each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda"
+        )
         return result
 
     def _on_host(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
-        if not tensors and arguments and isinstance(arguments[0], list | torch.Size) and prod(arguments[0]) > _MOST_REAL:
+        if (
+            not tensors
+            and arguments
+            and isinstance(arguments[0], list | torch.Size)
+            and prod(arguments[0]) > _MOST_REAL
+        ):
             with self._fake:
                 return operator(*arguments, **keywords)
         return operator(*arguments, **keywords)
 
-    def _on_device(self, operator: Any, tensors: Sequence[Tensor], known: Any, arguments: Any, keywords: Any) -> Any:
+    def _on_device(
+        self, operator: Any, tensors: Sequence[Tensor], known: Any, arguments: Any, keywords: Any
+    ) -> Any:
         try:
             with self._fake:
                 result = operator(*arguments, **keywords)
@@ -132,7 +152,8 @@ class FakeDevice(TorchDispatchMode):
                 known = torch.empty(int(mask.sum()), dtype=arguments[0].dtype)
             if known is None:
                 raise RehearsalError(
-                    f"{operator} needs numbers of the device that follow from no number of the host, at {place()}"
+                    f"{operator} needs numbers of the device that follow from no number of the host, at "
+                    f"{place()}"
                 ) from error
             self.ledger.waits("read")
             return self._like(known)
@@ -147,8 +168,14 @@ class FakeDevice(TorchDispatchMode):
             return tree_map_only(Tensor, lambda value: torch.empty_like(value, device="cuda"), known)
 
     def _known(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
-        """What the operator gives, on the host; None where it is not known. Changes the host's copy where the operator changes a tensor."""
-        if operator is _COPIES[0] and vars(tensors[0]).get(_IS_ZERO) and keywords.get("dtype") in _INTEGERS and _has_room(tensors[0]):
+        """What the operator gives, on the host; None where it is not known. Changes the host's copy where the
+        operator changes a tensor."""
+        if (
+            operator is _COPIES[0]
+            and vars(tensors[0]).get(_IS_ZERO)
+            and keywords.get("dtype") in _INTEGERS
+            and _has_room(tensors[0])
+        ):
             return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
         values = [_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
@@ -175,23 +202,31 @@ class FakeDevice(TorchDispatchMode):
             return value.item()
         if tensor.is_floating_point():
             return 1.0
-        raise RehearsalError(f"a number ({tensor.dtype}) is read that follows from no number of the host, at {place()}")
+        raise RehearsalError(
+            f"a number ({tensor.dtype}) is read that follows from no number of the host, at {place()}"
+        )
 
     def _count_copy(self, operator: Any, arguments: Any, keywords: Any, result: Any) -> None:
         """Between host and device, unless it is said that nobody waits for it."""
         source, target = (arguments[0], result) if operator is _COPIES[0] else (arguments[1], arguments[0])
-        blocks = not (keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2]))
+        blocks = not (
+            keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2])
+        )
         if blocks and (source.device.type == "cuda") != (target.device.type == "cuda") and source.numel():
             self.ledger.waits("copy")
 
     def _communicate(self, operator: Any, arguments: Any, keywords: Any) -> Any:
         for tensor in tensors_of(arguments, keywords):
             if tensor.device.type != "cuda":
-                raise RehearsalError(f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL refuses, at {place()}")
+                raise RehearsalError(
+                    f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL refuses, at {place()}"
+                )
         if (call := collective_of(operator, arguments, keywords)) is not None:
             collective, tensor = call
             if collective.kind == "recv" and not tensor.is_floating_point():
-                vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(tensor.shape)
+                vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(
+                    tensor.shape
+                )
             if collective.kind == "all_gather":
                 _gather_known(arguments[0], arguments[1], len(collective.ranks))
             number = self.ledger.communicates(collective._replace(batch=self._batch))
@@ -218,8 +253,13 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _gather_known(gathered: Any, part: Any, num_ranks: int) -> None:
-    """Of a tensor into which one is gathered: the other ranks, whose tokens are as many and go to the same experts, send the same."""
-    if isinstance(gathered, FakeTensor) and isinstance(part, FakeTensor) and (value := _value(part)) is not None:
+    """Of a tensor into which one is gathered: the other ranks, whose tokens are as many and go to the same
+    experts, send the same."""
+    if (
+        isinstance(gathered, FakeTensor)
+        and isinstance(part, FakeTensor)
+        and (value := _value(part)) is not None
+    ):
         vars(gathered)[_KNOWN] = torch.cat([value] * num_ranks).view(gathered.shape)
 
 
@@ -228,7 +268,11 @@ def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
         return []
     named = zip(operator._schema.arguments, arguments, strict=False)
     values = [value for argument, value in named if argument.is_write]
-    values += [keywords[argument.name] for argument in operator._schema.arguments if argument.is_write and argument.name in keywords]
+    values += [
+        keywords[argument.name]
+        for argument in operator._schema.arguments
+        if argument.is_write and argument.name in keywords
+    ]
     return _tensors(values)
 
 

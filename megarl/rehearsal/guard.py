@@ -1,4 +1,5 @@
-"""The inert guard of CUDA devices (guard.cpp), for machines without a GPU: compiled at first use, loaded before torch.
+"""The inert guard of CUDA devices (guard.cpp), for machines without a GPU: compiled at first use, loaded
+before torch.
 
 Imports no torch.
 """
@@ -21,15 +22,19 @@ _FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O0")
 
 
 def load_guard() -> None:
-    """Load the guard into this process, which then has a CUDA device on which nothing happens. Must run before torch is imported.
+    """Load the guard into this process, which then has a CUDA device on which nothing happens. Must run
+    before torch is imported.
 
     Raises:
         ValueError: there is no C++ compiler, or it refuses the source.
     """
-    assert "torch" not in sys.modules, "the guard comes too late: torch has been imported, and may have looked for its accelerator"
+    assert "torch" not in sys.modules, (
+        "the guard comes too late: torch has been imported, and may have looked for its accelerator"
+    )
     library = compiled_guard()
     libraries = _torch_dir() / "lib"
-    # The guard links to the first two; a CUDA build registers its own guard when the others are loaded, so they have to come first.
+    # The guard links to the first two; a CUDA build registers its own guard when the others are loaded, so
+    # they have to come first.
     for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
         if (libraries / name).exists():
             ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
@@ -47,7 +52,8 @@ def compiled_guard() -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         raise ValueError(
-            "a dry run on fake devices compiles a guard for CUDA devices once, and there is no g++ on PATH: install it (apt install g++)"
+            "a dry run on fake devices compiles a guard for CUDA devices once, and there is no g++ on PATH: "
+            "install it (apt install g++)"
         )
     library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
@@ -58,7 +64,8 @@ def compiled_guard() -> Path:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise ValueError(
-                f"g++ cannot compile the guard of CUDA devices against torch {torch_version} (status {run.returncode}):\n"
+                f"g++ cannot compile the guard of CUDA devices against torch {torch_version} (status "
+                f"{run.returncode}):\n"
                 f"{run.stderr[-2000:]}\nuse a g++ that supports C++20"
             )
         made.replace(library)  # at once: others may be compiling it

@@ -1,4 +1,5 @@
-"""Counts what fake tensors would do to a device: memory, collectives, waits and floating-point operations, phase by phase."""
+"""Counts what fake tensors would do to a device: memory, collectives, waits and floating-point operations,
+phase by phase."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
 
 
 def place() -> str:
-    """The innermost line that is neither torch's nor the rehearsal's: `megarl/engine/layers.py:57 forward`."""
+    """The innermost line that is neither torch's nor the rehearsal's: `megarl/engine/layers.py:57
+    forward`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_UNSEEN):
         frame = frame.f_back
@@ -35,7 +37,9 @@ def place() -> str:
 def place_of(error: Exception) -> str:
     """Likewise of where an error was raised."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return _line(*next((each for each in reversed(frames) if not each[0].co_filename.startswith(_UNSEEN)), frames[-1]))
+    return _line(
+        *next((each for each in reversed(frames) if not each[0].co_filename.startswith(_UNSEEN)), frames[-1])
+    )
 
 
 def _line(code: CodeType, line: int) -> str:
@@ -64,7 +68,8 @@ class Ledger:
         self._waits: Counter[tuple[str, str]] = Counter()
 
     def sees(self, tensors: Iterable[Tensor]) -> None:
-        """Counts memory that is new, until it is freed. Raises RehearsalError where it is more than the device has."""
+        """Counts memory that is new, until it is freed. Raises RehearsalError where it is more than the
+        device has."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -83,12 +88,14 @@ class Ledger:
     def _check(self, size: int) -> None:
         if self._limit is not None and self._held > self._limit:
             raise RehearsalError(
-                f"{_size(self._held)} would be in the memory of a device that has {_size(self._limit)}, with {_size(size)} more, "
+                f"{_size(self._held)} would be in the memory of a device that has {_size(self._limit)}, "
+                f"with {_size(size)} more, "
                 f"at {place()}"
             )
 
     def look_again(self) -> None:
-        """Storages are emptied and filled in place where state is moved away and back, of which no operation tells."""
+        """Storages are emptied and filled in place where state is moved away and back, of which no operation
+        tells."""
         for key, (reference, size) in list(self._storages.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:

@@ -1,9 +1,11 @@
-"""Whether ranks whose calls agree in each group would still wait for each other for ever, because the order between groups differs. Pure.
+"""Whether ranks whose calls agree in each group would still wait for each other for ever, because the order
+between groups differs. Pure.
 
-As NCCL's devices do it: a call begins when all before it in its group have ended and the device has come to it, and ends when its
-members have begun; the device goes on, and stands still where it waits for a call. All calls of a group, messages too, are one after
-another, for each group has one communicator (it is made with its device); messages of a batch go at the same time. A message ends when
-sender and receiver are there, as a large one does. Of ranks that were not rehearsed it is taken that they come.
+As NCCL's devices do it: a call begins when all before it in its group have ended and the device has come to
+it, and ends when its members have begun; the device goes on, and stands still where it waits for a call. All
+calls of a group, messages too, are one after another, for each group has one communicator (it is made with
+its device); messages of a batch go at the same time. A message ends when sender and receiver are there, as a
+large one does. Of ranks that were not rehearsed it is taken that they come.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class _Rank:
         if not queue:
             return []
         batch = self.calls[queue[0]].batch
-        return [call for call in queue if self.calls[call].batch == batch] if batch is not None else [queue[0]]
+        return (
+            [call for call in queue if self.calls[call].batch == batch] if batch is not None else [queue[0]]
+        )
 
     def same(self, group: str, call: Collective) -> int | None:
         """The number of the rank's own call that belongs to one of another, if it is at work."""
@@ -52,9 +56,14 @@ class _Rank:
         self.queues[self.calls[number].group].remove(number)
 
     def stands_at(self, group: str | None) -> int | None:
-        """The call for which the rank does nothing more in the group, or at all; None where it has come to its end."""
+        """The call for which the rank does nothing more in the group, or at all; None where it has come to
+        its end."""
         if group is None or not self.queues[group]:
-            group = self.calls[self.awaits[0].call].group if self.awaits else next(filter(self.queues.get, self.queues), None)
+            group = (
+                self.calls[self.awaits[0].call].group
+                if self.awaits
+                else next(filter(self.queues.get, self.queues), None)
+            )
         return None if group is None else self.queues[group][0]
 
 
@@ -63,8 +72,8 @@ def _meet(mine: Collective, theirs: Collective) -> bool:
 
 
 def deadlock(records: Sequence[RankRecord]) -> str | None:
-    """One line that names who waits for whom, with the lines of all; None where every rank comes to its end. Of records whose calls agree
-    group by group."""
+    """One line that names who waits for whom, with the lines of all; None where every rank comes to its end.
+    Of records whose calls agree group by group."""
     ranks = {record.rank: _Rank(record) for record in records}
     moved = True
     while moved:
@@ -101,9 +110,14 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
             places.append(f"rank {number} has come to its end")
             break
         call = ranks[number].calls[at]
-        places.append(f"rank {number} is in {call.kind} of {call.elements:,} {call.dtype} in {call.group} at {call.place}")
+        places.append(
+            f"rank {number} is in {call.kind} of {call.elements:,} {call.dtype} in {call.group} at "
+            f"{call.place}"
+        )
         group = call.group
-        number = next(member for member in call.ranks if member in ranks and ranks[member].same(group, call) is None)
+        number = next(
+            member for member in call.ranks if member in ranks and ranks[member].same(group, call) is None
+        )
     else:
         del places[: chain.index(number)]
     return "a hang, as the order of calls differs between groups: " + ", which waits for ".join(places)

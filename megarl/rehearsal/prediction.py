@@ -15,9 +15,10 @@ UNEVEN = ", uneven"  # behind the name of a phase: one expert has twice its shar
 
 
 class PredictedMemory(NamedTuple):
-    """Bytes. held: state of the model. stays: on the device when the state has left. peaks: by the rehearsal's phase. While it is built, a
-    model that trains has its parameters twice, before the optimizer has its state. batches: what of a peak is the batch of the whole pass,
-    of which a rehearsal has a few micro-batches."""
+    """Bytes. held: state of the model. stays: on the device when the state has left. peaks: by the
+    rehearsal's phase. While it is built, a model that trains has its parameters twice, before the optimizer
+    has its state. batches: what of a peak is the batch of the whole pass, of which a rehearsal has a few
+    micro-batches."""
 
     held: int
     stays: int
@@ -25,7 +26,9 @@ class PredictedMemory(NamedTuple):
     batches: Mapping[str, int]
 
 
-def predicted_memory(config: RunConfig, role: ModelRole, architecture: Architecture, rank: int) -> PredictedMemory:
+def predicted_memory(
+    config: RunConfig, role: ModelRole, architecture: Architecture, rank: int
+) -> PredictedMemory:
     stage = stage_of(role.parallel, rank)
     state = model_state(role, architecture, config.model.dtype, stage)
     held = state.total
@@ -37,5 +40,9 @@ def predicted_memory(config: RunConfig, role: ModelRole, architecture: Architect
         crowded = working_memory(config, role, architecture, stage, moments, uneven=True)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
     beside = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
-    batches = {phase: work.trained_batch if phase.startswith("train") else work.scored_batch for phase in passes if phase != "step"}
+    batches = {
+        phase: work.trained_batch if phase.startswith("train") else work.scored_batch
+        for phase in passes
+        if phase != "step"
+    }
     return PredictedMemory(held, work.stays, {phase: held + size for phase, size in beside.items()}, batches)

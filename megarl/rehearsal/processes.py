@@ -1,4 +1,5 @@
-"""Each rank in a process of its own, a few at a time, forked from one that has imported torch and Megatron. Imports no torch itself."""
+"""Each rank in a process of its own, a few at a time, forked from one that has imported torch and Megatron.
+Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def rehearse_ranks(
     Args:
         requests: The ranks.
         num_processes: How many ranks run at the same time.
-        prepare: Called in the process from which the ranks are forked. The default loads the guard and the engine.
+        prepare: Called in the process from which the ranks are forked. The default loads the guard and the
+            engine.
         report: Called for each phase that a rank has finished.
 
     Raises:
@@ -34,7 +36,9 @@ def rehearse_ranks(
     """
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, list(requests), num_processes, prepare or make_ready))
+    process = context.Process(
+        target=_serve, args=(theirs, list(requests), num_processes, prepare or make_ready)
+    )
     process.start()
     theirs.close()
     try:
@@ -54,7 +58,9 @@ def _received(connection: Connection) -> Answer:
     try:
         return connection.recv()
     except EOFError:
-        return RehearsalError("the process that rehearses ended without a word; its standard error, above, says why")
+        return RehearsalError(
+            "the process that rehearses ended without a word; its standard error, above, says why"
+        )
 
 
 def make_ready() -> None:
@@ -66,8 +72,11 @@ def make_ready() -> None:
     rank.prepare()
 
 
-def _serve(connection: Connection, requests: list[RankRequest], num_processes: int, prepare: Callable[[], None]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the command says that it was interrupted; here is nothing to say
+def _serve(
+    connection: Connection, requests: list[RankRequest], num_processes: int, prepare: Callable[[], None]
+) -> None:
+    # the command says that it was interrupted; here is nothing to say
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         prepare()
     except ValueError as error:
@@ -89,7 +98,11 @@ def _serve(connection: Connection, requests: list[RankRequest], num_processes: i
                 message = ready.recv()
             except EOFError:
                 rank = running[ready].rank
-                connection.send(RehearsalError(f"the process of rank {rank} ended without a word, perhaps for want of memory"))
+                connection.send(
+                    RehearsalError(
+                        f"the process of rank {rank} ended without a word, perhaps for want of memory"
+                    )
+                )
                 return
             connection.send(message)
             if not isinstance(message, RankProgress):

@@ -1,4 +1,5 @@
-"""What a rank of the actor packs and sends when it gives its weights away: the plan of a push, on the engine's own parameters."""
+"""What a rank of the actor packs and sends when it gives its weights away: the plan of a push, on the
+engine's own parameters."""
 
 from __future__ import annotations
 
@@ -36,14 +37,19 @@ class _RecordedGroup(P2PGroup):
         for target, tensor in sends:
             ranks = (self._rank, self._num_ranks + target)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._ledger.communicates(Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place()))
+            self._ledger.communicates(
+                Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place())
+            )
         return _Sent()
 
 
 def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
-    """Raises RehearsalError, with the tensor's name, where the rank does not hold what the plan says, or in another type."""
+    """Raises RehearsalError, with the tensor's name, where the rank does not hold what the plan says, or in
+    another type."""
     spec = engine.spec
-    shards = Shards(parameters=engine.parameters(), architecture=spec.architecture, layout=engine.layout, head=spec.head)
+    shards = Shards(
+        parameters=engine.parameters(), architecture=spec.architecture, layout=engine.layout, head=spec.head
+    )
     dtype = getattr(torch, spec.dtype.value)
 
     def regions(part: Part) -> list[Tensor]:
@@ -52,7 +58,8 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
         types = {region.dtype for region in found}
         if held != part.tensor_slice.volume or types != {dtype}:
             raise RehearsalError(
-                f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which this rank holds {held:,}, as "
+                f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which "
+                f"this rank holds {held:,}, as "
                 f"{', '.join(map(str, types))}"
             )
         return found

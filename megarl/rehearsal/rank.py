@@ -1,4 +1,5 @@
-"""One rank of a role on a fake device: its engine is built, scores, trains, steps, and is moved out of the way and back.
+"""One rank of a role on a fake device: its engine is built, scores, trains, steps, and is moved out of the
+way and back.
 
 The process must have loaded the guard (guard.py) and activated the fake device (`prepare`) before.
 """
@@ -58,7 +59,8 @@ def prepare() -> None:
 
 
 def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase: None) -> RankRecord:
-    """Run all phases, or those up to the one that fails. `report` is called with the name of each finished phase."""
+    """Run all phases, or those up to the one that fails. `report` is called with the name of each finished
+    phase."""
     global _ledger
     config = with_dtype(request.config, is_on_cuda=True)
     role = next(role for role in model_roles(config) if role.name == request.role)
@@ -89,7 +91,14 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
 
 
 class _Rehearsal:
-    def __init__(self, config: RunConfig, role: ModelRole, architecture: Architecture, request: RankRequest, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        role: ModelRole,
+        architecture: Architecture,
+        request: RankRequest,
+        ledger: Ledger,
+    ) -> None:
         self.num_parameters = 0
         self._config = config
         self._role = role
@@ -115,8 +124,14 @@ class _Rehearsal:
         batch = make_rows(rows, self._request.num_micro_batches, parallel.context_parallel_size)
         packing = self._config.engine.packing
         cut = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        length = batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
-        self._device.received_integers = (-(-length // cut), 1 if packing else len(rows), self._architecture.hidden_size)
+        length = (
+            batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
+        )
+        self._device.received_integers = (
+            -(-length // cut),
+            1 if packing else len(rows),
+            self._architecture.hidden_size,
+        )
         return batch
 
     def _run(self) -> Iterator[PhaseRecord]:
@@ -126,15 +141,24 @@ class _Rehearsal:
         class RehearsedEngine(MegatronEngine):
             def _load(self, folder: str) -> None:
                 """No weights are read: the parameters are those that the layout cuts out of the model."""
-                check_parameters(self.parameters(), shard_shapes(self.spec.architecture, self.layout, self.spec.head))
+                check_parameters(
+                    self.parameters(), shard_shapes(self.spec.architecture, self.layout, self.spec.head)
+                )
 
         end = self._ledger.end_phase
-        own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)  # those of a batch are values, which there are none of
-        spec = spec_of(self._config.with_sections(engine=own_routes), self._role, self._architecture, Device.cuda)
+        # those of a batch are values, which there are none of
+        own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)
+        spec = spec_of(
+            self._config.with_sections(engine=own_routes), self._role, self._architecture, Device.cuda
+        )
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        push = partial(push_weights, engine, self._request.push, self._ledger, self._request.rank) if self._request.push else None
+        push = (
+            partial(push_weights, engine, self._request.push, self._ledger, self._request.rank)
+            if self._request.push
+            else None
+        )
         crowd = self._crowd if self._architecture.experts else None
         yield from run_phases(engine, self._config, self._role, self._batch, end, push, crowd)
 
@@ -148,11 +172,13 @@ def run_phases(
     push: Callable[[], None] | None = None,
     crowd: Callable[[], None] | None = None,
 ) -> Iterator[PhaseRecord]:
-    """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests compare fake with real ones.
-    `batch_of`: the batch of a pass, by whether it trains. `crowd`: makes the routes to experts uneven, for passes that come once more.
+    """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests
+    compare fake with real ones.
+    `batch_of`: the batch of a pass, by whether it trains. `crowd`: makes the routes to experts uneven, for
+    passes that come once more.
 
-    Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when they are ready, and reduces at
-    the end.
+    Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when
+    they are ready, and reduces at the end.
     """
     from megarl.engine import engine as engines
 

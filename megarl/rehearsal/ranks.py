@@ -1,4 +1,5 @@
-"""Which ranks of a layout are rehearsed, and whether those that were would wait for each other for ever. Pure."""
+"""Which ranks of a layout are rehearsed, and whether those that were would wait for each other for ever.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ _SUMS = ("reduce_scatter", "all_reduce")
 
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
-    """The first rank of the first pipeline stage, of the second, which is the fullest of those in the middle, and of the
+    """The first rank of the first pipeline stage, of the second, which is the fullest of those in the middle,
+    and of the
     last: ranks of a stage hold as much and do the same."""
     stages = parallel.pipeline_parallel_size
     return [stage * parallel.stage_size for stage in sorted({0, min(1, stages - 1), stages - 1})]
 
 
 def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
-    """`distinct`, `all`, or numbers with commas between them. Raises ValueError for anything else and for a rank that there is not."""
+    """`distinct`, `all`, or numbers with commas between them. Raises ValueError for anything else and for a
+    rank that there is not."""
     if text == "distinct":
         return distinct_ranks(parallel)
     if text == "all":
@@ -33,14 +36,18 @@ def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
         raise ValueError(f"--ranks {text}: give distinct, all, or ranks with commas between them, as 0,8")
     ranks = sorted({int(name) for name in names})
     if ranks[-1] >= parallel.world_size:
-        raise ValueError(f"--ranks {text}: the role has {parallel.world_size} ranks, the last of them {parallel.world_size - 1}")
+        raise ValueError(
+            f"--ranks {text}: the role has {parallel.world_size} ranks, the last of them "
+            f"{parallel.world_size - 1}"
+        )
     return ranks
 
 
 def hangs(records: Sequence[RankRecord]) -> list[str]:
-    """Where members of a group would not make the same calls in the same order, of the same element type and size; and where what a rank
-    sends is not what its peer receives. One line for each group and pair, of its first call that differs. Where there is none, one line
-    if ranks wait for each other because their orders differ between groups (order.py)."""
+    """Where members of a group would not make the same calls in the same order, of the same element type and
+    size; and where what a rank sends is not what its peer receives. One line for each group and pair, of its
+    first call that differs. Where there is none, one line if ranks wait for each other because their orders
+    differ between groups (order.py)."""
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
     for record in records:
         for phase in record.phases:
@@ -64,14 +71,18 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
 
 
 def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
-    """Where gradients are summed over data-parallel ranks in another type than float32: each sum would be rounded to it. One line for each
-    place."""
+    """Where gradients are summed over data-parallel ranks in another type than float32: each sum would be
+    rounded to it. One line for each place."""
     problems = {
-        f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, at {call.place}": None
+        f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, "
+        f"at {call.place}": None
         for record in records
         for phase in record.phases
         for call in phase.collectives
-        if phase.name.startswith("train") and call.group.startswith(_DATA_PARALLEL) and call.kind in _SUMS and call.dtype != "float32"
+        if phase.name.startswith("train")
+        and call.group.startswith(_DATA_PARALLEL)
+        and call.kind in _SUMS
+        and call.dtype != "float32"
     }
     return list(problems)
 
@@ -84,7 +95,8 @@ def _difference(one: int, calls: list[Collective], other: int, others: list[Coll
 
 
 def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
-    """Whether they are one call of both ranks. Of an all_to_all each has another size, but what goes from one to the other is the same."""
+    """Whether they are one call of both ranks. Of an all_to_all each has another size, but what goes from one
+    to the other is the same."""
     if _what(mine) != _what(theirs):
         return False
     if not mine.sent:

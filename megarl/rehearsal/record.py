@@ -13,19 +13,21 @@ POINT_TO_POINT = ("send", "recv")
 
 
 class RehearsalError(Exception):
-    """The engine did on a fake device what would be wrong on a real one: what, and the place in the source."""
+    """The engine did on a fake device what would be wrong on a real one: what, and the place in the
+    source."""
 
 
 class RankPush(NamedTuple):
-    """What a rank sends in a push of weights. schedules: by engine rank. buffer_bytes: memory that it shares with the engine rank on its
-    device, 0 where there is none."""
+    """What a rank sends in a push of weights. schedules: by engine rank. buffer_bytes: memory that it shares
+    with the engine rank on its device, 0 where there is none."""
 
     schedules: Mapping[int, TransferSchedule]
     buffer_bytes: int
 
 
 class RankRequest(NamedTuple):
-    """num_micro_batches: of each pass. push: of a rank of the actor, where weights do not go through files."""
+    """num_micro_batches: of each pass. push: of a rank of the actor, where weights do not go through
+    files."""
 
     config: RunConfig
     role: str
@@ -42,9 +44,10 @@ class RankProgress(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it, or the two of a message, from
-    its sender to its receiver. elements, nbytes: of the larger side of one rank. place: the line that asked for it. batch: of messages that
-    are given to NCCL at once. sent, received: of an all_to_all, elements for and from each of the ranks."""
+    """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it,
+    or the two of a message, from its sender to its receiver. elements, nbytes: of the larger side of one
+    rank. place: the line that asked for it. batch: of messages that are given to NCCL at once. sent,
+    received: of an all_to_all, elements for and from each of the ranks."""
 
     kind: str
     group: str
@@ -59,15 +62,16 @@ class Collective(NamedTuple):
 
 
 class Await(NamedTuple):
-    """What a rank's device does after its first `num_calls` calls waits for call number `call`; both count from the first phase on."""
+    """What a rank's device does after its first `num_calls` calls waits for call number `call`; both count
+    from the first phase on."""
 
     call: int
     num_calls: int
 
 
 class Wait(NamedTuple):
-    """The host stands still until the device has done all it was given. kind: `read`, `copy` to the host or from its pageable memory, or
-    `synchronize`."""
+    """The host stands still until the device has done all it was given. kind: `read`, `copy` to the host or
+    from its pageable memory, or `synchronize`."""
 
     kind: str
     place: str
@@ -76,8 +80,8 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:
-    """One phase of one rank. held: bytes on the device at its end; peak: the most within it. flops: of products of matrices and of
-    attention, what is computed again included."""
+    """One phase of one rank. held: bytes on the device at its end; peak: the most within it. flops: of
+    products of matrices and of attention, what is computed again included."""
 
     name: str
     held: int

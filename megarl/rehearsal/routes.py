@@ -1,4 +1,5 @@
-"""Which experts the tokens of a rehearsal go to: in a run the router's numbers decide it, and rehearsed devices have none."""
+"""Which experts the tokens of a rehearsal go to: in a run the router's numbers decide it, and rehearsed
+devices have none."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megarl.models.architecture import Experts
 
 
 def even_routes(num_tokens: int, experts: Experts) -> Tensor:
-    """(T, K) integers, the K experts of each token: each expert has as many tokens as another, or one more."""
+    """(T, K) integers, the K experts of each token: each expert has as many tokens as another, or one
+    more."""
     chosen = experts.num_experts_per_tok
     return torch.arange(num_tokens * chosen).view(num_tokens, chosen) % experts.num_experts
 

@@ -19,8 +19,8 @@ Loss = ActorLoss | CriticLoss | SFTLoss
 
 
 class RehearsedBatch(NamedTuple):
-    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch, of all ranks that
-    share it, with what pads their parts; all have as many."""
+    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch, of all ranks
+    that share it, with what pads their parts; all have as many."""
 
     tensors: Mapping[str, Tensor]
     micro_batches: list[list[int]]
@@ -29,17 +29,27 @@ class RehearsedBatch(NamedTuple):
 
 def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
     """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
-    prompts, responses, ids = (torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True)))
+    prompts, responses, ids = (
+        torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True))
+    )
     prompt = int(prompts.max())
     response = int(responses.max())
     column = torch.arange(prompt + response)
     mask = (column >= prompt - prompts) & (column < prompt + responses)
-    tensors = {"input_ids": ids.expand(mask.shape), "attention_mask": mask.long(), "response_mask": mask[:, prompt:]}
-    micro_batches = [[number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)]
+    tensors = {
+        "input_ids": ids.expand(mask.shape),
+        "attention_mask": mask.long(),
+        "response_mask": mask[:, prompt:],
+    }
+    micro_batches = [
+        [number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)
+    ]
     return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows, context_parallel_size))
 
 
-def with_loss(config: RunConfig, role: ModelRole, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Loss]:
+def with_loss(
+    config: RunConfig, role: ModelRole, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Loss]:
     """The rows with what the role's loss reads beside them, all 0, and the loss."""
     mask = tensors["response_mask"]
     zeros = torch.zeros(mask.shape)
@@ -47,7 +57,9 @@ def with_loss(config: RunConfig, role: ModelRole, tensors: Mapping[str, Tensor])
     if not isinstance(config, PPOConfig):
         return dict(tensors), SFTLoss(counts=counts)
     if role.with_value_head:
-        return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(value_loss=config.algorithm.value_loss, counts=counts)
+        return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(
+            value_loss=config.algorithm.value_loss, counts=counts
+        )
     algorithm = config.algorithm
     rows = {**tensors, "advantages": zeros}
     if not config.trainer.one_update or algorithm.rollout_correction.bypass:

@@ -6,10 +6,12 @@
 The ground truth is a list of tests, or such a list as JSON:
 
     {"call": "add(2, 3)", "returns": 5}              an expression of the program, and its value
-    "assert add(2, 3) == 5"                          an assertion, with imports of the standard library before it where it needs them
-    {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and prints, except for spaces at the ends of lines
+    "assert add(2, 3) == 5"                          an assertion, with imports of the standard library before
+    it where it needs them {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and
+    prints, except for spaces at the ends of lines
 
-Expected values never enter the process that runs the program, and values are compared where the program does not run.
+Expected values never enter the process that runs the program, and values are compared where the program does
+not run.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ __all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "r
 LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=4096)  # of one test
 QUICK_WALL_S = 1.0  # of a test at the first attempt, in a process that it shares with others
 _SHARED_CPU_S = 60  # of all tests that share a process
-_SHARE_OF_TIME = 0.7  # of the time for a sample, after which tests count as failed if one of them has run out of time
+# of the time for a sample, after which tests count as failed if one of them has run out of time
+_SHARE_OF_TIME = 0.7
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
     """Scores a response by its program.
 
     Returns:
@@ -61,16 +66,18 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raises ValueError for a ground truth that no program can pass: not a list of tests, or a test that cannot be carried out."""
+    """Raises ValueError for a ground truth that no program can pass: not a list of tests, or a test that
+    cannot be carried out."""
     read_tests(ground_truth)
 
 
 def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
     """Returns whether each test passes.
 
-    At first the tests share a process and have QUICK_WALL_S each. A test that takes longer, or whose process ends after another test has
-    run in it, is tried again by itself with all of LIMITS. The first test that runs out of time there is the last one to be tried.
-    The order of `tests` makes no difference: they are always run in the order of their texts.
+    At first the tests share a process and have QUICK_WALL_S each. A test that takes longer, or whose process
+    ends after another test has run in it, is tried again by itself with all of LIMITS. The first test that
+    runs out of time there is the last one to be tried. The order of `tests` makes no difference: they are
+    always run in the order of their texts.
     """
     passed = [False] * len(tests)
     if not program.strip():
@@ -94,7 +101,9 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        with closing(_Tester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)) as tester:
+        with closing(
+            _Tester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)
+        ) as tester:
             outcome = tester.passes(number, tests[number])
         passed[number] = outcome is True
         if outcome is None:
@@ -139,10 +148,16 @@ class _Tester:
 
     def _prints(self, test: StreamTest) -> bool | None:
         output_kb = max(self._limits.output_kb, 2 * len(test.stdout.encode()) // 1024)
-        finished = run_program(self._program, _level(), replace(self._limits, output_kb=output_kb), test.stdin)
+        finished = run_program(
+            self._program, _level(), replace(self._limits, output_kb=output_kb), test.stdin
+        )
         if finished.ended == "time" or finished.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
-        return finished.ended == "itself" and finished.status == 0 and _lines(finished.output) == _lines(test.stdout)
+        return (
+            finished.ended == "itself"
+            and finished.status == 0
+            and _lines(finished.output) == _lines(test.stdout)
+        )
 
 
 def _same(data: Any, test: CallTest) -> bool:
@@ -150,7 +165,13 @@ def _same(data: Any, test: CallTest) -> bool:
     try:
         value = decode(data)
         return same_as_json(value, test.returns) if test.is_json else bool(value == test.returns)
-    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):  # no value, or one that compares with nothing
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ):  # no value, or one that compares with nothing
         return False
 
 

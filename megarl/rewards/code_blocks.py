@@ -15,7 +15,8 @@ from megarl.rewards.thinking import outside_thinking
 
 _PYTHON = ("python", "python3", "py", "py3")
 _WORD = re.compile(r"\w+")
-# HTML would hide a fence below a tag such as <answer>, so of Markdown's rules there are only fences and what indents them.
+# HTML would hide a fence below a tag such as <answer>, so of Markdown's rules there are only fences and what
+# indents them.
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "list", "blockquote", "code"])
 _INDENTED_FENCE = re.compile(r"^[ \t]+(?=```|~~~)", re.MULTILINE)
 _TAG = re.compile(r"<code[^>]*>\n?(.*?)(?:</code>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -32,12 +33,13 @@ class _Block(NamedTuple):
 def program_of(response: str) -> str:
     """Returns the sampled program of a response, outside of its thinking.
 
-    It is the last block between ```python and ```. If there is none, it is the last block without a language that defines something, or
-    the last one that Python can compile; then what is between <code> and </code>; then the whole response. The end of the response ends
-    a block that is not closed.
+    It is the last block between ```python and ```. If there is none, it is the last block without a language
+    that defines something, or the last one that Python can compile; then what is between <code> and </code>;
+    then the whole response. The end of the response ends a block that is not closed.
     """
     response = outside_thinking(response).replace("\r\n", "\n").encode(errors="replace").decode()
-    # Models also indent fences that are in no list, and write lists around programs that are not indented as the list is.
+    # Models also indent fences that are in no list, and write lists around programs that are not indented as
+    # the list is.
     parsed = [_blocks(response), _blocks(_INDENTED_FENCE.sub("", response))]
 
     for blocks in parsed:
@@ -66,17 +68,20 @@ def _blocks(response: str) -> list[_Block]:
 
 
 def _dedent(text: str) -> str:
-    """Leaves text alone that is not indented: `textwrap.dedent` also empties lines of spaces, in strings too."""
+    """Leaves text alone that is not indented: `textwrap.dedent` also empties lines of spaces, in strings
+    too."""
     return textwrap.dedent(text) if text[:1].isspace() else text
 
 
 def _without_closing_fence(text: str) -> str:
-    """Leaves out a fence that closes nothing for Markdown, because it does not begin its line or nothing opens it."""
+    """Leaves out a fence that closes nothing for Markdown, because it does not begin its line or nothing
+    opens it."""
     return _CLOSING_FENCE.sub("", text)
 
 
 def _best_untagged(texts: Sequence[str]) -> str | None:
-    """Returns the last text that defines something, or else does something, or else compiles, as what a program prints may too."""
+    """Returns the last text that defines something, or else does something, or else compiles, as what a
+    program prints may too."""
     found = [(text, tree) for text in reversed(texts) if (tree := _tree(text)) is not None]
     for is_wanted in (_defines, _does, bool):
         for text, tree in found:
@@ -99,4 +104,6 @@ def _defines(statement: ast.stmt) -> bool:
 
 
 def _does(statement: ast.stmt) -> bool:
-    return not isinstance(statement, ast.Expr) or any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    return not isinstance(statement, ast.Expr) or any(
+        isinstance(node, ast.Call) for node in ast.walk(statement)
+    )

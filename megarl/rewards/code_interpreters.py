@@ -1,6 +1,7 @@
 """Runs a sampled program and the judge of its tests in two processes of the sandbox that share nothing.
 
-The program's process computes values and never sees what is expected. The judge's process sees what is expected and never runs the
+The program's process computes values and never sees what is expected. The judge's process sees what is
+expected and never runs the
 program: it gets values of built-in types. So what the program does to its own process decides nothing.
 """
 
@@ -34,8 +35,8 @@ def imported(imports):
     return found
 """
 
-# The program is run once for each test, as a module would be, so that no test sees what another has left in its variables. What it prints
-# and writes to the streams goes nowhere.
+# The program is run once for each test, as a module would be, so that no test sees what another has left in
+# its variables. What it prints and writes to the streams goes nowhere.
 _PROGRAM_SIDE = """
 import os, sys
 _source, _code, _test, _names = {program!r}, None, None, {{}}
@@ -69,7 +70,8 @@ def answer(test, call, imports, bound):
         said = said[os.write(1, said):]
 """
 
-# An expression is evaluated again from its beginning whenever a value of the program has come, until it needs no other.
+# An expression is evaluated again from its beginning whenever a value of the program has come, until it needs
+# no other.
 _JUDGE_SIDE = """
 class _Needed(BaseException):
     pass
@@ -122,13 +124,15 @@ class _Interpreter:
         self._is_ready = False
 
     def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
-        """Returns what the expression prints as JSON, how that went, and whether the process was a fresh one."""
+        """Returns what the expression prints as JSON, how that went, and whether the process was a fresh
+        one."""
         was_fresh = not self._is_ready
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
         ran = self._session.run(program)
         self._is_ready = ran.is_alive
         finished = ran.finished
-        if finished.ended == "time" or finished.status in (-9, 137):  # 137: as a shell says that a process was killed
+        # 137: as a shell says that a process was killed
+        if finished.ended == "time" or finished.status in (-9, 137):
             return None, "time", was_fresh
         if finished.ended == "output":
             return None, "died", was_fresh
@@ -154,7 +158,9 @@ class ProgramSide:
             bound: Further variables, encoded.
         """
         given = ["dict", []] if bound is None else bound
-        said, how, was_fresh = self._interpreter.ask(f"answer({test!r}, {source!r}, {dict(imports)!r}, json.loads({json.dumps(given)!r}))")
+        said, how, was_fresh = self._interpreter.ask(
+            f"answer({test!r}, {source!r}, {dict(imports)!r}, json.loads({json.dumps(given)!r}))"
+        )
         if how != "value":
             return Value(None, how, was_fresh)
         if isinstance(said, dict) and "value" in said:
@@ -169,7 +175,9 @@ class Judge:
     """Decides assertions about values of a program, in a process that never runs it."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
-        self._interpreter = _Interpreter(_JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits)
+        self._interpreter = _Interpreter(
+            _JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits
+        )
 
     def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
         """Returns whether the assertion holds, and the value of the program for want of which it does not."""

@@ -1,7 +1,8 @@
-"""Reads the tests of a program, and splits each assertion into what the program computes and what is decided about it.
+"""Reads the tests of a program, and splits each assertion into what the program computes and what is decided
+about it.
 
-In `assert math.isclose(f(1), 0.3)` the program computes `f(1)` and nothing else. The rest, with the expected value in it, is evaluated
-in a process that never runs the program.
+In `assert math.isclose(f(1), 0.3)` the program computes `f(1)` and nothing else. The rest, with the expected
+value in it, is evaluated in a process that never runs the program.
 """
 
 from __future__ import annotations
@@ -17,16 +18,44 @@ from typing import Any, NamedTuple
 from megarl.rewards.code_values import decode, encode, holds_nan, same_as_json
 from megarl.rewards.encodable import refuse_unencodable
 
-REMOTE = "__call_program__"  # the name by which the judge calls the program: REMOTE(number of the source, {bound name: value})
+# the name by which the judge calls the program: REMOTE(number of the source, {bound name: value})
+REMOTE = "__call_program__"
 # What an assertion may name without importing it, as test suites such as MBPP's do.
-_MODULES = ("collections", "datetime", "decimal", "fractions", "functools", "itertools", "math", "operator", "re", "statistics", "string")
+_MODULES = (
+    "collections",
+    "datetime",
+    "decimal",
+    "fractions",
+    "functools",
+    "itertools",
+    "math",
+    "operator",
+    "re",
+    "statistics",
+    "string",
+)
 _MEMBERS = {
     **{name: f"collections.{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")},
     "Decimal": "decimal.Decimal",
     "Fraction": "fractions.Fraction",
 }
-# Built-in functions that assertions put around what the program returns, so they are not what is tested where another one is called.
-_WRAPPERS = {"abs", "all", "any", "bool", "dict", "float", "frozenset", "int", "isinstance", "len", "list", "range", "repr"}
+# Built-in functions that assertions put around what the program returns, so they are not what is tested where
+# another one is called.
+_WRAPPERS = {
+    "abs",
+    "all",
+    "any",
+    "bool",
+    "dict",
+    "float",
+    "frozenset",
+    "int",
+    "isinstance",
+    "len",
+    "list",
+    "range",
+    "repr",
+}
 _WRAPPERS |= {"reversed", "round", "set", "sorted", "str", "tuple", "type", "zip"}
 
 
@@ -34,7 +63,8 @@ class CallTest(NamedTuple):
     """The value of an expression of the program.
 
     Attributes:
-        is_json: `returns` may have come through JSON, so it is compared as `same_as_json` does; otherwise by `==`.
+        is_json: `returns` may have come through JSON, so it is compared as `same_as_json` does; otherwise by
+            `==`.
         imports: As for AssertTest.
     """
 
@@ -79,10 +109,14 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
         try:
             ground_truth = json.loads(ground_truth)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{what} {ground_truth[:60]!r} is not a list of tests as JSON: {error}") from None
+            raise ValueError(
+                f"{what} {ground_truth[:60]!r} is not a list of tests as JSON: {error}"
+            ) from None
     if not isinstance(ground_truth, Sequence) or isinstance(ground_truth, str | bytes) or not ground_truth:
         shown = str(ground_truth)[:60]
-        raise ValueError(f"{what} {shown!r} is not a list of tests with at least one; see the page on rewards")
+        raise ValueError(
+            f"{what} {shown!r} is not a list of tests with at least one; see the page on rewards"
+        )
     return [_test(test) for test in ground_truth]
 
 
@@ -97,18 +131,26 @@ def _test(test: Any) -> CodeTest:
         case {"call": str(call), "returns": value, **others} if not others:
             _expression(call)
             if not _is_carried(value):
-                raise ValueError(f"the value {str(value)[:60]!r} that a test expects is of a type that cannot leave the sandbox")
+                raise ValueError(
+                    f"the value {str(value)[:60]!r} that a test expects is of a type that cannot leave the "
+                    f"sandbox"
+                )
             return CallTest(call, value, is_json=True)
         case {"stdin": str(stdin), "stdout": str(stdout), **others} if not others:
             return StreamTest(stdin, stdout)
-    raise ValueError(f"the test {str(test)[:100]!r} is none of {{call, returns}}, {{stdin, stdout}} and an assert statement")
+    raise ValueError(
+        f"the test {str(test)[:100]!r} is none of {{call, returns}}, {{stdin, stdout}} and an assert "
+        f"statement"
+    )
 
 
 def _expression(text: str) -> None:
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the call {text[:100]!r} of a test is not an expression of Python: {error}") from None
+        raise ValueError(
+            f"the call {text[:100]!r} of a test is not an expression of Python: {error}"
+        ) from None
 
 
 def _is_carried(value: Any) -> bool:
@@ -162,7 +204,9 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
                 raise ValueError(f"{what} has a statement that is neither an assert nor an import")
     absent = {path.split(".")[0] for path in imports.values()} - sys.stdlib_module_names
     if absent:
-        raise ValueError(f"{what} imports {', '.join(sorted(absent))}, and the sandbox has the standard library alone")
+        raise ValueError(
+            f"{what} imports {', '.join(sorted(absent))}, and the sandbox has the standard library alone"
+        )
     if not conditions:
         raise ValueError(f"{what} has no assert statement")
     return imports, conditions
@@ -183,23 +227,38 @@ def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str,
 
 
 def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mapping[str, str]) -> set[str]:
-    """Returns the names that an assertion takes from the program: those that neither Python, an import nor the test itself defines.
+    """Returns the names that an assertion takes from the program: those that neither Python, an import nor
+    the test itself defines.
 
-    A program may be asked for a function that Python has too (`assert sum(10, 15) == 6`). If an assertion has no other name, it is the one
-    built-in function that is called, apart from those that assertions put around results.
+    A program may be asked for a function that Python has too (`assert sum(10, 15) == 6`). If an assertion has
+    no other name, it is the one built-in function that is called, apart from those that assertions put around
+    results.
     """
     names = {name for condition in conditions for name in _free_names(condition, frozenset())}
-    own = {name for name in names if not hasattr(builtins, name) and name not in imports and name not in _MEMBERS and name not in _MODULES}
+    own = {
+        name
+        for name in names
+        if not hasattr(builtins, name)
+        and name not in imports
+        and name not in _MEMBERS
+        and name not in _MODULES
+    }
     if own:
         return own
     called = {
-        node.func.id for each in conditions for node in ast.walk(each) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        node.func.id
+        for each in conditions
+        for node in ast.walk(each)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     called -= imports.keys()
     called = (called - _WRAPPERS) or called
     if len(called) == 1:
         return called
-    raise ValueError(f"the test {text[:100]!r} calls nothing that only the program defines; it must call a function of the program")
+    raise ValueError(
+        f"the test {text[:100]!r} calls nothing that only the program defines; it must call a function of "
+        f"the program"
+    )
 
 
 def _free_names(node: ast.AST, bound: frozenset[str]) -> Iterator[str]:
@@ -213,10 +272,16 @@ def _free_names(node: ast.AST, bound: frozenset[str]) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> frozenset[str]:
-    """Returns the names that an expression binds within itself: the targets of a comprehension, the parameters of a lambda."""
+    """Returns the names that an expression binds within itself: the targets of a comprehension, the
+    parameters of a lambda."""
     match node:
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            return frozenset(name.id for loop in node.generators for name in ast.walk(loop.target) if isinstance(name, ast.Name))
+            return frozenset(
+                name.id
+                for loop in node.generators
+                for name in ast.walk(loop.target)
+                if isinstance(name, ast.Name)
+            )
         case ast.Lambda(args=arguments):
             return frozenset(each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg))
     return frozenset()
@@ -225,8 +290,8 @@ def _bound_by(node: ast.AST) -> frozenset[str]:
 class _Split(ast.NodeTransformer):
     """Replaces what the program computes in an expression by calls of REMOTE.
 
-    That is each largest chain of calls, attributes and subscripts that begins with a name of the program, such as `Stack().push(1).top`,
-    with all its arguments.
+    That is each largest chain of calls, attributes and subscripts that begins with a name of the program,
+    such as `Stack().push(1).top`, with all its arguments.
     """
 
     def __init__(self, names_of_program: set[str], imports: Mapping[str, str]) -> None:

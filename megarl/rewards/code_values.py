@@ -1,7 +1,8 @@
 """Carries Python values out of the sandbox as JSON, and compares them there.
 
-`encode` runs beside a sampled program, which controls what it says; `decode` builds values of built-in types only, so comparing them
-runs nothing that the program wrote. Standard library only: the text of this module is also run inside the sandbox.
+`encode` runs beside a sampled program, which controls what it says; `decode` builds values of built-in types
+only, so comparing them runs nothing that the program wrote. Standard library only: the text of this module is
+also run inside the sandbox.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 MOST_PARTS = 300_000  # of a value with all that it contains
 LONGEST_ITERATOR = 100_000  # items that are carried of an iterator, which may be endless
-_MOST_OF_ONE_HASH = 100  # keys of a dict or set that have the same hash: building it takes time that grows with their square
+# keys of a dict or set that have the same hash: building it takes time that grows with their square
+_MOST_OF_ONE_HASH = 100
 _LONGEST_FRACTION = 10_000  # digits
 _EXACT_IN_JSON = 2**53
-# Types of the standard library that are carried by the arguments of their constructors. Type -> attributes of a value.
+# Types of the standard library that are carried by the arguments of their constructors. Type -> attributes of
+# a value.
 _CONSTRUCTED = {
     "fractions.Fraction": ("numerator", "denominator"),
     "datetime.date": ("year", "month", "day"),
@@ -33,7 +36,8 @@ _CONSTRUCTED = {
 
 
 class Opaque:
-    """A value whose type cannot be carried. It equals nothing but itself, and is true or false as the program said."""
+    """A value whose type cannot be carried. It equals nothing but itself, and is true or false as the program
+    said."""
 
     def __init__(self, truth: bool, call: Callable[..., Any] | None = None) -> None:
         self._truth = truth
@@ -51,7 +55,8 @@ class Opaque:
 def encode(value: Any) -> Any:
     """Returns JSON data for `value`: numbers, text and None as they are, all else as [type, content].
 
-    Values of subclasses are encoded as their built-in type (a Counter as a dict, an IntEnum as an int), which is what `==` compares.
+    Values of subclasses are encoded as their built-in type (a Counter as a dict, an IntEnum as an int), which
+    is what `==` compares.
 
     Raises:
         ValueError: The value has more than MOST_PARTS parts.
@@ -105,7 +110,8 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
         call: Is called where an opaque value that the program can call is called.
 
     Raises:
-        ValueError, TypeError, RecursionError: `data` is not what `encode` makes; the program may have written it.
+        ValueError, TypeError, RecursionError: `data` is not what `encode` makes; the program may have written
+        it.
     """
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
@@ -136,7 +142,10 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
 
 
 def _hashable(keys: list[Any]) -> list[Any]:
-    if len(keys) > _MOST_OF_ONE_HASH and max(collections.Counter(map(hash, keys)).values()) > _MOST_OF_ONE_HASH:
+    if (
+        len(keys) > _MOST_OF_ONE_HASH
+        and max(collections.Counter(map(hash, keys)).values()) > _MOST_OF_ONE_HASH
+    ):
         raise ValueError(f"more than {_MOST_OF_ONE_HASH} keys have the same hash")
     return keys
 
@@ -144,9 +153,13 @@ def _hashable(keys: list[Any]) -> list[Any]:
 def same_as_json(value: Any, expected: Any) -> bool:
     """Whether `value` is `expected`, which may have come through JSON.
 
-    It is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON text ("1" equals 1).
+    It is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON text ("1"
+    equals 1).
     """
-    return bool(_plain(value, _same_key) == _plain(expected, _same_key) or _plain(value, _json_key) == _plain(expected, _json_key))
+    return bool(
+        _plain(value, _same_key) == _plain(expected, _same_key)
+        or _plain(value, _json_key) == _plain(expected, _json_key)
+    )
 
 
 _NAN = object()

@@ -1,7 +1,9 @@
-"""Calls a reward function on one sample in a process of its own, which can read, change and reach nothing that matters, and ends with the
+"""Calls a reward function on one sample in a process of its own, which can read, change and reach nothing
+that matters, and ends with the
 call: a sample sees nothing of another, and changes nothing for those after it.
 
-The process is forked from the one that has loaded the function, so that a call costs a few milliseconds and no import.
+The process is forked from the one that has loaded the function, so that a call costs a few milliseconds and
+no import.
 """
 
 from __future__ import annotations
@@ -66,8 +68,14 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
 def _checked(answer: bytes, status: int) -> Any:
     try:
         kind, value = json.loads(answer)
-    except (ValueError, TypeError, RecursionError):  # nothing, or cut off, or what the sample's own program wrote
-        ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+    ):  # nothing, or cut off, or what the sample's own program wrote
+        ended = (
+            f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+        )
         raise ConfinedCallError(f"ended its process ({ended}) without an answer") from None
     if kind == "error":
         raise ConfinedCallError(str(value))

@@ -18,7 +18,8 @@ def refuse_unencodable(value: Any, what: str) -> None:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(
-                    f"{what} {value[:60]!r} has the lone surrogate {value[error.start]!r} at position {error.start}, "
+                    f"{what} {value[:60]!r} has the lone surrogate {value[error.start]!r} at position "
+                    f"{error.start}, "
                     "which no response can contain; replace it in the data"
                 ) from None
         case dict():

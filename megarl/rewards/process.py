@@ -1,4 +1,5 @@
-"""What runs inside a reward process: it loads the functions once and scores one sample at a time. Imports no torch."""
+"""What runs inside a reward process: it loads the functions once and scores one sample at a time. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TURNS = "turns"  # is given to functions that name it
 _RESERVED = {"model", "functions"}  # metrics of runs with a reward model
-Answer = list[str | None] | None  # the value under the key "answer" as a list of one; None: there is no such key
+# the value under the key "answer" as a list of one; None: there is no such key
+Answer = list[str | None] | None
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
 
@@ -47,15 +49,15 @@ class RewardFunctionError(HintedError, UserFunctionError):
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
-    """It will be called with the four keywords of ARGUMENTS, and with TURNS where it names that. Raises RewardFunctionError, see
-    load_function."""
+    """It will be called with the four keywords of ARGUMENTS, and with TURNS where it names that. Raises
+    RewardFunctionError, see load_function."""
     what = "reward function", "reward.functions' name", EXAMPLE, ARGUMENTS
     return load_function(path, name, Expected(*what, optional=(TURNS,), error=RewardFunctionError))
 
 
 class ScoreRequest(NamedTuple):
-    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable. turns: what came after the prompt, by whom, as
-    decode_turns gives it; None: `solution_str` alone."""
+    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable. turns: what came
+    after the prompt, by whom, as decode_turns gives it; None: `solution_str` alone."""
 
     uid: str
     data_source: str
@@ -66,14 +68,17 @@ class ScoreRequest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the functions say about one sample. With an `error`, the score is 0 and means nothing, and all else is empty.
+    """What the functions say about one sample. With an `error`, the score is 0 and means nothing, and all
+    else is empty.
 
     Attributes:
         score: The weighted sum of the functions' scores.
-        numbers: What is logged as `reward/<name>/mean`, by name: the other numbers that a function returned, and with several
-            functions also the score of each, under the function's label (see `function_labels`).
+        numbers: What is logged as `reward/<name>/mean`, by name: the other numbers that a function returned,
+            and with several functions also the score of each, under the function's label (see
+            `function_labels`).
         parts: The score of each function, in their order, before its weight.
-        answer: The text under "answer" in the dict of the first function that has this key; None where the sample has no answer.
+        answer: The text under "answer" in the dict of the first function that has this key; None where the
+            sample has no answer.
         has_answer: For each function, whether its dict has the key "answer".
     """
 
@@ -108,29 +113,37 @@ _load_error: str | None = None
 
 
 def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig, time_limit_s: float) -> None:
-    """The pool's initializer. It never raises: the pool would start processes again and again. See `load_error`."""
+    """The pool's initializer. It never raises: the pool would start processes again and again. See
+    `load_error`."""
     global _limits, _load_error
     _die_with_parent()
     set_sample_limit(time_limit_s)
     _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
     if any(config.sandbox for config in configs) and not landlock_abi():
-        _load_error = "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is switched off; leave it false"
+        _load_error = (
+            "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is "
+            "switched off; leave it false"
+        )
         return
-    # What a function has started ends with this process, also where a sample that took too long is why it ends: it is known by a mark,
-    # and by the process's own group.
+    # What a function has started ends with this process, also where a sample that took too long is why it
+    # ends: it is known by a mark, and by the process's own group.
     os.setpgid(0, 0)
     os.environ[OWNER] = owner = f"{os.environ.get(OWNER, '')}reward.{uuid.uuid4().hex}/"
     start_reaper(owner, whole_group=True)
-    # The pool's own handler is Python code, which never runs while a function hangs in C (a regular expression, say).
+    # The pool's own handler is Python code, which never runs while a function hangs in C (a regular
+    # expression, say).
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        _functions[:] = [LoadedFunction(config, load_reward_function(config.path, config.name)) for config in configs]
+        _functions[:] = [
+            LoadedFunction(config, load_reward_function(config.path, config.name)) for config in configs
+        ]
     except RewardFunctionError as error:
         _load_error = str(error)
 
 
 def _die_with_parent() -> None:
-    """SIGKILL to this process when the thread that started it ends, so in any case when the pool's owner does."""
+    """SIGKILL to this process when the thread that started it ends, so in any case when the pool's owner
+    does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
@@ -179,16 +192,19 @@ def score(request: ScoreRequest) -> Outcome:
 
 
 def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
-    """Return the name of each function in messages and metrics: its own, or `<file>.<name>` where there are several, with its
-    position behind it where that is not unique."""
+    """Return the name of each function in messages and metrics: its own, or `<file>.<name>` where there are
+    several, with its position behind it where that is not unique."""
     if len(configs) == 1:
         return [configs[0].name]
     labels = [f"{Path(config.path).stem}.{config.name}" for config in configs]
-    return [label if labels.count(label) == 1 else f"{label}.{position}" for position, label in enumerate(labels)]
+    return [
+        label if labels.count(label) == 1 else f"{label}.{position}" for position, label in enumerate(labels)
+    ]
 
 
 def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], Answer]:
-    """Return the numbers that a function returns, and its answer. Raises NotAScoreError where it returns something else."""
+    """Return the numbers that a function returns, and its answer. Raises NotAScoreError where it returns
+    something else."""
     returned = function.call(**function.arguments(request))
     numbers = _numbers(returned)
     if not isinstance(returned, dict) or "answer" not in returned:
@@ -196,14 +212,16 @@ def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str
     answer = returned["answer"]
     if answer is not None and not isinstance(answer, str):
         raise NotAScoreError(
-            f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a text in a normal form, or None for a "
+            f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a text in a "
+            f"normal form, or None for a "
             "sample without an answer"
         )
     return numbers, [answer]
 
 
 def _checked(said: Any) -> tuple[dict[str, float], Answer]:
-    """What a process said in which a model's program was: that could have said anything. Raises NotAScoreError."""
+    """What a process said in which a model's program was: that could have said anything. Raises
+    NotAScoreError."""
     match said:
         case [dict() as numbers, None | [None | str()] as answer]:
             return _numbers(numbers), answer
@@ -211,22 +229,30 @@ def _checked(said: Any) -> tuple[dict[str, float], Answer]:
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """`score` and the other numbers of what a function returned. Raises NotAScoreError unless the score is a finite number."""
+    """`score` and the other numbers of what a function returned. Raises NotAScoreError unless the score is a
+    finite number."""
     if not isinstance(returned, dict):
         returned = {"score": returned}
     if "score" not in returned:
         raise NotAScoreError(
-            f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a number or such a dict"
+            f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a "
+            f"number or such a dict"
         )
     if reserved := _RESERVED & set(map(str, returned)):
         name = min(reserved)
-        raise NotAScoreError(f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name")
+        raise NotAScoreError(
+            f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name"
+        )
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]
-        raise NotAScoreError(f"returned the {type(value).__name__} {_shown(value)} as its score, expected a finite number")
+        raise NotAScoreError(
+            f"returned the {type(value).__name__} {_shown(value)} as its score, expected a finite number"
+        )
     if len(numbers) > MOST_NUMBERS:
-        raise NotAScoreError(f"returned {len(numbers)} numbers, at most {MOST_NUMBERS} can become metrics; return fewer")
+        raise NotAScoreError(
+            f"returned {len(numbers)} numbers, at most {MOST_NUMBERS} can become metrics; return fewer"
+        )
     return numbers
 
 
@@ -244,7 +270,8 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of the value's text. Python refuses to write integers of more than some thousand digits."""
+    """Return the beginning of the value's text. Python refuses to write integers of more than some thousand
+    digits."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"of {value.bit_length()} bits"
     return repr(value)[:60]

@@ -1,7 +1,7 @@
 """Scores a batch of samples with the user's functions, in processes that can be killed.
 
-A function may loop for ever, raise, exit or crash; each is reported for its sample and ends the run above an allowed rate. It
-never becomes a silent 0, and it never stops the other samples.
+A function may loop for ever, raise, exit or crash; each is reported for its sample and ends the run above an
+allowed rate. It never becomes a silent 0, and it never stops the other samples.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ScoreError:
 
 
 class ScoreReport(NamedTuple):
-    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, with each function too."""
+    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, with
+    each function too."""
 
     scores: list[float]
     numbers: list[dict[str, float]]
@@ -79,7 +80,8 @@ class BegunScore(NamedTuple):
 
 
 class RewardError(RunError):
-    """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of them."""
+    """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of
+    them."""
 
     hint = FIX_THE_FUNCTION
 
@@ -89,7 +91,9 @@ def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
     return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
 
 
-def _context(functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig) -> FreshContext | BareContext:
+def _context(
+    functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig
+) -> FreshContext | BareContext:
     if not any(function.sandbox for function in functions):
         return FreshContext()
     try:
@@ -99,11 +103,12 @@ def _context(functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxCo
 
 
 class RewardScorer:
-    """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all functions together.
+    """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all
+    functions together.
 
-    The clock of a sample starts when its process takes it up. The processes are fresh, so the owner may have threads and a GPU;
-    none outlives the owner, however it ends. Raises RewardFunctionError at once for functions that cannot be loaded, or
-    are not within `start_time_limit_s`.
+    The clock of a sample starts when its process takes it up. The processes are fresh, so the owner may have
+    threads and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for
+    functions that cannot be loaded, or are not within `start_time_limit_s`.
     """
 
     def __init__(
@@ -124,16 +129,20 @@ class RewardScorer:
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
         self._context = _context(functions, sandbox)
-        self._has_answer: dict[str, tuple[bool, ...]] = {}  # by data source: whether each function returns the key "answer"
-        # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is started in a thread that
-        # lives as long as the scorer; later processes are started by the pool's own thread.
+        # by data source: whether each function returns the key "answer"
+        self._has_answer: dict[str, tuple[bool, ...]] = {}
+        # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is
+        # started in a thread that lives as long as the scorer; later processes are started by the pool's own
+        # thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
         self._pool = self._starter.submit(self._start).result()
 
     def __enter__(self) -> RewardScorer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,17 +155,22 @@ class RewardScorer:
         self._ensure_pool()
         pool = self._pool
         limit_s = self.time_limit_s
-        return [BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool) for request in requests]
+        return [
+            BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool)
+            for request in requests
+        ]
 
     def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
-        """Call a function of megarl's in a process that has loaded the reward functions, within the time limit of a sample. The future
-        raises TimeoutError or ProcessExpired where the call took too long or its process died."""
+        """Call a function of megarl's in a process that has loaded the reward functions, within the time
+        limit of a sample. The future raises TimeoutError or ProcessExpired where the call took too long or
+        its process died."""
         self._ensure_pool()
         future: Future[Result] = self._pool.schedule(function, args=[request], timeout=self.time_limit_s)
         return future
 
     def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> ScoreReport:
-        """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left is then not scored."""
+        """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left
+        is then not scored."""
         outcomes: dict[int, Outcome] = {}
         errors: list[ScoreError] = []
         requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
@@ -169,7 +183,8 @@ class RewardScorer:
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
-                    f"the reward processes died {num_fruitless} times before they scored a sample; {len(waiting)} samples are left. "
+                    f"the reward processes died {num_fruitless} times before they scored a sample; "
+                    f"{len(waiting)} samples are left. "
                     "Look for what kills them: the kernel's log shows processes that ran out of memory"
                 )
             waiting = unscored
@@ -188,11 +203,19 @@ class RewardScorer:
     def _start(self) -> ProcessPool:
         """Starts the processes, and waits until one of them has loaded the functions."""
         initial = [self._functions, self._sandbox, self.time_limit_s]
-        pool = ProcessPool(max_workers=self._num_processes, initializer=process.start, initargs=initial, context=self._context)
+        pool = ProcessPool(
+            max_workers=self._num_processes,
+            initializer=process.start,
+            initargs=initial,
+            context=self._context,
+        )
         loading = pool.schedule(process.load_error)
         if not self._is_done_in_time(loading):
             files = ", ".join(function.path for function in self._functions)
-            problem = f"running reward function file(s) {files} takes more than {self._start_time_limit_s:g} s; move slow work out of them"
+            problem = (
+                f"running reward function file(s) {files} takes more than "
+                f"{self._start_time_limit_s:g} s; move slow work out of them"
+            )
         else:
             problem = loading.result()
         if problem is not None:
@@ -202,10 +225,15 @@ class RewardScorer:
         return pool
 
     def _is_done_in_time(self, loading: Future[str | None]) -> bool:
-        """Wait for the first load, at most `start_time_limit_s` seconds in which a process had a core or needed none."""
+        """Wait for the first load, at most `start_time_limit_s` seconds in which a process had a core or
+        needed none."""
         start_s = time.monotonic()
         while not wait([loading], timeout=_LOOK_S).done:
-            workers = [child.pid for child in active_children() if child.name == WORKERS_NAME and child.pid is not None]
+            workers = [
+                child.pid
+                for child in active_children()
+                if child.name == WORKERS_NAME and child.pid is not None
+            ]
             waited_s = min(map(waited_for_core_s, workers), default=0.0)
             if time.monotonic() - start_s - waited_s > self._start_time_limit_s:
                 return False
@@ -219,7 +247,8 @@ class RewardScorer:
         outcomes: dict[int, Outcome],
         errors: list[ScoreError],
     ) -> list[int]:
-        """Fills in outcomes and errors; returns what the pool did not get to because it broke (a process was killed while idle)."""
+        """Fills in outcomes and errors; returns what the pool did not get to because it broke (a process was
+        killed while idle)."""
         new = [index for index in waiting if index not in begun]
         futures = {**begun, **dict(zip(new, self.begin([requests[index] for index in new]), strict=True))}
         unscored = []
@@ -239,7 +268,8 @@ class RewardScorer:
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
-        """Return the outcome, or an error where a function has an `answer` for it and not for other samples of its data source.
+        """Return the outcome, or an error where a function has an `answer` for it and not for other samples
+        of its data source.
 
         `maj@k` exists where a function returns answers, so that must not depend on the sample."""
         declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)
@@ -250,8 +280,10 @@ class RewardScorer:
         return Outcome(
             0.0,
             {},
-            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, and {others} for other samples of "
-            f"{request.data_source!r}; return this key for all samples or for none, with None for a sample without an answer",
+            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, and "
+            f"{others} for other samples of "
+            f"{request.data_source!r}; return this key for all samples or for none, with None for a sample "
+            f"without an answer",
         )
 
     def _ensure_pool(self) -> None:
@@ -280,8 +312,15 @@ class RewardScorer:
             assert result.error is not None
             return ScoreError(index, uid, "function", result.error)
         if isinstance(result, ProcessExpired):
-            return ScoreError(index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})")
-        return ScoreError(index, uid, "time_limit", f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed")
+            return ScoreError(
+                index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})"
+            )
+        return ScoreError(
+            index,
+            uid,
+            "time_limit",
+            f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed",
+        )
 
     def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
         shown = "\n".join(f"  {error}" for error in errors[:NUM_SHOWN_ERRORS])

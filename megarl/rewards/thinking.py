@@ -7,7 +7,8 @@ CLOSES = "</think>"
 
 
 def outside_thinking(response: str) -> str:
-    """Returns what follows the last `</think>`, which closes what the response or its chat template has opened.
+    """Returns what follows the last `</think>`, which closes what the response or its chat template has
+    opened.
 
     It is empty if the response begins to think and does not end to.
     """

@@ -1,8 +1,10 @@
-"""How long the scoring of one sample may take in this process, for functions that stop in time by themselves."""
+"""How long the scoring of one sample may take in this process, for functions that stop in time by
+themselves."""
 
 from __future__ import annotations
 
-_limit_s = 10.0  # the default of reward.time_limit_s, for functions that are called outside of a reward process
+# the default of reward.time_limit_s, for functions that are called outside of a reward process
+_limit_s = 10.0
 
 
 def set_sample_limit(seconds: float) -> None:

@@ -1,11 +1,14 @@
-"""Ground truths are tried against themselves: each is scored as a response in its own form, beside an empty response.
+"""Ground truths are tried against themselves: each is scored as a response in its own form, beside an empty
+response.
 
 A reward file may define two functions beside its reward function:
 
-    def check_truth(ground_truth) -> None:                 raises ValueError for a ground truth that no response can match
-    def answer_from_truth(ground_truth) -> str | None:     a response that is right; None: none can be derived, as from tests of code
+    def check_truth(ground_truth) -> None:                 raises ValueError for a ground truth that no
+    response can match def answer_from_truth(ground_truth) -> str | None:     a response that is right; None:
+    none can be derived, as from tests of code
 
-Without the second one the text of the ground truth is the response, of which it is not known whether it should get full marks.
+Without the second one the text of the ground truth is the response, of which it is not known whether it
+should get full marks.
 """
 
 from __future__ import annotations
@@ -21,12 +24,21 @@ from pebble import ProcessExpired
 
 from megarl.config.validation_metrics import RewardKeys
 from megarl.machine.user_functions import companion, last_line
-from megarl.rewards.process import LoadedFunction, Outcome, ScoreRequest, function_labels, load_error, loaded_functions, score
+from megarl.rewards.process import (
+    LoadedFunction,
+    Outcome,
+    ScoreRequest,
+    function_labels,
+    load_error,
+    loaded_functions,
+    score,
+)
 from megarl.rewards.scorer import RewardScorer
 
 NUM_SHOWN = 5
 TRUTH_FORM_HINT = (
-    "the function may want the answer in another form, such as \\boxed{...}: define answer_from_truth(ground_truth) in its file, which "
+    "the function may want the answer in another form, such as \\boxed{...}: define "
+    "answer_from_truth(ground_truth) in its file, which "
     "returns such a response (see docs/rewards.md); otherwise correct the data or the function"
 )
 
@@ -41,7 +53,9 @@ class TruthRow(NamedTuple):
     extra_info: dict[str, Any]
 
     def request(self, response: str = "") -> ScoreRequest:
-        return ScoreRequest(f"row {self.number}", self.data_source, response, self.ground_truth, self.extra_info)
+        return ScoreRequest(
+            f"row {self.number}", self.data_source, response, self.ground_truth, self.extra_info
+        )
 
 
 class Response(NamedTuple):
@@ -49,7 +63,8 @@ class Response(NamedTuple):
 
     Attributes:
         text: None where no response can be derived.
-        form_of: The position of the function whose `answer_from_truth` made the text; None: it is the text of the ground truth.
+        form_of: The position of the function whose `answer_from_truth` made the text; None: it is the text of
+            the ground truth.
         refusal: Why the ground truth is refused, before it is scored.
     """
 
@@ -88,7 +103,11 @@ class Trial(NamedTuple):
     @property
     def is_underivable(self) -> bool:
         """The ground truth is good, as far as can be seen, but no response follows from it."""
-        return isinstance(self.response, Response) and self.response.text is None and self.response.refusal is None
+        return (
+            isinstance(self.response, Response)
+            and self.response.text is None
+            and self.response.refusal is None
+        )
 
     @property
     def error(self) -> str | None:
@@ -103,18 +122,24 @@ class Trial(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """How much more the ground truth scores than an empty response, by the function whose form it has; None: it is not known."""
+        """How much more the ground truth scores than an empty response, by the function whose form it has;
+        None: it is not known."""
         outcome = self.outcome
         empty = self.empty
         if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
             return None
         assert isinstance(self.response, Response)
         position = self.response.form_of
-        return outcome.score - empty.score if position is None else outcome.parts[position] - empty.parts[position]
+        return (
+            outcome.score - empty.score
+            if position is None
+            else outcome.parts[position] - empty.parts[position]
+        )
 
 
 def as_response(request: ScoreRequest) -> Response:
-    """Score the ground truth of a request as a response. Runs in a reward process; `solution_str` is not read."""
+    """Score the ground truth of a request as a response. Runs in a reward process; `solution_str` is not
+    read."""
     if (problem := load_error()) is not None:
         return Response(refusal=problem)
     functions = loaded_functions()
@@ -144,8 +169,13 @@ def as_response(request: ScoreRequest) -> Response:
 
 def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
     if is_null(truth) and reads_truth(function.call):
-        return f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; give the right answer, or leave the row out"
-    if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(function.call):
+        return (
+            f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; give the right answer, "
+            f"or leave the row out"
+        )
+    if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(
+        function.call
+    ):
         return None
     try:
         check(truth)
@@ -161,34 +191,47 @@ def is_null(truth: Any) -> bool:
 
 
 def reads_truth(function: Callable[..., Any]) -> bool:
-    """Return whether the code of a function uses its argument `ground_truth`; True where that cannot be seen."""
+    """Return whether the code of a function uses its argument `ground_truth`; True where that cannot be
+    seen."""
     code = getattr(function, "__code__", None)
     if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return True  # one of its keyword arguments
     loaded = (each.argval for each in dis.get_instructions(code) if "LOAD" in each.opname)
-    return "ground_truth" in code.co_cellvars or any("ground_truth" in (value if isinstance(value, tuple) else [value]) for value in loaded)
+    return "ground_truth" in code.co_cellvars or any(
+        "ground_truth" in (value if isinstance(value, tuple) else [value]) for value in loaded
+    )
 
 
 def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | None = None) -> list[Trial]:
     """Score the ground truth of each row as a response, and an empty response.
 
     Args:
-        limit_s: For all rows, so that functions that are slow or never end are tried on some. None: there is no limit.
+        limit_s: For all rows, so that functions that are slow or never end are tried on some. None: there is
+            no limit.
 
     Returns:
-        A trial for each row, in order; for fewer of them, but at least one, where `limit_s` seconds are over, or the first has no end.
+        A trial for each row, in order; for fewer of them, but at least one, where `limit_s` seconds are over,
+        or the first has no end.
     """
     end_s = None if limit_s is None else time.monotonic() + limit_s
     trials: list[Trial] = []
     for part in (rows[:1], rows[1:]):
         requests = [row.request() for row in part]
-        begun: list[tuple[Future[Any], Future[Any]]] = [(scorer.run(as_response, each), scorer.run(score, each)) for each in requests]
+        begun: list[tuple[Future[Any], Future[Any]]] = [
+            (scorer.run(as_response, each), scorer.run(score, each)) for each in requests
+        ]
         for row, futures in zip(part, begun, strict=True):
-            if trials and end_s is not None and wait(futures, timeout=max(0.0, end_s - time.monotonic())).not_done:
+            if (
+                trials
+                and end_s is not None
+                and wait(futures, timeout=max(0.0, end_s - time.monotonic())).not_done
+            ):
                 return trials
             response, empty = (_result_of(future, scorer) for future in futures)
             trials.append(Trial(row, response, empty))
-        if end_s is not None and any(isinstance(each, Unfinished) for trial in trials for each in (trial.response, trial.empty)):
+        if end_s is not None and any(
+            isinstance(each, Unfinished) for trial in trials for each in (trial.response, trial.empty)
+        ):
             break
     return trials
 
@@ -197,13 +240,16 @@ def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
     try:
         return future.result()
     except TimeoutError:
-        return Unfinished(f"it took more than reward.time_limit_s={scorer.time_limit_s:g} s and was killed", timed_out=True)
+        return Unfinished(
+            f"it took more than reward.time_limit_s={scorer.time_limit_s:g} s and was killed", timed_out=True
+        )
     except ProcessExpired as error:
         return Unfinished(f"its process died while scoring it (exit code {error.exitcode})", timed_out=False)
 
 
 def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
-    """Return why ground truths are refused, by file: a line for each row. Scoring that failed is not among them."""
+    """Return why ground truths are refused, by file: a line for each row. Scoring that failed is not among
+    them."""
     lines: dict[str, list[str]] = {}
     for trial in trials:
         if (refusal := _refusal_of(trial)) is not None:
@@ -220,12 +266,16 @@ def _refusal_of(trial: Trial) -> str | None:
     if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
         assert trial.outcome is not None
         score_of_it = trial.outcome.parts[trial.response.form_of]
-        return f"shown as the response {short(text)} it scores {score_of_it:g}, no better than an empty one, so no response can be right"
+        return (
+            f"shown as the response {short(text)} it scores {score_of_it:g}, no better than an empty "
+            f"one, so no response can be right"
+        )
     return refusal
 
 
 def problem_with(trial: Trial, full_marks: float) -> str | None:
-    """Return a line about a ground truth that does not get full marks as a response, or whose empty response gets any; None: all is well.
+    """Return a line about a ground truth that does not get full marks as a response, or whose empty response
+    gets any; None: all is well.
 
     A ground truth from which no response can be derived only has to be readable.
     """
@@ -244,11 +294,15 @@ def _line(trial: Trial, problem: str) -> str:
 
 
 def worthless(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials in which the bare text of the ground truth scores no better than an empty response."""
+    """Return the trials in which the bare text of the ground truth scores no better than an empty
+    response."""
     return [
         trial
         for trial in trials
-        if isinstance(trial.response, Response) and trial.response.form_of is None and trial.gain is not None and trial.gain <= 0
+        if isinstance(trial.response, Response)
+        and trial.response.form_of is None
+        and trial.gain is not None
+        and trial.gain <= 0
     ]
 
 
@@ -266,7 +320,8 @@ def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
 
 
 def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
-    """Return the data sources for whose samples functions return the key "answer" sometimes: a sample with it, and one without."""
+    """Return the data sources for whose samples functions return the key "answer" sometimes: a sample with
+    it, and one without."""
     seen: dict[str, dict[tuple[bool, ...], str]] = {}
     for trial in trials:
         for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):

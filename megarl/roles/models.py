@@ -1,4 +1,5 @@
-"""The Megatron roles as the training loop sees them: a handle plans micro-batches, dispatches them, and restores the order of rows."""
+"""The Megatron roles as the training loop sees them: a handle plans micro-batches, dispatches them, and
+restores the order of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, first_with_prompt, model_keys, of_one_form, token_rows
 from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
-from megarl.config.schema import AlgorithmConfig, CorrectionLevel, MicroBatchConfig, ParallelConfig, ValueLossConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    CorrectionLevel,
+    MicroBatchConfig,
+    ParallelConfig,
+    ValueLossConfig,
+)
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import RemoteMethod
@@ -33,14 +40,17 @@ from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, CriticWorker, Lo
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra
 
-UpdateMethod = RemoteMethod[[DataProto, Loss], dict[str, Metric], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]]
+UpdateMethod = RemoteMethod[
+    [DataProto, Loss], dict[str, Metric], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]
+]
 # What the engine calls the scores of a policy -> batch keys; other extras keep their name.
 _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of `epochs_per_batch` passes."""
+    """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of
+    `epochs_per_batch` passes."""
 
     updates_per_step: int
     epochs_per_batch: int
@@ -59,15 +69,19 @@ class UpdatePlan:
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
         """Of equal size, each row once in a pass, in an order of its own for every pass and step.
 
-        Raises ValueError where the rows do not divide: more updates would be made than the learning-rate schedule counts on.
+        Raises ValueError where the rows do not divide: more updates would be made than the learning-rate
+        schedule counts on.
         """
         size, left_over = divmod(len(batch), self.updates_per_step)
         if left_over:
             raise ValueError(
-                f"{len(batch)} samples do not divide into trainer.updates_per_step={self.updates_per_step} equal mini-batches; "
+                f"{len(batch)} samples do not divide into trainer.updates_per_step={self.updates_per_step} "
+                f"equal mini-batches; "
                 f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
-        return batch.make_iterator(size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None)
+        return batch.make_iterator(
+            size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None
+        )
 
 
 class MegatronRole:
@@ -90,8 +104,8 @@ class MegatronRole:
         self._micro_batch = micro_batch
 
     def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
-        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of tokens. Rows that only fill a
-        micro-batch have no response token that a loss reads."""
+        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of
+        tokens. Rows that only fill a micro-batch have no response token that a loss reads."""
         rows = token_rows(batch.columns, keys)
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         prompts = tuple(_prompts(rows["prompts"])) if self._share_prompts else None
@@ -115,8 +129,8 @@ class MegatronRole:
         keys: Mapping[str, str] = MappingProxyType({}),
         reads: Iterable[str] = (),
     ) -> DerivedFuture:
-        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where it has another name. reads:
-        what the workers read beside the tokens."""
+        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where
+        it has another name. reads: what the workers read beside the tokens."""
         moves = self._schedule.before(phase)
         plan, parts = self._split(batch, reads)
 
@@ -135,10 +149,11 @@ class MegatronRole:
         loss_of: Callable[[MiniBatchCounts], Loss],
         check_first: Callable[[Mapping[str, float]], None] | None = None,
     ) -> DerivedFuture:
-        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others; with it goes its loss.
+        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others;
+        with it goes its loss.
 
-        Metrics come together over replicas, then over mini-batches, as they say (batch/metrics.py). `check_first`: of those of the first
-        mini-batch.
+        Metrics come together over replicas, then over mini-batches, as they say (batch/metrics.py).
+        `check_first`: of those of the first mini-batch.
         """
         moves = self._schedule.before(phase)
         futures = []
@@ -158,7 +173,12 @@ class MegatronRole:
 
 
 @lru_cache(maxsize=4)
-def _plan(lengths: tuple[int, ...], parallel: ParallelConfig, limit: MicroBatchConfig, prompts: tuple[RowPrompt, ...] | None) -> BatchPlan:
+def _plan(
+    lengths: tuple[int, ...],
+    parallel: ParallelConfig,
+    limit: MicroBatchConfig,
+    prompts: tuple[RowPrompt, ...] | None,
+) -> BatchPlan:
     """Made once for roles and passes that cut the same rows alike: of a step's batch most do."""
     return plan_micro_batches(
         lengths,
@@ -172,7 +192,8 @@ def _plan(lengths: tuple[int, ...], parallel: ParallelConfig, limit: MicroBatchC
 
 
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
-    """Of each row. Where rows are of the same values, as samples of a prompt are, its tokens are looked at once."""
+    """Of each row. Where rows are of the same values, as samples of a prompt are, its tokens are looked at
+    once."""
     places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
     row_at = {place: row for row, place in reversed(list(enumerate(places)))}
     rows = sorted(row_at.values())
@@ -181,20 +202,31 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     return [RowPrompt(first_at[place], place[1]) for place in places]
 
 
-def _restored(parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]) -> DataProto:
-    """The scores of all replicas in the order of the batch, some under other names; padded where the batch is."""
+def _restored(
+    parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]
+) -> DataProto:
+    """The scores of all replicas in the order of the batch, some under other names; padded where the batch
+    is."""
     order = plan.restore_order()
-    rows = {names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order) for key in parts[0].ragged}
+    rows = {
+        names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order)
+        for key in parts[0].ragged
+    }
     if batch.ragged:
         return DataProto.from_dict(rows)
     width = batch.tensors["response_mask"].shape[1]
-    return DataProto.from_dict({key: column if key == ROUTED_EXPERTS else column.padded(width) for key, column in rows.items()})
+    return DataProto.from_dict(
+        {key: column if key == ROUTED_EXPERTS else column.padded(width) for key, column in rows.items()}
+    )
 
 
 def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
     """The mask, False in those rows."""
     return RaggedTensor.of_rows(
-        [np.zeros(len(values), dtype=bool) if is_out else values.numpy() for values, is_out in zip(mask.each(), rows, strict=True)],
+        [
+            np.zeros(len(values), dtype=bool) if is_out else values.numpy()
+            for values, is_out in zip(mask.each(), rows, strict=True)
+        ],
         torch.bool,
     )
 
@@ -205,7 +237,8 @@ def _uid_of(batch: DataProto) -> list[str]:
 
 
 class Absent:
-    """Replaces a role that a run does not have: it adds nothing to a batch and has nothing to train. It is falsy."""
+    """Replaces a role that a run does not have: it adds nothing to a batch and has nothing to train. It is
+    falsy."""
 
     def __bool__(self) -> Literal[False]:
         return False
@@ -299,7 +332,8 @@ class Actor(MegatronRole):
         *,
         share_prompts: bool = False,
     ) -> None:
-        """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step makes several.
+        """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step
+        makes several.
         check_log_probs: of the first batch that has samples by the weights of now."""
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         self._weights = weights
@@ -316,10 +350,12 @@ class Actor(MegatronRole):
             self._schedule.take_out_actor()
 
     def old_log_probs(self, batch: DataProto, step: int) -> DerivedFuture:
-        """What `log_probs` gives, where it is read before the update of the step. Raises LogProbMismatchError.
+        """What `log_probs` gives, where it is read before the update of the step. Raises
+        LogProbMismatchError.
 
-        Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself scores the batch
-        (config/roles.py); then the first batch alone that can be compared is scored for it, and no number of the run comes of that.
+        Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself
+        scores the batch (config/roles.py); then the first batch alone that can be compared is scored for it,
+        and no number of the run comes of that.
         """
         algorithm = self._algorithm
         check = self._check_log_probs
@@ -333,19 +369,28 @@ class Actor(MegatronRole):
 
     @property
     def _scores_in_update(self) -> bool:
-        return self._algorithm is not None and scores_in_update(self._algorithm, one_update=self._updates.is_one)
+        return self._algorithm is not None and scores_in_update(
+            self._algorithm, one_update=self._updates.is_one
+        )
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys`, and `sum_pi_squared` where the advantages are made of it, rows of tokens.
+        """`old_log_probs`, `entropys`, and `sum_pi_squared` where the advantages are made of it, rows of
+        tokens.
 
-        With engine.routing_replay=rollout by the routes that the batch has, and with trainer ROUTED_EXPERTS comes besides.
-        Raises LogProbMismatchError.
+        With engine.routing_replay=rollout by the routes that the batch has, and with trainer ROUTED_EXPERTS
+        comes besides. Raises LogProbMismatchError.
         """
         check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
         routes = [ROUTED_EXPERTS] if ROUTED_EXPERTS in batch.ragged else []
-        future = self._score(batch, "old_log_prob", lambda parts: self.group.call(ActorWorker.log_probs, parts, extras), _OF_ACTOR, routes)
+        future = self._score(
+            batch,
+            "old_log_prob",
+            lambda parts: self.group.call(ActorWorker.log_probs, parts, extras),
+            _OF_ACTOR,
+            routes,
+        )
         if check is None or check.passed:
             return future
 
@@ -358,8 +403,9 @@ class Actor(MegatronRole):
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss.
 
-        A batch without `old_log_probs`, where nothing reads them before (config/roles.py), is scored in the update's own pass: the batch
-        has them, and `entropys`, when the future has been got. Raises ValueError for one that should have them.
+        A batch without `old_log_probs`, where nothing reads them before (config/roles.py), is scored in the
+        update's own pass: the batch has them, and `entropys`, when the future has been got. Raises ValueError
+        for one that should have them.
         """
         algorithm = self._algorithm
         assert algorithm is not None
@@ -382,13 +428,16 @@ class Actor(MegatronRole):
     def _update_scored(self, batch: DataProto, step: int, algorithm: AlgorithmConfig) -> DerivedFuture:
         if not self._scores_in_update:
             raise ValueError(
-                "the batch to update the actor with has no old_log_probs, which this algorithm reads before the update, or several updates "
+                "the batch to update the actor with has no old_log_probs, which this algorithm reads before "
+                "the update, or several updates "
                 "of a step compare themselves with: batch = batch.union(actor.old_log_probs(batch, step))"
             )
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
         plan, parts = self._split(rows, rows.columns)
-        loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True)
+        loss = ActorLoss(
+            algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True
+        )
 
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
@@ -414,11 +463,14 @@ def valid_token_count(batch: DataProto) -> int:
 LOSS_MASK = "loss_mask"
 
 
-def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update: bool, seed: int) -> DataProto:
+def actor_rows(
+    mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update: bool, seed: int
+) -> DataProto:
     """seed: of what the policy loss draws.
 
-    one_update: the step has no other. Then there are no `old_log_probs`: they would be the update's own log-probs but for rounding,
-    and the loss takes those, detached, so that each ratio is exactly 1. Unless they are the rollout engine's (bypass).
+    one_update: the step has no other. Then there are no `old_log_probs`: they would be the update's own
+    log-probs but for rounding, and the loss takes those, detached, so that each ratio is exactly 1. Unless
+    they are the rollout engine's (bypass).
 
     Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
     """
@@ -434,13 +486,21 @@ def actor_rows(mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
         keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
-        refuse_unusable_log_probs(*(of_one_form(columns)[key] for key in ("response_mask", "rollout_log_probs")))
+        refuse_unusable_log_probs(
+            *(of_one_form(columns)[key] for key in ("response_mask", "rollout_log_probs"))
+        )
     rows = {key: columns[key] for key in keys}
     if LOSS_MASK in columns:
         rows["response_mask"] = columns[LOSS_MASK]
     prepare = policy_loss_of(algorithm.policy_loss).prepare
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
         of_tokens = of_one_form(columns)
-        rows |= prepare(of_tokens, of_tokens[LOSS_MASK if LOSS_MASK in columns else "response_mask"], algorithm.policy_loss, seed)
+        rows |= prepare(
+            of_tokens,
+            of_tokens[LOSS_MASK if LOSS_MASK in columns else "response_mask"],
+            algorithm.policy_loss,
+            seed,
+        )
     named = mini_batch.non_tensor_batch
-    return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})  # not for the loss: an error names rows by it
+    # not for the loss: an error names rows by it
+    return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})

@@ -1,11 +1,13 @@
-"""Who is in memory: roles that share devices take turns. Whoever works asks this schedule before its phase, and it carries out the plan.
+"""Who is in memory: roles that share devices take turns. Whoever works asks this schedule before its phase,
+and it carries out the plan.
 
 What comes in and goes out in a phase is planned in placement/offload_plan.py:
 
     generate       -> engines awake, with the newest weights; what trains on their devices is offloaded
     log_probs ...  -> engines asleep; the parameters of the role are in
-    update         -> gradients and optimizer state are in as well; those of others on these devices are offloaded
-    update_weights -> engines awake, weights sent; then the actor's parameters go too, where they are in the way
+    update         -> gradients and optimizer state are in as well; those of others on these devices are
+    offloaded update_weights -> engines awake, weights sent; then the actor's parameters go too, where they
+    are in the way
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ class Engines(Protocol):
 
 
 class OffloadSchedule:
-    """`models`: role -> its worker group, of all roles that have a model. What `plan.offloaded_at_first` names is out when it is made.
+    """`models`: role -> its worker group, of all roles that have a model. What `plan.offloaded_at_first`
+    names is out when it is made.
 
-    Without a plan every role has devices of its own, and nothing moves. A failure of a move that is not waited for here is that of the
-    phase, with whose future it goes.
+    Without a plan every role has devices of its own, and nothing moves. A failure of a move that is not
+    waited for here is that of the phase, with whose future it goes.
     """
 
     def __init__(
-        self, plan: OffloadPlan | None = None, models: Mapping[str, RoleGroup] | None = None, engines: Engines | None = None
+        self,
+        plan: OffloadPlan | None = None,
+        models: Mapping[str, RoleGroup] | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self._plan = plan
         self._models = dict(models or {})
@@ -56,7 +62,8 @@ class OffloadSchedule:
         self._actor_came_in = False  # for the push under way
 
     def before(self, phase: str) -> list[RemoteFuture]:
-        """What the phase needs in memory will be there when what is returned has ended; calls that are made now queue behind it."""
+        """What the phase needs in memory will be there when what is returned has ended; calls that are made
+        now queue behind it."""
         if self._plan is None:
             return []
         roles = self._plan.phase(phase).roles
@@ -91,9 +98,11 @@ class OffloadSchedule:
         return self._plan is not None and _ACTOR in self._plan.offloadable and _ACTOR not in self._held
 
     def before_push(self) -> None:
-        """Make the engines ready for weights: nobody else works on their devices, and the actor's parameters are in memory.
+        """Make the engines ready for weights: nobody else works on their devices, and the actor's parameters
+        are in memory.
 
-        Engines that are awake sleep first if the actor's parameters were offloaded for them, which have no room beside their caches.
+        Engines that are awake sleep first if the actor's parameters were offloaded for them, which have no
+        room beside their caches.
         """
         if self._plan is None:
             return
@@ -115,7 +124,8 @@ class OffloadSchedule:
         gather(*self._let_go(_GENERATE, ("rollout",)))
 
     def bring_in_actor(self) -> bool:
-        """Bring the actor's parameters into memory, whoever's turn it is. Return whether they were out, and are to go out again."""
+        """Bring the actor's parameters into memory, whoever's turn it is. Return whether they were out, and
+        are to go out again."""
         if not self.actor_is_offloaded:
             return False
         gather(*self._bring_in({_ACTOR}))
@@ -134,7 +144,8 @@ class OffloadSchedule:
         gather(*(future for other in others if (future := self._running.pop(other, None)) is not None))
 
     def _let_go(self, phase: str, roles: Sequence[str]) -> list[RemoteFuture]:
-        """All that leaves in `phase`. What leaves other processes than those of `roles` has left when it returns."""
+        """All that leaves in `phase`. What leaves other processes than those of `roles` has left when it
+        returns."""
         assert self._plan is not None
         leaving = self._plan.leaving(phase) & self._held
         if _ENGINES in leaving:
@@ -161,7 +172,10 @@ class OffloadSchedule:
 
     def _move(self, method: _Move, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         """One call for each role, its parts in the order of StatePart."""
-        parts = {role: tuple(part for part in StatePart if Item(role, part.value) in items) for role in self._models}
+        parts = {
+            role: tuple(part for part in StatePart if Item(role, part.value) in items)
+            for role in self._models
+        }
         return [self._models[role].call(method, moved) for role, moved in parts.items() if moved]
 
     # ---- what it shows
@@ -178,7 +192,7 @@ class OffloadSchedule:
         self._resident_gb |= {f"memory/{name}_rss_gb/{mode}": size for name, size in sizes_gb.items()}
 
     def metrics(self) -> dict[str, float]:
-        """`memory/<group|rollout>_rss_gb/<rollout|training>`: resident memory of the fullest process of a group that shares devices
-        with engines, named after its first role (for an engine, with the processes it started), at the end of each mode, the last
-        time; nothing where nobody takes turns with engines."""
+        """`memory/<group|rollout>_rss_gb/<rollout|training>`: resident memory of the fullest process of a
+        group that shares devices with engines, named after its first role (for an engine, with the processes
+        it started), at the end of each mode, the last time; nothing where nobody takes turns with engines."""
         return dict(self._resident_gb)

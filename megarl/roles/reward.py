@@ -43,12 +43,13 @@ class Reward:
         self._asking: WorkerFuture[dict[str, list[float]]] | None = None
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
-        """Of a batch with `answer_mask`, functions are given the text of that alone, and the turns; `environment_rewards` are added to the
-        scores.
+        """Of a batch with `answer_mask`, functions are given the text of that alone, and the turns;
+        `environment_rewards` are added to the scores.
 
-        `token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are those of the functions plus
-        `model_weight` times the model's, and there are `reward_function_scores` (B,) and what RewardModelWorker.score_conversations gives
-        beside them; the model's are the last of `score_parts`."""
+        `token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are
+        those of the functions plus `model_weight` times the model's, and there are `reward_function_scores`
+        (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
+        `score_parts`."""
         return self._with_model(batch, [self.group.call(RewardWorker.score, _needed(batch), with_texts)])
 
     # ---- while others are generated
@@ -59,7 +60,8 @@ class Reward:
         return self._beginning is None or has_ended(self._beginning.calls)
 
     def begin(self, groups: DataProto) -> None:
-        """The functions begin to score these samples, all of each prompt; `finish` gives the scores. Raises what the call before it did."""
+        """The functions begin to score these samples, all of each prompt; `finish` gives the scores. Raises
+        what the call before it did."""
         with self._lock:
             if self._beginning is not None:
                 self._beginning.get()
@@ -67,7 +69,8 @@ class Reward:
             self._beginning = self.group.call(RewardWorker.begin, _needed(groups))
 
     def scored(self) -> dict[str, list[float]]:
-        """By uid, the functions' scores of groups that were begun and whose scores have come since the last time; does not wait."""
+        """By uid, the functions' scores of groups that were begun and whose scores have come since the last
+        time; does not wait."""
         if self._asking is None:
             self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
             return {}
@@ -100,7 +103,9 @@ class Reward:
             if _OF_TURNS in rows:
                 of_rows = map_tokens(torch.add, rows["response_mask"], of_rows, rows[_OF_TURNS])
                 totals = masked_row_sums(of_rows, rows["response_mask"]).tolist()
-                scores = DataProto.from_dict(scores.columns, {**scores.non_tensor_batch, "score": totals}, scores.meta_info)
+                scores = DataProto.from_dict(
+                    scores.columns, {**scores.non_tensor_batch, "score": totals}, scores.meta_info
+                )
             return scores.union(DataProto.from_dict({"token_level_scores": of_rows}))
 
         return DerivedFuture([*functions, *model], placed)
@@ -110,7 +115,9 @@ class Reward:
         scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
         return DataProto.from_dict(
             {
-                "score_parts": torch.cat([functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1),
+                "score_parts": torch.cat(
+                    [functions.tensors["score_parts"], model.tensors["reward_model_scores"][:, None]], dim=1
+                ),
                 "is_scored": functions.tensors["is_scored"],
                 "reward_function_scores": of_functions,
                 **model.tensors,
@@ -133,14 +140,16 @@ def _needed(batch: DataProto) -> DataProto:
 class RewardModel:
     """The handle on a reward model's ranks."""
 
-    def __init__(self, group: RoleGroup, parallel: ParallelConfig, schedule: OffloadSchedule | None = None) -> None:
+    def __init__(
+        self, group: RoleGroup, parallel: ParallelConfig, schedule: OffloadSchedule | None = None
+    ) -> None:
         self.group = group
         self._parallel = parallel
         self._schedule = schedule or OffloadSchedule()
 
     def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `prompts`, `responses`, `response_mask` and
-        the arrays `uid`, `messages`."""
+        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `prompts`,
+        `responses`, `response_mask` and the arrays `uid`, `messages`."""
         moves = self._schedule.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
@@ -148,12 +157,16 @@ class RewardModel:
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
         named = batch.select([], ["uid", "messages"])
-        needed = DataProto.from_dict({key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch)
+        needed = DataProto.from_dict(
+            {key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch
+        )
         parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
 
         def restore(results: list[Any]) -> DataProto:
             return DataProto.concat(results[0]).select_idxs(plan.restore_order())
 
-        future = DerivedFuture([self.group.call(RewardModelWorker.score_conversations, parts), *moves], restore)
+        future = DerivedFuture(
+            [self.group.call(RewardModelWorker.score_conversations, parts), *moves], restore
+        )
         self._schedule.runs(REWARD_MODEL, future)
         return future

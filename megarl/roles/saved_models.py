@@ -1,4 +1,5 @@
-"""The trained models of a run as its checkpoints see them: all ranks of all roles save, or load, side by side."""
+"""The trained models of a run as its checkpoints see them: all ranks of all roles save, or load, side by
+side."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """name: the role, and the folder of its part. source: the Hugging Face folder that its architecture is from."""
+    """name: the role, and the folder of its part. source: the Hugging Face folder that its architecture is
+    from."""
 
     name: str
     group: RoleGroup
@@ -40,7 +42,8 @@ class SavedModel:
 
 
 class SavedModels:
-    """The methods that a checkpoint's life needs, over all models (workers/megatron.py has them for one rank).
+    """The methods that a checkpoint's life needs, over all models (workers/megatron.py has them for one
+    rank).
 
     What a rank says about files that it cannot write or read is raised as CheckpointError, in one line.
     """
@@ -56,15 +59,23 @@ class SavedModels:
 
     def begin_save(self, folder: Path) -> None:
         """Returns when the state of now has been copied, or written: training may change it."""
-        self._on_all(lambda model: model.group.call(MegatronWorker.begin_save, str(folder.absolute() / model.name)))
+        self._on_all(
+            lambda model: model.group.call(MegatronWorker.begin_save, str(folder.absolute() / model.name))
+        )
 
     def is_written(self) -> bool:
         """Also where a rank has failed: `finish_save` raises that."""
-        return all(written for ranks in self._on_all(lambda model: model.group.call(MegatronWorker.save_is_written)) for written in ranks)
+        return all(
+            written
+            for ranks in self._on_all(lambda model: model.group.call(MegatronWorker.save_is_written))
+            for written in ranks
+        )
 
     def finish_save(self, folder: Path, step: int) -> None:
         """Waits for what is not written yet, and completes each model's folder."""
-        for model, ranks in zip(self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True):
+        for model, ranks in zip(
+            self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True
+        ):
             _complete(model, folder / model.name, step, ranks)
 
     def save_policy(self, folder: Path) -> None:
@@ -74,7 +85,11 @@ class SavedModels:
 
     def load(self, folder: Path) -> None:
         """Every model's state becomes that of the checkpoint."""
-        self._on_all(lambda model: model.group.call(MegatronWorker.load_checkpoint, str(folder.absolute() / model.name)))
+        self._on_all(
+            lambda model: model.group.call(
+                MegatronWorker.load_checkpoint, str(folder.absolute() / model.name)
+            )
+        )
 
     def _on_all(self, ask: Callable[[SavedModel], WorkerFuture[list[T]]]) -> list[list[T]]:
         """By model and rank. All models' ranks work at the same time."""
@@ -89,12 +104,15 @@ def _in_their_words() -> Iterator[None]:
         yield
     except WorkerError as error:
         if error.error_type == qualified_name(CheckpointError):
-            raise CheckpointError(error.summary.removeprefix(f"{error.error_type}: "), hint=error.hint) from error
+            raise CheckpointError(
+                error.summary.removeprefix(f"{error.error_type}: "), hint=error.hint
+            ) from error
         raise
 
 
 def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:
-    """What names the model, its configuration and tokenizer, and last the manifest with the checksums that the ranks give."""
+    """What names the model, its configuration and tokenizer, and last the manifest with the checksums that
+    the ranks give."""
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)
     copy_companions(model.source, companions, getattr(torch, model.dtype.value), model.head)

@@ -1,4 +1,5 @@
-"""Starts the worker groups that a run needs, on the pools of its placement, and gives the handles of its roles."""
+"""Starts the worker groups that a run needs, on the pools of its placement, and gives the handles of its
+roles."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 
 _ROOM_LIMIT_S = 10.0  # for devices that a replica which joins asks for
-_ANSWER_GRACE_S = 30.0  # an engine that hangs finds out itself and says why; only when it does not is its process ended
+# an engine that hangs finds out itself and says why; only when it does not is its process ended
+_ANSWER_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,9 @@ _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
 class _Starter:
     """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
 
-    def __init__(self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan) -> None:
+    def __init__(
+        self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan
+    ) -> None:
         self._config = config
         self._device = device
         self._pools = pools
@@ -117,9 +121,11 @@ class _Starter:
         offloaded = tuple(map(StatePart, self._turns.offloaded_at_first(role.name)))
         return spec_of(self._config, role, architecture, self._device, offloaded)
 
-    def groups(self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
-        """By role; the roles of a group are in one process per rank. Where groups share devices, one has been built, and made room,
-        before the next begins."""
+    def groups(
+        self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]
+    ) -> dict[str, RoleGroup]:
+        """By role; the roles of a group are in one process per rank. Where groups share devices, one has been
+        built, and made room, before the next begins."""
         groups: dict[str, RoleGroup] = {}
         for group in plan.groups:
             if group.roles[0] not in workers:
@@ -128,9 +134,15 @@ class _Starter:
             pool = group_pool(plan, self._pools, group)
             limit_s = self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
-            joins_engines = self._device is Device.cuda and "actor" in group.roles and joins_weight_groups(self._config, plan)
+            joins_engines = (
+                self._device is Device.cuda
+                and "actor" in group.roles
+                and joins_weight_groups(self._config, plan)
+            )
             environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
-            started = RayWorkerGroup(pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan))
+            started = RayWorkerGroup(
+                pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan)
+            )
             groups |= started.spawn()
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
@@ -141,7 +153,9 @@ class _Starter:
             if other in groups:
                 groups[other].ready.get()
 
-    def weight_source(self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture) -> WeightSource:
+    def weight_source(
+        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture
+    ) -> WeightSource:
         return WeightSource(
             group=group,
             architecture=architecture,
@@ -158,14 +172,19 @@ def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan
 
 
 def start_ppo(
-    config: PPOConfig, models: Mapping[str, Architecture], rules: TokenRules, device: Device, pools: ResourcePoolManager
+    config: PPOConfig,
+    models: Mapping[str, Architecture],
+    rules: TokenRules,
+    device: Device,
+    pools: ResourcePoolManager,
 ) -> PPORoles:
     """Starts all roles of a run. `models` has the architecture of each role with a model.
 
-    Returns before the workers have loaded their weights; the first call to each waits for it. Models that share devices with others
-    have loaded theirs, and made room.
+    Returns before the workers have loaded their weights; the first call to each waits for it. Models that
+    share devices with others have loaded theirs, and made room.
     """
-    # The dtype of a configuration that no file has given; the paths because workers may run in another folder.
+    # The dtype of a configuration that no file has given; the paths because workers may run in another
+    # folder.
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
@@ -178,7 +197,9 @@ def start_ppo(
     )
     groups = starter.groups(plan, _workers(config, models, starter, rules))
     replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
-    schedule = OffloadSchedule(turns, {role: group for role, group in groups.items() if role != "reward"}, replicas)
+    schedule = OffloadSchedule(
+        turns, {role: group for role, group in groups.items() if role != "reward"}, replicas
+    )
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
@@ -191,7 +212,9 @@ def start_ppo(
         weights=weights,
         reward=_reward(config, groups, schedule),
         schedule=schedule,
-        scaling=None if turns.engines_move else _scaling(config, device, plan, pools, replicas, rollout, sync),
+        scaling=None
+        if turns.engines_move
+        else _scaling(config, device, plan, pools, replicas, rollout, sync),
     )
 
 
@@ -199,7 +222,9 @@ def _shares_prompts(config: PPOConfig) -> bool:
     return config.engine.share_prompts and config.engine.packing
 
 
-def _actor(config: PPOConfig, group: RoleGroup, source: WeightSource, updates: UpdatePlan, schedule: OffloadSchedule) -> Actor:
+def _actor(
+    config: PPOConfig, group: RoleGroup, source: WeightSource, updates: UpdatePlan, schedule: OffloadSchedule
+) -> Actor:
     return Actor(
         group,
         config.actor.parallel,
@@ -226,10 +251,19 @@ def _critic(config: PPOConfig, group: RoleGroup, updates: UpdatePlan, schedule: 
     )
 
 
-def _scorers(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule) -> dict[str, Scorer]:
+def _scorers(
+    config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule
+) -> dict[str, Scorer]:
     """Returns the handle of every frozen policy in the table of roles that the run has."""
     return {
-        role.name: Scorer(role.row, groups[role.name], role.parallel, role.micro_batch, schedule, share_prompts=_shares_prompts(config))
+        role.name: Scorer(
+            role.row,
+            groups[role.name],
+            role.parallel,
+            role.micro_batch,
+            schedule,
+            share_prompts=_shares_prompts(config),
+        )
         for role in model_roles(config)
         if role.kind is RoleKind.scorer
     }
@@ -239,11 +273,17 @@ def _workers(
     config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter, rules: TokenRules
 ) -> dict[str, RayClassWithInitArgs]:
     """Returns what runs in the processes of each role except the rollout."""
-    workers = {"reward": RayClassWithInitArgs(RewardWorker, config.reward, config.model.path, config.model.trust_remote_code)}
+    workers = {
+        "reward": RayClassWithInitArgs(
+            RewardWorker, config.reward, config.model.path, config.model.trust_remote_code
+        )
+    }
     for role in model_roles(config):
         architecture = models[role.name]
         reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
-        workers[role.name] = RayClassWithInitArgs(_WORKERS[role.kind], starter.model(role, architecture), *reading)
+        workers[role.name] = RayClassWithInitArgs(
+            _WORKERS[role.kind], starter.model(role, architecture), *reading
+        )
     return workers
 
 
@@ -267,7 +307,8 @@ def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -
 
 
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
-    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of several bundles."""
+    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of
+    several bundles."""
     bundles = plan.bundles("rollout")
     pool = pools.get_resource_pool("rollout")
     parts = [pool.part([numbers[0]]) for numbers in bundles]
@@ -289,7 +330,9 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
         probes.shutdown()
 
 
-def _start_replicas(config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool) -> Replicas:
+def _start_replicas(
+    config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool
+) -> Replicas:
     spec = RolloutEngineSpec(
         model=config.model,
         rollout=config.rollout,
@@ -316,7 +359,9 @@ def _scaling(
     rollout: Rollout,
     sync: WeightSync,
 ) -> ReplicaScaling:
-    planned = [PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)]
+    planned = [
+        PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
+    ]
     size = config.rollout.tensor_parallel_size
 
     def reserve(number: int) -> RayResourcePool:
@@ -332,7 +377,12 @@ def _scaling(
 
 
 def _rollout(
-    config: PPOConfig, plan: PlacementPlan, pools: ResourcePoolManager, replicas: Replicas, weights: RolloutWeights, rules: TokenRules
+    config: PPOConfig,
+    plan: PlacementPlan,
+    pools: ResourcePoolManager,
+    replicas: Replicas,
+    weights: RolloutWeights,
+    rules: TokenRules,
 ) -> Rollout:
     """With an agent its samples are episodes."""
     agent = config.agent
@@ -344,7 +394,9 @@ def _rollout(
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
-        RayClassWithInitArgs(EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time),
+        RayClassWithInitArgs(
+            EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time
+        ),
         restart_limit=config.rollout.restart_limit,
         hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
         phase_time_limit_s=limit_s,
@@ -363,7 +415,9 @@ def _rollout_limits(config: PPOConfig) -> RolloutLimits:
     limit_s = config.trainer.phase_time_limit_s
     return RolloutLimits(
         max_concurrency=rollout.max_concurrency,
-        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S if rollout.engine.needs.answers_meanwhile else limit_s,
+        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S
+        if rollout.engine.needs.answers_meanwhile
+        else limit_s,
         sample_limit_s=limit_s,
     )
 
@@ -376,13 +430,18 @@ def start_evaluation(
     device: Device,
     pools: ResourcePoolManager,
 ) -> EvaluationRoles:
-    """Starts what samples and scores, of a run whose engines share no device with others, and nothing that trains; `models`: as for
-    `start_ppo`. The engines have their weights when it returns. Raises what RolloutWeights.push raises."""
+    """Starts what samples and scores, of a run whose engines share no device with others, and nothing that
+    trains; `models`: as for `start_ppo`. The engines have their weights when it returns. Raises what
+    RolloutWeights.push raises."""
     config = with_absolute_paths(config)
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
     schedule = OffloadSchedule()
-    workers = {role: worker for role, worker in _workers(config, models, starter, rules).items() if role in ("reward", REWARD_MODEL)}
+    workers = {
+        role: worker
+        for role, worker in _workers(config, models, starter, rules).items()
+        if role in ("reward", REWARD_MODEL)
+    }
     groups = starter.groups(plan, workers)
     replicas = _start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
@@ -393,7 +452,9 @@ def start_evaluation(
     )
 
 
-def start_sft(config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager) -> Actor:
+def start_sft(
+    config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager
+) -> Actor:
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
@@ -401,4 +462,10 @@ def start_sft(config: SFTConfig, architecture: Architecture, device: Device, poo
     spec = starter.model(role, architecture)
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
-    return Actor(group, config.actor.parallel, config.actor.micro_batch, starter.weight_source(plan, group, architecture), updates)
+    return Actor(
+        group,
+        config.actor.parallel,
+        config.actor.micro_batch,
+        starter.weight_source(plan, group, architecture),
+        updates,
+    )

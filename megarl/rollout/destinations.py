@@ -1,8 +1,10 @@
-"""Finds where an engine's model keeps the elements of each Hugging Face tensor, using the model's own `load_weights`.
+"""Finds where an engine's model keeps the elements of each Hugging Face tensor, using the model's own
+`load_weights`.
 
-The model is given tensors without data (on the "meta" device). Every copy out of them is recorded instead of executed: the slice of
-the tensor that is read and the view of the parameter that would be written. The resulting plan says which slices a rank needs, copies
-slices of any size to their destination, and reads the model back under Hugging Face names.
+The model is given tensors without data (on the "meta" device). Every copy out of them is recorded instead of
+executed: the slice of the tensor that is read and the view of the parameter that would be written. The
+resulting plan says which slices a rank needs, copies slices of any size to their destination, and reads the
+model back under Hugging Face names.
 """
 
 from __future__ import annotations
@@ -15,11 +17,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.weights.checksum import checksum
-from megarl.weights.tensors import Manifest, TensorMeta, TensorSlice, WeightTransferError, flat_index, row_major_strides
+from megarl.weights.tensors import (
+    Manifest,
+    TensorMeta,
+    TensorSlice,
+    WeightTransferError,
+    flat_index,
+    row_major_strides,
+)
 
 
 class Destination(NamedTuple):
-    """`elements`, a view of a parameter in the shape of `tensor_slice`, holds that slice of the Hugging Face tensor."""
+    """`elements`, a view of a parameter in the shape of `tensor_slice`, holds that slice of the Hugging Face
+    tensor."""
 
     tensor_slice: TensorSlice
     elements: torch.Tensor
@@ -42,7 +52,10 @@ class TensorPlan:
         """Returns what each slice adds to the checksum of the whole tensor, in the manifest's dtype."""
         strides = row_major_strides(self.meta.shape)
         return [
-            (tensor_slice, checksum(elements.to(self.meta.dtype), flat_index(tensor_slice.starts, strides), strides))
+            (
+                tensor_slice,
+                checksum(elements.to(self.meta.dtype), flat_index(tensor_slice.starts, strides), strides),
+            )
             for tensor_slice, elements in self.parts
         ]
 
@@ -50,8 +63,8 @@ class TensorPlan:
 class ParameterPlace(NamedTuple):
     """Identifies the memory of a parameter.
 
-    A plan's views keep their storages alive, so no other storage can take the same identity. A storage that is emptied and refilled,
-    as an engine's sleep does on a CPU, keeps its identity.
+    A plan's views keep their storages alive, so no other storage can take the same identity. A storage that
+    is emptied and refilled, as an engine's sleep does on a CPU, keeps its identity.
     """
 
     storage: int
@@ -61,8 +74,10 @@ class ParameterPlace(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`tensors`: by Hugging Face name. `not_followed`: of tensors whose loader does more than to copy, in words; they have no plan.
-    `unreached`: parameters into which nothing goes on this rank. `places`: where the model's parameters were."""
+    """`tensors`: by Hugging Face name. `not_followed`: of tensors whose loader does more than to copy, in
+    words; they have no plan.
+    `unreached`: parameters into which nothing goes on this rank. `places`: where the model's parameters were.
+    """
 
     tensors: dict[str, TensorPlan]
     not_followed: dict[str, str]
@@ -81,22 +96,28 @@ class Plan(NamedTuple):
     @property
     def slices(self) -> dict[str, list[TensorSlice]]:
         """What of each tensor is on this rank; what is there twice, as tied weights may be, counts once."""
-        return {name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts)) for name, tensor in self.tensors.items()}
+        return {
+            name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts))
+            for name, tensor in self.tensors.items()
+        }
 
     def is_of(self, model: Any) -> bool:
         """Returns whether the model's parameters still use the memory that this plan's views refer to."""
         storages = {place.storage for place in self.places}
-        return self.places == _places(model) and all(_storage(destination.elements) in storages for destination in self.destinations)
+        return self.places == _places(model) and all(
+            _storage(destination.elements) in storages for destination in self.destinations
+        )
 
 
 def record_plan(model: Any, manifest: Manifest) -> Plan:
     """Records where `model.load_weights` would copy each tensor of the manifest. The weights do not change.
 
-    All tensors go through one call: a loader may build tables of all parameters and experts each time it is called. If that call
-    fails, each tensor is tried by itself to find the one at fault.
+    All tensors go through one call: a loader may build tables of all parameters and experts each time it is
+    called. If that call fails, each tensor is tried by itself to find the one at fault.
 
     Raises:
-        WeightTransferError: The model refuses a tensor. The message names it and quotes the model's own error.
+        WeightTransferError: The model refuses a tensor. The message names it and quotes the model's own
+            error.
     """
     try:
         recorded = _record(model, manifest)
@@ -114,12 +135,15 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
 
     reached = {_storage(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
-    plan.unreached.extend(name for name, parameter in named if parameter.numel() and _storage(parameter) not in reached)
+    plan.unreached.extend(
+        name for name, parameter in named if parameter.numel() and _storage(parameter) not in reached
+    )
     return plan
 
 
 def zero_what_is_not_written(model: Any, plan: Plan) -> None:
-    """The engine pads some parameters, and starts with random numbers in them: what no tensor fills must not count."""
+    """The engine pads some parameters, and starts with random numbers in them: what no tensor fills must not
+    count."""
     if plan.not_followed:
         return  # SGLang's own loader is to fill all of it
     written: dict[int, int] = {}
@@ -141,9 +165,12 @@ class _Recorded(NamedTuple):
 def _record(model: Any, manifest: Manifest) -> _Recorded:
     """Records one call of `load_weights` with all tensors of the manifest.
 
-    A copy belongs to the tensor whose storage it reads, so the loader may hold tensors back and copy them in any order.
+    A copy belongs to the tensor whose storage it reads, so the loader may hold tensors back and copy them in
+    any order.
     """
-    tensors = {name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in manifest.items()}
+    tensors = {
+        name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in manifest.items()
+    }
     with torch.no_grad(), _Recorder() as recorder:
         model.load_weights(iter(tensors.items()))
 
@@ -152,7 +179,9 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
     for storage, reason in recorder.computed.items():
         if storage in names:
             not_followed[names[storage]] = reason
-    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in manifest if name not in not_followed}
+    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
+        name: [] for name in manifest if name not in not_followed
+    }
     for source, target in recorder.copies:
         name = names.get(_storage(source))
         if name in copies:  # otherwise the source was computed
@@ -161,15 +190,21 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
-    """Records one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the model refuses."""
+    """Records one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the
+    model refuses."""
     all_recorded = _Recorded({}, {})
     for name, meta in manifest.items():
         try:
             recorded = _record(model, {name: meta})
-        except (_NotFollowedError, NotImplementedError) as error:  # the second: torch, for elements that a meta tensor lacks
+        except (
+            _NotFollowedError,
+            NotImplementedError,
+        ) as error:  # the second: torch, for elements that a meta tensor lacks
             all_recorded.not_followed[name] = str(error)
         except _LOADER_ERRORS as error:
-            raise WeightTransferError(f"the engine's model refuses {name} of shape {meta.shape}: {type(error).__name__} {error}") from error
+            raise WeightTransferError(
+                f"the engine's model refuses {name} of shape {meta.shape}: {type(error).__name__} {error}"
+            ) from error
         else:
             all_recorded.copies.update(recorded.copies)
             all_recorded.not_followed.update(recorded.not_followed)
@@ -177,7 +212,8 @@ def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tensor) -> Destination:
-    """Finds which slice of a tensor of `shape` its view `source` is, and the view of `target` that holds this slice.
+    """Finds which slice of a tensor of `shape` its view `source` is, and the view of `target` that holds this
+    slice.
 
     Raises _NotFollowedError when `source` is not a slice with its dimensions in any order.
     """
@@ -193,21 +229,29 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if size == 1:
             continue
-        place = next((place for place in range(len(shape)) if strides[place] == stride and shape[place] > 1), None)
+        place = next(
+            (place for place in range(len(shape)) if strides[place] == stride and shape[place] > 1), None
+        )
         if place is None or place in target_dims or starts[place] + size > shape[place]:
             raise _NotFollowedError(
-                f"of shape {tuple(shape)} it copies what is no slice: shape {tuple(source.shape)}, strides {source.stride()}, "
+                f"of shape {tuple(shape)} it copies what is no slice: shape {tuple(source.shape)}, strides "
+                f"{source.stride()}, "
                 f"offset {source.storage_offset()}"
             )
         sizes[place] = size
         target_dims[place] = dim
-    target_strides = [target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))]
+    target_strides = [
+        target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))
+    ]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
     return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
 
 
 def _places(model: Any) -> list[ParameterPlace]:
-    return [ParameterPlace(_storage(each), each.storage_offset(), each.shape, each.stride()) for each in model.parameters()]
+    return [
+        ParameterPlace(_storage(each), each.storage_offset(), each.shape, each.stride())
+        for each in model.parameters()
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -226,7 +270,8 @@ _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, Typ
 class _Recorder(TorchDispatchMode):
     """Records copies out of meta tensors instead of executing them.
 
-    Views of meta tensors are followed. `computed` says of each storage which other function it was first given to.
+    Views of meta tensors are followed. `computed` says of each storage which other function it was first
+    given to.
     """
 
     def __init__(self) -> None:
@@ -235,18 +280,24 @@ class _Recorder(TorchDispatchMode):
         self.computed: dict[int, str] = {}  # storage -> reason
         self._views: set[Any] = set()  # functions known to return views; asking takes longer than looking up
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
             return args[0]
         if function not in self._views:
             if function.is_view:
                 self._views.add(function)
-            elif sources := [each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta]:
+            elif sources := [
+                each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta
+            ]:
                 return self._compute(function, sources, args, kwargs or {})
         return function(*args, **(kwargs or {}))
 
-    def _compute(self, function: Any, sources: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _compute(
+        self, function: Any, sources: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         reason = f"it calls {function}"
         for source in sources:
             self.computed.setdefault(_storage(source), reason)
@@ -260,4 +311,8 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def _flattened(args: Sequence[Any]) -> list[Any]:
-    return [item for argument in args for item in (argument if isinstance(argument, (list, tuple)) else [argument])]
+    return [
+        item
+        for argument in args
+        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
+    ]

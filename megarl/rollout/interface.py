@@ -1,4 +1,5 @@
-"""What every inference engine offers: token ids in, samples out, weights from trainers, and memory given back on request."""
+"""What every inference engine offers: token ids in, samples out, weights from trainers, and memory given back
+on request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _WAIT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineSpec:
-    """What an engine is made from. model: the policy; no weights are read from its folder. device: cpu or cuda.
+    """What an engine is made from. model: the policy; no weights are read from its folder. device: cpu or
+    cuda.
     release_memory: the engine takes turns with others. returns_routes: samples may ask for their routes."""
 
     model: ModelConfig
@@ -36,12 +38,14 @@ class RolloutEngineSpec:
 class SamplingParameters:
     """How to continue each prompt.
 
-    n: samples per prompt. temperature: 0 is greedy. top_k: the k most probable tokens, -1 for all; then top_p: of these the
-    fewest whose probability reaches top_p. min_new_tokens: until then no token that would end the sample is drawn.
-    stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos: no token ends a sample (for benchmarks).
+    n: samples per prompt. temperature: 0 is greedy. top_k: the k most probable tokens, -1 for all; then
+    top_p: of these the fewest whose probability reaches top_p. min_new_tokens: until then no token that would
+    end the sample is drawn.
+    stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos: no token ends a sample (for
+    benchmarks).
     with_routes: samples have `routed_experts`; of an engine that returns routes.
-    seed: the same seed on the same weights gives the same sample, whatever else is generated at the same time.
-    Raises ValueError that names the field.
+    seed: the same seed on the same weights gives the same sample, whatever else is generated at the same
+    time. Raises ValueError that names the field.
     """
 
     max_new_tokens: int
@@ -60,19 +64,23 @@ class SamplingParameters:
             if value < 1:
                 raise ValueError(f"sampling {name} is {value}; it must be at least 1")
         if not self.temperature >= 0:
-            raise ValueError(f"sampling temperature is {self.temperature}; give 0 (greedy) or a positive number")
+            raise ValueError(
+                f"sampling temperature is {self.temperature}; give 0 (greedy) or a positive number"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling top_p is {self.top_p}; it must lie in (0, 1], 1 switches it off")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"sampling top_k is {self.top_k}; it must be at least 1, or -1 for all tokens")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
-                f"sampling min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens {self.max_new_tokens}"
+                f"sampling min_new_tokens is {self.min_new_tokens}; it must lie between 0 and "
+                f"max_new_tokens {self.max_new_tokens}"
             )
 
 
 class GenerationRequest(NamedTuple):
-    """One sample to be written. `request_id` is unique among those in flight; `sampling.n` is 1. uid: of the prompt."""
+    """One sample to be written. `request_id` is unique among those in flight; `sampling.n` is 1. uid: of the
+    prompt."""
 
     request_id: int
     prompt: list[int]
@@ -81,19 +89,23 @@ class GenerationRequest(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """The tokens of a sample from the end of the span before, or its beginning, up to `end` were drawn by the weights of `version`."""
+    """The tokens of a sample from the end of the span before, or its beginning, up to `end` were drawn by the
+    weights of `version`."""
 
     version: int
     end: int
 
 
 class Sample(NamedTuple):
-    """One continuation. `token_ids` (N,) int32 are what the model wrote, the end token included where it wrote one.
+    """One continuation. `token_ids` (N,) int32 are what the model wrote, the end token included where it
+    wrote one.
 
-    log_probs: (N,) float32, THE contract of every engine (docs/logprobs.md): log_softmax(logits / temperature) of the token over the
-    whole vocabulary, before top-k and top-p; with temperature 0, log_softmax(logits).
+    log_probs: (N,) float32, THE contract of every engine (docs/logprobs.md): log_softmax(logits /
+    temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
+    log_softmax(logits).
     finish_reason: "stop" where the last token ended it, "length" where max_new_tokens did.
-    spans: which weights drew which tokens, in order; the last ends at N. More than one where weights were updated in the middle.
+    spans: which weights drew which tokens, in order; the last ends at N. More than one where weights were
+    updated in the middle.
     routed_experts: a row of ROUTED_EXPERTS, of prompt and sample, where that was asked for.
     """
 
@@ -147,29 +159,33 @@ ENGINE_ENDED = (
 
 
 class EngineDeadError(RunError):
-    """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent again."""
+    """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent
+    again."""
 
     hint = ENGINE_ENDED
 
 
 class RolloutEngine(ABC):
-    """An engine is usable from the end of a complete weight update until it sleeps, is updated again, or is closed.
+    """An engine is usable from the end of a complete weight update until it sleeps, is updated again, or is
+    closed.
 
-    In between it raises EngineStateError: no sample is ever written by half-loaded weights. Methods are called by one thread.
-    Any method may raise EngineDeadError.
+    In between it raises EngineStateError: no sample is ever written by half-loaded weights. Methods are
+    called by one thread. Any method may raise EngineDeadError.
     """
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests, in order; returns at once.
 
-        Raises EngineStateError where the engine has no complete weights, ValueError for an empty prompt, a token id outside the
-        vocabulary, or a prompt that leaves no room for `max_new_tokens`; then none of `requests` is queued.
+        Raises EngineStateError where the engine has no complete weights, ValueError for an empty prompt, a
+        token id outside the vocabulary, or a prompt that leaves no room for `max_new_tokens`; then none of
+        `requests` is queued.
         """
 
     @abstractmethod
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the first to finish."""
+        """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the
+        first to finish."""
 
     def failed(self) -> list[FailedRequest]:
         """Requests that have failed since the last time; `collect` ends its wait for them."""
@@ -187,7 +203,8 @@ class RolloutEngine(ABC):
         """
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
-        """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n). Raises as `submit`."""
+        """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n).
+        Raises as `submit`."""
         requests = plan_requests(prompts, sampling)
         self.submit(requests)
         samples: dict[int, Sample] = {}
@@ -201,12 +218,14 @@ class RolloutEngine(ABC):
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         """Of a model with these tensors, what each of its ranks keeps.
 
-        Raises WeightTransferError where the manifest is not that of the engine's model; EngineStateError while asleep or closed.
+        Raises WeightTransferError where the manifest is not that of the engine's model; EngineStateError
+        while asleep or closed.
         """
 
     @abstractmethod
     def join_weights(self, links: Sequence[EngineLink]) -> None:
-        """Where its ranks get their weights from, of each rank, in the place of what was joined before; returns when all are there."""
+        """Where its ranks get their weights from, of each rank, in the place of what was joined before;
+        returns when all are there."""
 
     @abstractmethod
     def leave_weights(self) -> None:
@@ -216,21 +235,23 @@ class RolloutEngine(ABC):
     def begin_weight_update(self, manifest: Manifest) -> None:
         """From here to `end_weight_update` the engine refuses to generate.
 
-        Pauses generation: requests in flight continue after the update. An update that was begun and not ended is dropped.
-        Raises as `needed_slices`, and then leaves the engine as it was.
+        Pauses generation: requests in flight continue after the update. An update that was begun and not
+        ended is dropped. Raises as `needed_slices`, and then leaves the engine as it was.
         """
 
     @abstractmethod
     def receive_weights(self) -> None:
-        """Takes all weights from the trainers that it joined, while they send them; returns when all are there.
+        """Takes all weights from the trainers that it joined, while they send them; returns when all are
+        there.
 
-        Raises WeightTransferError where a trainer is gone or none was joined; EngineStateError outside an update.
+        Raises WeightTransferError where a trainer is gone or none was joined; EngineStateError outside an
+        update.
         """
 
     @abstractmethod
     def load_folder(self, folder: Path) -> None:
-        """All weights from a Hugging Face folder with safetensors. Raises WeightTransferError for tensors that are not the manifest's;
-        EngineStateError outside an update."""
+        """All weights from a Hugging Face folder with safetensors. Raises WeightTransferError for tensors
+        that are not the manifest's; EngineStateError outside an update."""
 
     @abstractmethod
     def end_weight_update(self, version: int) -> None:
@@ -241,22 +262,26 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Hugging Face name -> checksum (weights/checksum.py) of the weights as the engine holds them, read back from its model.
+        """Hugging Face name -> checksum (weights/checksum.py) of the weights as the engine holds them, read
+        back from its model.
 
         Raises EngineStateError without complete weights.
         """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Gives back the memory of weights and cache. Sleeping twice is sleeping. Requests in flight are forgotten."""
+        """Gives back the memory of weights and cache. Sleeping twice is sleeping. Requests in flight are
+        forgotten."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Takes the memory of the weights again. They are gone: the engine is usable after the next update. Waking twice is waking."""
+        """Takes the memory of the weights again. They are gone: the engine is usable after the next update.
+        Waking twice is waking."""
 
     @abstractmethod
     def wake_cache(self) -> None:
-        """Takes the memory of the cache again, after an update; until then it does not generate. Nothing where it has it."""
+        """Takes the memory of the cache again, after an update; until then it does not generate. Nothing
+        where it has it."""
 
     @property
     @abstractmethod
@@ -273,15 +298,24 @@ class RolloutEngine(ABC):
 
 
 def plan_requests(
-    prompts: Sequence[list[int]], sampling: SamplingParameters, uids: Sequence[str] | np.ndarray | None = None, *, first: int = 0
+    prompts: Sequence[list[int]],
+    sampling: SamplingParameters,
+    uids: Sequence[str] | np.ndarray | None = None,
+    *,
+    first: int = 0,
 ) -> list[GenerationRequest]:
-    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone. uids: of the prompts. first:
-    place of the first prompt, where others come before it."""
+    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone.
+    uids: of the prompts. first: place of the first prompt, where others come before it."""
     names = [""] * len(prompts) if uids is None else uids
-    seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[first * sampling.n :]
+    seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[
+        first * sampling.n :
+    ]
     return [
         GenerationRequest(
-            index * sampling.n + sample, prompt, replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])), names[index]
+            index * sampling.n + sample,
+            prompt,
+            replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])),
+            names[index],
         )
         for index, prompt in enumerate(prompts)
         for sample in range(sampling.n)
@@ -296,7 +330,10 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
     if not prompt:
         raise ValueError(f"{name} is empty; a model needs at least one token to continue")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise ValueError(f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is 0..{vocab_size - 1}")
+        raise ValueError(
+            f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is "
+            f"0..{vocab_size - 1}"
+        )
     if len(prompt) + max_new_tokens > max_length:
         raise ValueError(
             f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
@@ -305,16 +342,21 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
 
 
 def end_token_ids(folder: str | Path) -> frozenset[int]:
-    """generation_config.json decides where it is there: chat models end turns with another token than documents; else config.json.
+    """generation_config.json decides where it is there: chat models end turns with another token than
+    documents; else config.json.
 
     Raises ValueError for a file that cannot be read, OSError.
     """
-    decides = next(file for name in ("generation_config.json", "config.json") if (file := Path(folder) / name).is_file())
+    decides = next(
+        file for name in ("generation_config.json", "config.json") if (file := Path(folder) / name).is_file()
+    )
     try:
         found = read_json_object(decides).get("eos_token_id")
     except ValueError as error:
         raise ValueError(f"{decides}: {error}") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(index, int) and index >= 0 for index in ids):
-        raise ValueError(f"{decides}: eos_token_id is {found!r}, but must be a token's number or a list of such")
+        raise ValueError(
+            f"{decides}: eos_token_id is {found!r}, but must be a token's number or a list of such"
+        )
     return frozenset(ids)

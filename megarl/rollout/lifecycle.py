@@ -1,4 +1,5 @@
-"""When an engine may generate: the states between "has no weights" and "closed", the same for every engine."""
+"""When an engine may generate: the states between "has no weights" and "closed", the same for every
+engine."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
-    """The engine was asked for what it cannot do in its state; the message says the state and what leads out of it."""
+    """The engine was asked for what it cannot do in its state; the message says the state and what leads out
+    of it."""
 
 
 class LifecycleState(Enum):
@@ -50,7 +52,9 @@ class EngineLifecycle:
         return self._version
 
     def begin(self, manifest: Manifest) -> None:
-        self.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self.require(
+            "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+        )
         self.state = LifecycleState.UPDATING
         self._version = None
         self._receipt = WeightReceipt(manifest)
@@ -83,7 +87,9 @@ class EngineLifecycle:
 
     def must_wake(self) -> bool:
         """Whether it sleeps. Raises EngineStateError where it is closed."""
-        self.require("wake", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        self.require(
+            "wake", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP
+        )
         return self.state is LifecycleState.ASLEEP
 
     def leave(self, state: LifecycleState) -> None:
@@ -94,4 +100,6 @@ class EngineLifecycle:
 
     def require(self, action: str, *states: LifecycleState) -> None:
         if self.state not in states:
-            raise EngineStateError(f"the engine cannot {action} while {self.state.value}: {_REMEDY[self.state]}")
+            raise EngineStateError(
+                f"the engine cannot {action} while {self.state.value}: {_REMEDY[self.state]}"
+            )

@@ -1,9 +1,11 @@
-"""The request router, which decides which replica gets which request. It is pure, so that tests can try every order of events.
+"""The request router, which decides which replica gets which request. It is pure, so that tests can try every
+order of events.
 
-Requests are queued in the order of their arrival, except for those with priority. A replica gets the next requests up to its limit of
-requests in flight; among several replicas with room, the one with the fewest requests in flight is served first. When a replica is
-lost, its requests return to their positions in the queue. Each request finishes once: a request that finishes twice, or at a replica
-that does not have it, is an error. A cancelled request that finishes all the same is ignored.
+Requests are queued in the order of their arrival, except for those with priority. A replica gets the next
+requests up to its limit of requests in flight; among several replicas with room, the one with the fewest
+requests in flight is served first. When a replica is lost, its requests return to their positions in the
+queue. Each request finishes once: a request that finishes twice, or at a replica that does not have it, is an
+error. A cancelled request that finishes all the same is ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
-_Priority = tuple[int, int]  # 0 for continued requests, 1 for requests that go first, 2 for others; then the request id
+# 0 for continued requests, 1 for requests that go first, 2 for others; then the request id
+_Priority = tuple[int, int]
 
 
 class RequestRoutingError(RuntimeError):
@@ -34,7 +37,8 @@ class RequestRouter(Generic[Request]):
         self._preferred: dict[int, int] = {}  # request -> the replica that has its prefix in the cache
         self._waiting: list[tuple[_Priority, int]] = []  # a heap, which still contains cancelled requests
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
-        self._cancelled: list[set[int]] = [set() for _ in range(num_replicas)]  # while they were in flight at the replica
+        # while they were in flight at the replica
+        self._cancelled: list[set[int]] = [set() for _ in range(num_replicas)]
         self._max_concurrency = max_concurrency
         self._last_id = -1
 
@@ -50,14 +54,17 @@ class RequestRouter(Generic[Request]):
         """Returns the ids of the requests in flight at each replica. Any thread may call it."""
         return [numbers.copy() for numbers in self._in_flight]
 
-    def add(self, requests: Iterable[tuple[int, Request]], *, first: bool = False, prefer: int | None = None) -> None:
+    def add(
+        self, requests: Iterable[tuple[int, Request]], *, first: bool = False, prefer: int | None = None
+    ) -> None:
         """Queues requests.
 
         Args:
             requests: Pairs of id and request in the order of arrival.
             first: Whether they go before others.
-            prefer: The replica that has the prefix of the requests in its cache. They go before all others, to this replica unless it
-                has no room or more than twice as many requests in flight as another.
+            prefer: The replica that has the prefix of the requests in its cache. They go before all others,
+                to this replica unless it has no room or more than twice as many requests in flight as
+                another.
 
         Raises:
             ValueError: The ids do not increase.
@@ -67,13 +74,17 @@ class RequestRouter(Generic[Request]):
                 raise ValueError(f"the ids of requests must rise: {request_id} came after {self._last_id}")
             self._last_id = request_id
             self._requests[request_id] = request
-            self._priorities[request_id] = place = (0 if prefer is not None else 1 if first else 2, request_id)
+            self._priorities[request_id] = place = (
+                0 if prefer is not None else 1 if first else 2,
+                request_id,
+            )
             heapq.heappush(self._waiting, (place, request_id))
             if prefer is not None:
                 self._preferred[request_id] = prefer
 
     def resize(self, num_replicas: int) -> None:
-        """Adds replicas, or removes those with the highest numbers, whose requests must have been requeued."""
+        """Adds replicas, or removes those with the highest numbers, whose requests must have been
+        requeued."""
         joining = num_replicas - len(self._in_flight)
         assert not any(self._in_flight[num_replicas:])
         self._in_flight = self._in_flight[:num_replicas] + [set() for _ in range(joining)]
@@ -93,7 +104,8 @@ class RequestRouter(Generic[Request]):
         return cancelled
 
     def assign(self, ready: Collection[int]) -> dict[int, list[Request]]:
-        """Assigns queued requests to the replicas in `ready` up to their limits. Returns the requests of each replica that got any."""
+        """Assigns queued requests to the replicas in `ready` up to their limits. Returns the requests of each
+        replica that got any."""
         assigned: dict[int, list[Request]] = {}
         while self._waiting and ready:
             least = min(ready, key=lambda number: (self.load(number), number))
@@ -119,7 +131,9 @@ class RequestRouter(Generic[Request]):
             return False
         if request_id not in self._in_flight[replica]:
             known = (
-                "was finished before" if 0 <= request_id <= self._last_id and request_id not in self._requests else "was not given to it"
+                "was finished before"
+                if 0 <= request_id <= self._last_id and request_id not in self._requests
+                else "was not given to it"
             )
             raise RequestRoutingError(f"replica {replica} finished request {request_id}, which {known}")
         self._in_flight[replica].remove(request_id)
@@ -127,7 +141,8 @@ class RequestRouter(Generic[Request]):
         return True
 
     def requeue(self, replica: int) -> Collection[int]:
-        """Puts the requests in flight at a replica back into the queue, at their old positions. Returns their ids."""
+        """Puts the requests in flight at a replica back into the queue, at their old positions. Returns their
+        ids."""
         lost = self._in_flight[replica]
         for request_id in lost:
             heapq.heappush(self._waiting, (self._priorities[request_id], request_id))

@@ -1,11 +1,12 @@
 """The staleness controller, which decides which groups may be started and which are trained next. It is pure.
 
-Groups (a prompt with its samples) are started and trained in the order of the prompts: step s trains the next `prompts_per_step` groups,
-however long they take. A group is admitted only if the step that will train it exists, and if the weights of that step are at most
-`max_staleness` versions newer than those that start the group. Finished groups are therefore never discarded for their age, and long
-responses are trained as often as short ones. A group may be dropped because its samples carry no signal or cannot be generated; later
-groups are then trained earlier, never later. Without `in_order` a step trains the oldest finished groups; late groups keep their place,
-and their age is not bounded.
+Groups (a prompt with its samples) are started and trained in the order of the prompts: step s trains the next
+`prompts_per_step` groups, however long they take. A group is admitted only if the step that will train it
+exists, and if the weights of that step are at most `max_staleness` versions newer than those that start the
+group. Finished groups are therefore never discarded for their age, and long responses are trained as often as
+short ones. A group may be dropped because its samples carry no signal or cannot be generated; later groups
+are then trained earlier, never later. Without `in_order` a step trains the oldest finished groups; late
+groups keep their place, and their age is not bounded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class StalenessController:
         self._step_pushes = step_pushes
         self.next_step = next_step
         self._next_version = version  # the version that `next_step` trains
-        self._live: dict[int, tuple[int, bool]] = {}  # in order: group -> (version that started it, whether it is finished)
+        # in order: group -> (version that started it, whether it is finished)
+        self._live: dict[int, tuple[int, bool]] = {}
         self._dropped: list[int] = []  # since the last taken group, in order
         self._num_admitted = 0
 
@@ -92,10 +94,15 @@ class StalenessController:
     def num_dropped(self) -> int:
         """The number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
-        return bisect_left(self._dropped, first[-1]) if len(first) == self.prompts_per_step else len(self._dropped)
+        return (
+            bisect_left(self._dropped, first[-1])
+            if len(first) == self.prompts_per_step
+            else len(self._dropped)
+        )
 
     def take(self, version: int) -> list[int]:
-        """Returns the groups of the next step in order. The step must be ready and train the weights of `version`."""
+        """Returns the groups of the next step in order. The step must be ready and train the weights of
+        `version`."""
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()
@@ -109,5 +116,9 @@ class StalenessController:
 
     def _next(self) -> list[int]:
         """Returns the groups that the next step trains, or as many of them as have been admitted."""
-        candidates = self._live if self.in_order else (group for group, (_, is_finished) in self._live.items() if is_finished)
+        candidates = (
+            self._live
+            if self.in_order
+            else (group for group, (_, is_finished) in self._live.items() if is_finished)
+        )
         return list(islice(candidates, self.prompts_per_step))

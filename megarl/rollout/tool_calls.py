@@ -14,7 +14,8 @@ from megarl.rollout.sglang.function_calls import sglang_parser
 def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thinking: bool) -> CallParser:
     """Returns the parser of the calls in a turn that `agent.parser` and `agent.calls_in_thinking` ask for.
 
-    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of SGLang.
+    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of
+    SGLang.
 
     Args:
         agent: The section of the configuration.
@@ -25,7 +26,9 @@ def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thi
         ValueError: There is no such parser, or SGLang does not take the schema of a tool.
     """
     if agent.parser is None:
-        return parse_outside_thinking(parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking)
+        return parse_outside_thinking(
+            parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking
+        )
     parser = sglang_parser(agent.parser, tools)
     return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
 

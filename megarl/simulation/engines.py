@@ -1,4 +1,5 @@
-"""Replicas on a clock that goes on only where someone waits: they write so many tokens a second, and die when they are told to."""
+"""Replicas on a clock that goes on only where someone waits: they write so many tokens a second, and die when
+they are told to."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _LOG_PROB = -1.0
 
 
 class VirtualClock:
-    """Events happen in the order of their times, and at the same time in the order in which they were set. on_event: called with the number
-    of each, from 0, when it has happened."""
+    """Events happen in the order of their times, and at the same time in the order in which they were set.
+    on_event: called with the number of each, from 0, when it has happened."""
 
     def __init__(self, on_event: Callable[[int], None] = lambda number: None) -> None:
         self.now_s = 0.0
@@ -78,7 +79,9 @@ class Answer:
             raise self._error
         return self._value
 
-    def end(self, value: Sequence[FinishedRequest | FailedRequest] = (), error: WorkerError | None = None) -> None:
+    def end(
+        self, value: Sequence[FinishedRequest | FailedRequest] = (), error: WorkerError | None = None
+    ) -> None:
         if not self.ended:
             self.ended = True
             self._value = list(value)
@@ -86,11 +89,17 @@ class Answer:
 
 
 class ScriptedEngine:
-    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for; 0 where it fails after one.
+    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for; 0 where
+    it fails after one.
     start_s: until it is ready."""
 
     def __init__(
-        self, clock: VirtualClock, length_of: Callable[[GenerationRequest], int], version: int, start_s: float = 0.0, tick_s: float = 1.0
+        self,
+        clock: VirtualClock,
+        length_of: Callable[[GenerationRequest], int],
+        version: int,
+        start_s: float = 0.0,
+        tick_s: float = 1.0,
     ) -> None:
         self._clock = clock
         self._length_of = length_of
@@ -132,7 +141,9 @@ class ScriptedEngine:
             self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
         self._call = answer
         first_s = min(self._held.values(), default=float("inf"))
-        self._clock.at(min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer))
+        self._clock.at(
+            min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer)
+        )
         return answer
 
     def call_beside(self, method: RemoteMethod) -> None:
@@ -145,14 +156,19 @@ class ScriptedEngine:
         """Weights of `version` are there after the pause; what is in flight goes on with them."""
         assert not self.is_at_call
         for number, end_s in self._held.items():
-            written = min(self._lengths[number], self._lengths[number] - int(np.ceil((end_s - self._clock.now_s) / self._tick_s - 1e-9)))
+            written = min(
+                self._lengths[number],
+                self._lengths[number] - int(np.ceil((end_s - self._clock.now_s) / self._tick_s - 1e-9)),
+            )
             self._cut(number, written)
             self._held[number] = end_s + pause_s
         self._version = version
 
     def die(self) -> None:
         failure = CallFailure(FailureKind.death, "it was killed", "", self._clock.now_s)
-        self._death = WorkerError(RankFailure("rollout", 0, "simulated", None, RolloutWorker.submit_and_poll.name, failure))
+        self._death = WorkerError(
+            RankFailure("rollout", 0, "simulated", None, RolloutWorker.submit_and_poll.name, failure)
+        )
         if self._call is not None:
             self._call.end(error=self._death)
 
@@ -170,7 +186,11 @@ class ScriptedEngine:
     def _ended(self, number: int) -> FinishedRequest | FailedRequest:
         del self._held[number]
         length = self._lengths.pop(number)
-        return FinishedRequest(number, self._sample(number, length)) if length else FailedRequest(number, "scripted")
+        return (
+            FinishedRequest(number, self._sample(number, length))
+            if length
+            else FailedRequest(number, "scripted")
+        )
 
     def _sample(self, number: int, length: int) -> Sample:
         self._cut(number, length)
@@ -184,7 +204,8 @@ class ScriptedEngine:
 
 
 class ScriptedEngines:
-    """Stands in for Replicas. version: of the weights that they have. start_s: of one that is started anew."""
+    """Stands in for Replicas. version: of the weights that they have. start_s: of one that is started
+    anew."""
 
     def __init__(
         self,
@@ -228,5 +249,7 @@ class ScriptedEngines:
         if len(self.restarted) == self._restart_limit:
             raise RunError("too many")
         self.restarted.append((self._clock.now_s, number))
-        self.groups[number] = ScriptedEngine(self._clock, self._length_of, self._version, self._start_s, self._tick_s)
+        self.groups[number] = ScriptedEngine(
+            self._clock, self._length_of, self._version, self._start_s, self._tick_s
+        )
         self.starting.add(number)

@@ -1,4 +1,5 @@
-"""What a step would take, and who would wait, for several `rollout.max_staleness` and splits of the devices."""
+"""What a step would take, and who would wait, for several `rollout.max_staleness` and splits of the
+devices."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _LONGEST_OF = 1000  # samples, of which one is as long as the longest
 
 
 class Times(NamedTuple):
-    """In seconds. training_s: of a step, on the devices of the configuration, without its wait and its push. token_s: until a sample has
-    its next token. push_s: of the weights."""
+    """In seconds. training_s: of a step, on the devices of the configuration, without its wait and its push.
+    token_s: until a sample has its next token. push_s: of the weights."""
 
     training_s: float
     token_s: float
@@ -46,8 +47,8 @@ class Split(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """trainer_idle: share of the time in which the trainer waits for samples. slots_in_use: of all engines'. mean_age: in versions of the
-    weights."""
+    """trainer_idle: share of the time in which the trainer waits for samples. slots_in_use: of all engines'.
+    mean_age: in versions of the weights."""
 
     split: Split
     max_staleness: int
@@ -59,7 +60,8 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end. slots: of an engine."""
+    """lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end.
+    slots: of an engine."""
 
     lengths: Sequence[Sequence[int]]
     prompts_per_step: int
@@ -74,11 +76,15 @@ class Work:
 
 
 def forecast(work: Work, times: Times, split: Split, max_staleness: int) -> Forecast:
-    outcome = _simulated(work, times, split.num_engines, training_s=times.training_s * split.of, max_staleness=max_staleness)
+    outcome = _simulated(
+        work, times, split.num_engines, training_s=times.training_s * split.of, max_staleness=max_staleness
+    )
     return Forecast(split, max_staleness, outcome.step_s, outcome.waiting, outcome.busy, outcome.mean_age)
 
 
-def _simulated(work: Work, times: Times, num_engines: int, *, training_s: float, max_staleness: int, steps: int = _STEPS) -> SimulatedRun:
+def _simulated(
+    work: Work, times: Times, num_engines: int, *, training_s: float, max_staleness: int, steps: int = _STEPS
+) -> SimulatedRun:
     """With as many slots for each prompt as there are, but at most 32 prompts a step."""
     prompts = min(work.prompts_per_step, _MOST_PROMPTS)
     slots = max(1, round(work.slots * prompts / work.prompts_per_step))
@@ -98,12 +104,14 @@ def _simulated(work: Work, times: Times, num_engines: int, *, training_s: float,
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
-    """At most five ways to deal the devices of the placement, from few engines to many; that of the configuration is among them. A trainer
-    on half the devices takes twice as long. Raises ValueError where engines and trainer take turns."""
+    """At most five ways to deal the devices of the placement, from few engines to many; that of the
+    configuration is among them. A trainer on half the devices takes twice as long. Raises ValueError where
+    engines and trainer take turns."""
     engine = config.rollout.tensor_parallel_size
     if any(plan.share_devices("rollout", role) for role in plan.roles if role != "rollout"):
         raise ValueError(
-            f"placement.strategy={plan.strategy.value}: the engines take turns with others on their devices, so there is nothing to split; "
+            f"placement.strategy={plan.strategy.value}: the engines take turns with others on their "
+            f"devices, so there is nothing to split; "
             "simulate placement.strategy=split_collocate"
         )
     own = config.rollout.num_replicas * engine
@@ -115,7 +123,10 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
         for number in range(1, (plan.num_devices - 1) // engine + 1)
         if (left := plan.num_devices - number * engine - least) >= model and left % model == 0
     ]
-    chosen = {config.rollout.num_replicas, *(possible[index * (len(possible) - 1) // (_MOST_SPLITS - 1)] for index in range(_MOST_SPLITS))}
+    chosen = {
+        config.rollout.num_replicas,
+        *(possible[index * (len(possible) - 1) // (_MOST_SPLITS - 1)] for index in range(_MOST_SPLITS)),
+    }
     while len(chosen) > _MOST_SPLITS:
         chosen.remove(min(chosen - {config.rollout.num_replicas, max(chosen)}))
     devices = {number: plan.num_devices - number * engine for number in sorted(chosen)}
@@ -126,12 +137,16 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
 
 
 def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[int]]:
-    """Tokens of the samples of each prompt of a simulation: log-normal with this mean, before those are cut that are longer than the
-    longest, of which there is one in a thousand. Raises ValueError where no log-normal distribution is so."""
+    """Tokens of the samples of each prompt of a simulation: log-normal with this mean, before those are cut
+    that are longer than the longest, of which there is one in a thousand. Raises ValueError where no
+    log-normal distribution is so."""
     reach = NormalDist().inv_cdf(1 - 1 / _LONGEST_OF)
     if not 1 <= mean < longest or (spare := reach**2 - 2 * math.log(longest / mean)) < 0:
         most = math.floor(mean * math.exp(reach**2 / 2)) if mean >= 1 else 0
-        raise ValueError(f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more, and the most above it, up to {most:,}")
+        raise ValueError(
+            f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more, and the most above "
+            f"it, up to {most:,}"
+        )
     sigma = reach - math.sqrt(spare)
     centre = math.log(mean) - sigma**2 / 2
     chance = random.Random(seed)
@@ -147,26 +162,39 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
 
 
 def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
-    """Of a run at max_staleness 0 that has kept samples: the lengths of its last ones, by prompt, and its times, medians of its last steps.
+    """Of a run at max_staleness 0 that has kept samples: the lengths of its last ones, by prompt, and its
+    times, medians of its last steps.
 
-    A token takes as long as makes a simulated step generate for as long as the run's have. Raises ConfigError, MetricsFileError,
-    SamplesFileError, and ValueError where the run has not what is needed.
+    A token takes as long as makes a simulated step generate for as long as the run's have. Raises
+    ConfigError, MetricsFileError, SamplesFileError, and ValueError where the run has not what is needed.
     """
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
     if config.rollout.max_staleness:
         raise ValueError(
-            f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, and its wait for samples does not say how long "
+            f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, and its wait for "
+            f"samples does not say how long "
             "they take; give a run at 0, of which some steps are enough"
         )
     if missing := [name for name in ("timing_s/step", "timing_s/gen") if name not in series]:
-        raise ValueError(f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give a run of reinforcement learning")
+        raise ValueError(
+            f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give a run of reinforcement "
+            f"learning"
+        )
     lengths = _kept_lengths(run_dir)
     generating_s, push_s = (_median(series.get(name)) for name in ("timing_s/gen", "timing_s/update_weights"))
     other = sum(_mean(series, name) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
-    training_s = max(0.0, _mean(series, "timing_s/step") - _mean(series, "timing_s/gen") - _mean(series, "timing_s/update_weights") - other)
+    training_s = max(
+        0.0,
+        _mean(series, "timing_s/step")
+        - _mean(series, "timing_s/gen")
+        - _mean(series, "timing_s/update_weights")
+        - other,
+    )
     unit = Times(training_s=0.0, token_s=1.0)
-    ticks = _simulated(Work.of(config, lengths), unit, config.rollout.num_replicas, training_s=0.0, max_staleness=0, steps=4).step_s
+    ticks = _simulated(
+        Work.of(config, lengths), unit, config.rollout.num_replicas, training_s=0.0, max_staleness=0, steps=4
+    ).step_s
     return lengths, Times(training_s, generating_s / ticks, push_s)
 
 
@@ -188,5 +216,8 @@ def _kept_lengths(run_dir: Path) -> list[list[int]]:
         for uid, length in zip(rows["uid"].to_pylist(), rows["response_length"].to_pylist(), strict=True):
             groups.setdefault((step, uid), []).append(max(1, length))
     if not groups:
-        raise ValueError(f"{run_dir}: has kept no samples, whose lengths are needed; see tracking.samples_every_steps, or give --lengths")
+        raise ValueError(
+            f"{run_dir}: has kept no samples, whose lengths are needed; see tracking.samples_every_steps, "
+            f"or give --lengths"
+        )
     return list(groups.values())

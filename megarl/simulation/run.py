@@ -1,11 +1,13 @@
-"""A run in virtual time, with the rollout buffer, staleness controller, request scheduler and router of a run.
+"""A run in virtual time, with the rollout buffer, staleness controller, request scheduler and router of a
+run.
 
 Engines, trainer and scoring only take time.
 
     outcome = Simulation(Script(lengths=[[120, 80], [300, 40], ...], prompts_per_step=2, ...)).run()
 
-It says what a schedule gains, not how fast an engine or a trainer is: each of an engine's slots writes a token in the same time, whatever
-the others do, and what a sample has written is not computed anew after a push.
+It says what a schedule gains, not how fast an engine or a trainer is: each of an engine's slots writes a
+token in the same time, whatever the others do, and what a sample has written is not computed anew after a
+push.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ _NEVER_S = 1e12  # nobody hangs in a simulation
 class Script:
     """Times are in seconds, or in any other unit.
 
-    lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end. slots: samples that an engine
-    writes at a time, a token of each in token_s. training_s: of a step, from its samples to its push. push_s: for which a push stops
-    engines and trainer. scoring_s: until a group's scores are there, which are waited for where there is a max_without_signal: as in
-    GroupRules. without_signal: prompts whose samples all score the same. failing: prompts whose samples no engine can write. start_s: of
-    an engine that was lost.
+    lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end.
+    slots: samples that an engine writes at a time, a token of each in token_s. training_s: of a step, from
+    its samples to its push. push_s: for which a push stops engines and trainer. scoring_s: until a group's
+    scores are there, which are waited for where there is a max_without_signal: as in GroupRules.
+    without_signal: prompts whose samples all score the same. failing: prompts whose samples no engine can
+    write. start_s: of an engine that was lost.
     """
 
     lengths: Sequence[Sequence[int]]
@@ -63,8 +66,9 @@ class Script:
 
 
 class Step(NamedTuple):
-    """uids: of its prompts, in order. versions: of each the weights that began it, and trained_version: those that were trained. lengths:
-    of its samples. start_s: when the trainer had them, after waiting_s. age: of the oldest token, in versions."""
+    """uids: of its prompts, in order. versions: of each the weights that began it, and trained_version: those
+    that were trained. lengths: of its samples. start_s: when the trainer had them, after waiting_s. age: of
+    the oldest token, in versions."""
 
     number: int
     uids: list[str]
@@ -117,12 +121,17 @@ class StalledError(RuntimeError):
 
 
 class Simulation:
-    """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or end the run by what
-    it raises."""
+    """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or
+    end the run by what it raises."""
 
     kind: type[RolloutOutput] = Sample
 
-    def __init__(self, script: Script, saved: Saved | None = None, on_event: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        saved: Saved | None = None,
+        on_event: Callable[[int], None] = lambda number: None,
+    ) -> None:
         self._script = script
         self.clock = VirtualClock(on_event)
         self.version = saved.version if saved is not None else 1
@@ -132,7 +141,9 @@ class Simulation:
         self.engines = ScriptedEngines(
             self.clock,
             script.num_engines,
-            lambda request: 0 if _number_of(request.uid) in script.failing else request.sampling.max_new_tokens,
+            lambda request: (
+                0 if _number_of(request.uid) in script.failing else request.sampling.max_new_tokens
+            ),
             version=self.version,
             restart_limit=10**9,
             start_s=script.start_s,
@@ -140,7 +151,13 @@ class Simulation:
         )
         limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
-        self.scheduler = RequestScheduler(self.engines, self.engines.readmit, limits, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(
+            self.engines,  # type: ignore[arg-type]
+            self.engines.readmit,
+            limits,
+            clock=lambda: clock.now_s,
+            wait=clock.wait,
+        )
         self._loader = BatchLoader(_Rows(len(script.lengths)), script.prompts_per_step, shuffle=False, seed=0)
         self._scoring = _Scoring(clock, script)
         staleness = StalenessController(
@@ -152,7 +169,9 @@ class Simulation:
             step_pushes=lambda step: step > script.critic_warmup_steps,
             in_order=script.late is Late.wait,
         )
-        rules = GroupRules(sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate)
+        rules = GroupRules(
+            sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate
+        )
         self.buffer = RolloutBuffer(self, self, self._loader, self._scoring, rules, staleness)
         if saved is not None:
             self._loader.load_state_dict(saved.position)
@@ -167,7 +186,12 @@ class Simulation:
             self._work(lambda: False, self._script.training_s, is_awaited=False)
             if number > self._script.critic_warmup_steps:
                 self._push()
-            self.saved = Saved(number, self.version, self.buffer.position(), {group.uid: group for group in self.buffer.finished()})
+            self.saved = Saved(
+                number,
+                self.version,
+                self.buffer.position(),
+                {group.uid: group for group in self.buffer.finished()},
+            )
         tokens = sum(self.scheduler.totals().num_tokens)
         slots = self._script.num_engines * self._script.slots
         busy = tokens * self._script.token_s / (slots * self.clock.now_s)
@@ -180,15 +204,24 @@ class Simulation:
     ) -> list[GenerationRequest]:
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         return [
-            GenerationRequest(index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0), uid)
+            GenerationRequest(
+                index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0), uid
+            )
             for index, uid in enumerate(uids)
             for place, length in enumerate(self._script.lengths[_number_of(uid)])
         ]
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
+        self,
+        prompts: DataProto,
+        place: int,
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        on_failure: OnFailure,
     ) -> Callable[[], None]:
-        numbers = self.scheduler.add(requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure)
+        numbers = self.scheduler.add(
+            requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure
+        )
         return lambda: self.scheduler.cancel(numbers)
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
@@ -197,8 +230,11 @@ class Simulation:
 
     # ---- parts
 
-    def _work(self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True) -> None:
-        """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an engine that has started."""
+    def _work(
+        self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
+    ) -> None:
+        """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an
+        engine that has started."""
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited
         while True:
@@ -209,7 +245,10 @@ class Simulation:
             if self.scheduler.is_at_work:
                 self.scheduler.poll(until_s - self.clock.now_s)
             elif (until_s := min(until_s, self.clock.next_s)) == math.inf:
-                raise StalledError(f"at {self.clock.now_s:g}: nobody works, and step {self.buffer.staleness.next_step} waits for samples")
+                raise StalledError(
+                    f"at {self.clock.now_s:g}: nobody works, and step {self.buffer.staleness.next_step} "
+                    f"waits for samples"
+                )
             else:
                 self.clock.pass_by(until_s - self.clock.now_s)
 
@@ -282,7 +321,9 @@ class _Scoring:
         n = len(self._script.lengths[0])
         end_s = self._clock.now_s + self._script.scoring_s
         for uid in map(str, groups.non_tensor_batch["uid"][::n]):
-            scores = [0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)]
+            scores = [
+                0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)
+            ]
             self._under_way.append((end_s, uid, scores))
 
     def scored(self) -> dict[str, list[float]]:

@@ -1,4 +1,5 @@
-"""Loggers of services run in a thread of their own: one that does not answer holds up neither training nor its end."""
+"""Loggers of services run in a thread of their own: one that does not answer holds up neither training nor
+its end."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ class ServiceError(RuntimeError):
 
 
 class BackgroundLogger:
-    """A logger (loggers.py) whose calls return at once. What fails in the thread is raised by the next call; after that the service is
-    not tried again where it could not be opened."""
+    """A logger (loggers.py) whose calls return at once. What fails in the thread is raised by the next call;
+    after that the service is not tried again where it could not be opened."""
 
-    def __init__(self, open_service: Callable[[], Service], abandon: Callable[[], None] = lambda: None) -> None:
-        """abandon: ends what would hold up the end of this process, when the service has not closed in time."""
+    def __init__(
+        self, open_service: Callable[[], Service], abandon: Callable[[], None] = lambda: None
+    ) -> None:
+        """abandon: ends what would hold up the end of this process, when the service has not closed in
+        time."""
         self._open_service = open_service
         self._abandon = abandon
         self._calls: queue.Queue[Callable[[Service], None] | None] = queue.Queue(_MAX_WAITING)
@@ -50,7 +54,12 @@ class BackgroundLogger:
     def flush(self) -> None:
         """Waits a moment, and not again while the service is behind."""
         deadline_s = time.monotonic() + FLUSH_LIMIT_S
-        while self._calls.unfinished_tasks and self._thread.is_alive() and not self._is_late and time.monotonic() < deadline_s:
+        while (
+            self._calls.unfinished_tasks
+            and self._thread.is_alive()
+            and not self._is_late
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.01)
         self._is_late = bool(self._calls.unfinished_tasks)
         self._raise()
@@ -65,7 +74,10 @@ class BackgroundLogger:
             pass
         if self._thread.is_alive():
             self._abandon()
-            raise ServiceError(f"it has not taken what was logged within {CLOSE_LIMIT_S:g} s after the end; the rest is lost to it")
+            raise ServiceError(
+                f"it has not taken what was logged within {CLOSE_LIMIT_S:g} s after the end; the rest is "
+                f"lost to it"
+            )
         self._raise()
 
     def _submit(self, call: Callable[[Service], None]) -> None:
@@ -73,7 +85,9 @@ class BackgroundLogger:
             try:
                 self._calls.put_nowait(call)
             except queue.Full:
-                raise ServiceError(f"{_MAX_WAITING} calls wait for it; what follows is not logged there") from None
+                raise ServiceError(
+                    f"{_MAX_WAITING} calls wait for it; what follows is not logged there"
+                ) from None
         self._raise()
 
     def _raise(self) -> None:

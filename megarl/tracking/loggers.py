@@ -1,4 +1,5 @@
-"""Where metrics go: the console, a JSON-lines file, TensorBoard, services. A logger that fails warns once and never ends a run."""
+"""Where metrics go: the console, a JSON-lines file, TensorBoard, services. A logger that fails warns once and
+never ends a run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """Prints one line per step with the metrics that people look at first, and the time that is left. The files have all metrics."""
+    """Prints one line per step with the metrics that people look at first, and the time that is left. The
+    files have all metrics."""
 
     # Metric -> what it is called on the line, and its unit.
     SHOWN: Mapping[str, tuple[str, str]] = {
@@ -60,7 +62,9 @@ class ConsoleLogger:
         self._seconds: list[float] = []  # of the steps up to now
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        shown = [f"{name} {metrics[key]:.4g}{unit}" for key, (name, unit) in self.SHOWN.items() if key in metrics]
+        shown = [
+            f"{name} {metrics[key]:.4g}{unit}" for key, (name, unit) in self.SHOWN.items() if key in metrics
+        ]
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
         if self._seconds and self._total_steps is not None and step < self._total_steps:
@@ -100,7 +104,8 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """A file of events for each process of the run. Those of a step that is made once more are for TensorBoard to leave out."""
+    """A file of events for each process of the run. Those of a step that is made once more are for
+    TensorBoard to leave out."""
 
     def __init__(self, run: TrackedRun) -> None:
         first_step = None if run.resumed_after is None else run.resumed_after + 1
@@ -147,8 +152,8 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
 
 
 class Tracker:
-    """Sends a step's metrics to every logger that the run names. Raises ValueError for a name that does not exist, and for a service
-    whose package is not installed."""
+    """Sends a step's metrics to every logger that the run names. Raises ValueError for a name that does not
+    exist, and for a service whose package is not installed."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]  # by value, not how a member is made
@@ -160,7 +165,10 @@ class Tracker:
         self._loggers: dict[str, Logger] = {}
         self._failed: set[str] = set()
         for kind in kinds:
-            self._guarded(kind.value, lambda kind=kind: self._loggers.update({kind.value: LOGGERS[kind](run)}))  # type: ignore[misc]
+            self._guarded(
+                kind.value,
+                lambda kind=kind: self._loggers.update({kind.value: LOGGERS[kind](run)}),  # type: ignore[misc]
+            )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises RunError where the run's folder is no longer there: what is written would go nowhere."""
@@ -169,13 +177,16 @@ class Tracker:
             self._guarded(name, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError as `log` does, and
-        where that file cannot be written."""
+        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError
+        as `log` does, and where that file cannot be written."""
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
-        with writing(self._output_dir), (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file:
+        with (
+            writing(self._output_dir),
+            (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file,
+        ):
             file.writelines(dump_readable({"step": step, **row}, default=str) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,8 @@
-"""Every metric that a run can log, with its unit and meaning: docs/metrics.md is made from it, and runs in the tests are held against it.
+"""Every metric that a run can log, with its unit and meaning: docs/metrics.md is made from it, and runs in
+the tests are held against it.
 
-In a pattern, `{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and `[/<source>]` may be absent.
+In a pattern, `{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and
+`[/<source>]` may be absent.
 """
 
 from __future__ import annotations
@@ -26,29 +28,65 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("num_tokens", "tokens", "Prompt and response tokens of the step's batch."),
     ),
     "Rewards and advantages": (
-        MetricRow("reward/mean", "", "Mean score of a sample, as the reward gives it. The same number as `critic/score/mean`."),
-        MetricRow("critic/score/{mean,max,min}", "", "Score of a sample, over samples."),
-        MetricRow("critic/rewards/{mean,max,min}", "", "Score less the KL penalty and other shaping, summed over a sample, over samples."),
         MetricRow(
-            "reward/<name>/{mean,max,min}", "", "Number `<name>` that reward functions return beside the score, over samples that have it."
+            "reward/mean",
+            "",
+            "Mean score of a sample, as the reward gives it. The same number as `critic/score/mean`.",
+        ),
+        MetricRow("critic/score/{mean,max,min}", "", "Score of a sample, over samples."),
+        MetricRow(
+            "critic/rewards/{mean,max,min}",
+            "",
+            "Score less the KL penalty and other shaping, summed over a sample, over samples.",
         ),
         MetricRow(
-            "reward/functions/{mean,max,min}", "", "Score of the reward functions alone, before its weight, in runs with a reward model."
+            "reward/<name>/{mean,max,min}",
+            "",
+            "Number `<name>` that reward functions return beside the score, over samples that have it.",
+        ),
+        MetricRow(
+            "reward/functions/{mean,max,min}",
+            "",
+            "Score of the reward functions alone, before its weight, in runs with a reward model.",
         ),
         MetricRow("reward/model/{mean,max,min}", "", "Score of the reward model, before its weight."),
-        MetricRow("reward/model/truncated", "share", "Conversations that lost their oldest tokens to fit the reward model."),
-        MetricRow("reward/model/spells_special", "share", "Responses whose text contains a special token of the reward model."),
+        MetricRow(
+            "reward/model/truncated",
+            "share",
+            "Conversations that lost their oldest tokens to fit the reward model.",
+        ),
+        MetricRow(
+            "reward/model/spells_special",
+            "share",
+            "Responses whose text contains a special token of the reward model.",
+        ),
         MetricRow("reward/error_rate", "share", "Samples whose scoring failed."),
-        MetricRow("reward/overlong_penalty", "", "Mean penalty for long responses (`algorithm.overlong`), 0 or less."),
+        MetricRow(
+            "reward/overlong_penalty",
+            "",
+            "Mean penalty for long responses (`algorithm.overlong`), 0 or less.",
+        ),
         MetricRow("reward/overlong_fraction", "share", "Samples with such a penalty."),
         MetricRow("critic/advantages/{mean,max,min,std}", "", f"Advantage A, {_TOKENS}."),
         MetricRow("critic/returns/{mean,max,min,std}", "", f"Return, the target of the critic, {_TOKENS}."),
-        MetricRow("critic/baseline/mean", "", "Mean score of the greedy samples that ReMax takes as baselines."),
         MetricRow(
-            "groups/without_signal", "share", "Prompts whose samples all have the same score, so that group-relative advantages are 0."
+            "critic/baseline/mean", "", "Mean score of the greedy samples that ReMax takes as baselines."
         ),
-        MetricRow("groups/{at_best,at_worst}", "share", "Prompts whose samples all have the batch's largest (or smallest) score."),
-        MetricRow("dynamic_sampling/num_generations", "", "Rounds of generation until enough prompts had samples with different scores."),
+        MetricRow(
+            "groups/without_signal",
+            "share",
+            "Prompts whose samples all have the same score, so that group-relative advantages are 0.",
+        ),
+        MetricRow(
+            "groups/{at_best,at_worst}",
+            "share",
+            "Prompts whose samples all have the batch's largest (or smallest) score.",
+        ),
+        MetricRow(
+            "dynamic_sampling/num_generations",
+            "",
+            "Rounds of generation until enough prompts had samples with different scores.",
+        ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
             "prompts",
@@ -57,20 +95,50 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("dynamic_sampling/score_mean", "", "Mean score of all samples, dropped ones included."),
     ),
     "Policy": (
-        MetricRow("actor/pg_loss", "", "Policy loss, a mean over the step's updates. Without entropy and KL terms."),
-        MetricRow("actor/entropy", "nats", f"Entropy of the policy's next-token distribution, mean {_TOKENS}."),
+        MetricRow(
+            "actor/pg_loss", "", "Policy loss, a mean over the step's updates. Without entropy and KL terms."
+        ),
+        MetricRow(
+            "actor/entropy", "nats", f"Entropy of the policy's next-token distribution, mean {_TOKENS}."
+        ),
         MetricRow("actor/grad_norm", "", "Norm of the gradient before clipping."),
         MetricRow("actor/lr", "", "Learning rate of the step."),
-        MetricRow("actor/pg_clipfrac", "share", "Tokens whose ratio the clip range bounds (or that the loss leaves out)."),
-        MetricRow("actor/pg_clipfrac_dual", "share", "Tokens that the dual clip bounds (`algorithm.policy_loss.clip_dual`)."),
+        MetricRow(
+            "actor/pg_clipfrac",
+            "share",
+            "Tokens whose ratio the clip range bounds (or that the loss leaves out).",
+        ),
+        MetricRow(
+            "actor/pg_clipfrac_dual",
+            "share",
+            "Tokens that the dual clip bounds (`algorithm.policy_loss.clip_dual`).",
+        ),
         MetricRow("actor/approx_kl", "nats", "Mean of log p_old - log p_new, an estimate of KL(old, new)."),
         MetricRow(
-            "actor/{ratio_max,ratio_min}", "", "Largest and smallest p_new / p_old of a token. Both are 1 in the first update of a step."
+            "actor/{ratio_max,ratio_min}",
+            "",
+            "Largest and smallest p_new / p_old of a token. Both are 1 in the first update of a step.",
         ),
-        MetricRow("actor/kl_loss", "nats", "KL to the reference, as `algorithm.kl.estimator` measures it, where it is part of the loss."),
-        MetricRow("actor/reward_kl_penalty", "nats", "Mean KL to the reference per token, where it is taken off the reward."),
-        MetricRow("actor/reward_kl_penalty_coeff", "", "Coefficient of that penalty; an adaptive controller changes it."),
-        MetricRow("{actor,critic}/moe/expert_share/max", "share", "Largest share of a layer's tokens that went to one expert."),
+        MetricRow(
+            "actor/kl_loss",
+            "nats",
+            "KL to the reference, as `algorithm.kl.estimator` measures it, where it is part of the loss.",
+        ),
+        MetricRow(
+            "actor/reward_kl_penalty",
+            "nats",
+            "Mean KL to the reference per token, where it is taken off the reward.",
+        ),
+        MetricRow(
+            "actor/reward_kl_penalty_coeff",
+            "",
+            "Coefficient of that penalty; an adaptive controller changes it.",
+        ),
+        MetricRow(
+            "{actor,critic}/moe/expert_share/max",
+            "share",
+            "Largest share of a layer's tokens that went to one expert.",
+        ),
         MetricRow(
             "{actor,critic}/moe/{aux_loss,z_loss}",
             "",
@@ -80,7 +148,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
     "Critic": (
         MetricRow("critic/vf_loss", "", "Value loss, a mean over the step's updates."),
         MetricRow("critic/vf_clipfrac", "share", "Tokens whose value the clip range bounds."),
-        MetricRow("critic/vf_explained_var", "", "1 - Var(returns - values) / Var(returns) over tokens; 1 is a perfect critic."),
+        MetricRow(
+            "critic/vf_explained_var",
+            "",
+            "1 - Var(returns - values) / Var(returns) over tokens; 1 is a perfect critic.",
+        ),
         MetricRow("critic/vpred_mean", "", "Mean predicted value in the updates."),
         MetricRow("critic/values/{mean,max,min,std}", "", f"Value before the updates, {_TOKENS}."),
         MetricRow("critic/{grad_norm,lr}", "", "As for the actor."),
@@ -91,7 +163,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("val/loss", "nats", "The same loss on the validation data."),
     ),
     "Lengths": (
-        MetricRow("response_length/{mean,max,min}", "tokens", "Tokens that the model wrote in a sample, over samples."),
+        MetricRow(
+            "response_length/{mean,max,min}",
+            "tokens",
+            "Tokens that the model wrote in a sample, over samples.",
+        ),
         MetricRow("response_length/clip_ratio", "share", "Samples that reached `data.max_response_length`."),
         MetricRow("prompt_length/{mean,max,min}", "tokens", "Tokens of a prompt, over samples."),
     ),
@@ -99,22 +175,46 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("agent/turns/{mean,max,min}", "turns", "Turns of the model in an episode, over episodes."),
         MetricRow("agent/calls/mean", "calls", "Tool calls in an episode."),
         MetricRow("agent/tool_s/mean", "s", "Seconds that an episode spent in tools."),
-        MetricRow("agent/errors/<kind>", "share", "Calls that failed so, of all calls. Kinds that did not occur are absent."),
         MetricRow(
-            "agent/ended/<why>", "share", "Episodes that ended so: done, length, turns and others. Ends that did not occur are absent."
+            "agent/errors/<kind>",
+            "share",
+            "Calls that failed so, of all calls. Kinds that did not occur are absent.",
         ),
-        MetricRow("agent/waiting_share", "share", "Of the time of the episodes that ended, the time in which they waited for tools."),
-        MetricRow("agent/num_restarts", "", "Processes of environments that were restarted in the run so far."),
+        MetricRow(
+            "agent/ended/<why>",
+            "share",
+            "Episodes that ended so: done, length, turns and others. Ends that did not occur are absent.",
+        ),
+        MetricRow(
+            "agent/waiting_share",
+            "share",
+            "Of the time of the episodes that ended, the time in which they waited for tools.",
+        ),
+        MetricRow(
+            "agent/num_restarts", "", "Processes of environments that were restarted in the run so far."
+        ),
     ),
     "Rollout": (
         MetricRow(
-            "rollout/{num_restarts,num_resent}", "", "Replicas that were restarted, and requests that were sent again, since the last step."
+            "rollout/{num_restarts,num_resent}",
+            "",
+            "Replicas that were restarted, and requests that were sent again, since the last step.",
         ),
-        MetricRow("rollout/replica_<number>/tokens_per_s", "tokens/s", "Tokens that the replica wrote, per second of generation."),
         MetricRow(
-            "rollout/age/{mean,max}", "versions", "Weight versions between the weights that drew a token and those that are trained."
+            "rollout/replica_<number>/tokens_per_s",
+            "tokens/s",
+            "Tokens that the replica wrote, per second of generation.",
         ),
-        MetricRow("rollout/groups_ahead", "prompts", "Prompts that are generated ahead of training (`rollout.max_staleness`)."),
+        MetricRow(
+            "rollout/age/{mean,max}",
+            "versions",
+            "Weight versions between the weights that drew a token and those that are trained.",
+        ),
+        MetricRow(
+            "rollout/groups_ahead",
+            "prompts",
+            "Prompts that are generated ahead of training (`rollout.max_staleness`).",
+        ),
         MetricRow("rollout/num_given_up", "prompts", "Prompts ahead that an engine could not complete."),
         MetricRow("rollout/late", "share", "Tokens that the loss leaves out because they are too old."),
         MetricRow(
@@ -127,7 +227,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "nats",
             "The mean over tokens drawn by the trained weights, and by older ones.",
         ),
-        MetricRow("training/rollout_probs_diff_{mean,max}", "", "Absolute difference of the probabilities of a token."),
+        MetricRow(
+            "training/rollout_probs_diff_{mean,max}",
+            "",
+            "Absolute difference of the probabilities of a token.",
+        ),
         MetricRow(
             "rollout_correction/{kl_k1,kl,kl_reverse}",
             "nats",
@@ -146,25 +250,41 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "(sum of weights)^2 / (number x sum of squared weights); 1 if all are equal.",
         ),
         MetricRow(
-            "rollout_correction/{fraction_truncated,fraction_masked}", "share", "Weights that the correction truncates, or sets to 0."
+            "rollout_correction/{fraction_truncated,fraction_masked}",
+            "share",
+            "Weights that the correction truncates, or sets to 0.",
         ),
         MetricRow("rollout_correction/fraction_rejected", "share", "Responses that the correction rejects."),
     ),
     "Validation": (
-        MetricRow("val[/<source>]/score/mean", "", "Mean score of a sample, mean over prompts; `<source>` is a data source."),
-        MetricRow("val[/<source>]/best@<k>", "", "Expected best score of k samples of a prompt."),
-        MetricRow("val[/<source>]/pass@<k>", "share", "Probability that at least one of k samples reaches `reward.pass_score`."),
         MetricRow(
-            "val[/<source>]/maj@<k>", "", "Expected score of the most frequent answer of k samples; needs rewards that return `answer`."
+            "val[/<source>]/score/mean",
+            "",
+            "Mean score of a sample, mean over prompts; `<source>` is a data source.",
+        ),
+        MetricRow("val[/<source>]/best@<k>", "", "Expected best score of k samples of a prompt."),
+        MetricRow(
+            "val[/<source>]/pass@<k>",
+            "share",
+            "Probability that at least one of k samples reaches `reward.pass_score`.",
+        ),
+        MetricRow(
+            "val[/<source>]/maj@<k>",
+            "",
+            "Expected score of the most frequent answer of k samples; needs rewards that return `answer`.",
         ),
         MetricRow("val[/<source>]/reward/error_rate", "share", "Samples whose scoring failed."),
-        MetricRow("val[/<source>]/reward/<name>/mean", "", "Number `<name>` of reward functions, mean over prompts."),
+        MetricRow(
+            "val[/<source>]/reward/<name>/mean", "", "Number `<name>` of reward functions, mean over prompts."
+        ),
         MetricRow("val[/<source>]/turns/mean", "turns", "Turns of the model in an episode."),
     ),
     "Weight sync": (
         MetricRow("resharding/seconds", "s", "Duration of the last weight push."),
         MetricRow(
-            "resharding/{packing_s,waiting_s}", "s", "Of these, copying into messages, and waiting for others, on the slowest trainer rank."
+            "resharding/{packing_s,waiting_s}",
+            "s",
+            "Of these, copying into messages, and waiting for others, on the slowest trainer rank.",
         ),
         MetricRow("resharding/load_s", "s", "Until the last engine had all weights."),
         MetricRow("resharding/verify_s", "s", "Comparing checksums."),
@@ -176,22 +296,48 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "timing_s/<phase>",
             "s",
-            "Duration of a phase of the step: gen, reward, old_log_prob, update_actor and others; `step` is all of it, `testing` validation.",
+            "Duration of a phase of the step: gen, reward, old_log_prob, update_actor and others; `step` is "
+            "all of it, `testing` validation.",
         ),
-        MetricRow("perf/throughput", "tokens/s", "num_tokens over the seconds of the step without validation."),
-        MetricRow("perf/throughput_per_device", "tokens/s", "The same, for each device of the run."),
-        MetricRow("perf/tokens_per_s/<role>", "tokens/s", "Tokens that an update of the role trains, per second and device."),
-        MetricRow("perf/computed_tokens_per_s/<role>", "tokens/s", "The same without prompts that samples of a micro-batch share."),
-        MetricRow("perf/tflops/<role>", "TFLOP/s", "Floating-point operations that these tokens need, per second and device."),
-        MetricRow("perf/mfu/<role>", "share", "Model FLOPs utilization: perf/tflops over the device's peak, where that is known."),
         MetricRow(
-            "perf/trainer_idle", "share", "Time of the step in which the trainer waited for samples, where they are generated ahead."
+            "perf/throughput", "tokens/s", "num_tokens over the seconds of the step without validation."
         ),
-        MetricRow("perf/engines_idle", "share", "Time since the last step in which a replica had no request, mean over replicas."),
+        MetricRow("perf/throughput_per_device", "tokens/s", "The same, for each device of the run."),
+        MetricRow(
+            "perf/tokens_per_s/<role>",
+            "tokens/s",
+            "Tokens that an update of the role trains, per second and device.",
+        ),
+        MetricRow(
+            "perf/computed_tokens_per_s/<role>",
+            "tokens/s",
+            "The same without prompts that samples of a micro-batch share.",
+        ),
+        MetricRow(
+            "perf/tflops/<role>",
+            "TFLOP/s",
+            "Floating-point operations that these tokens need, per second and device.",
+        ),
+        MetricRow(
+            "perf/mfu/<role>",
+            "share",
+            "Model FLOPs utilization: perf/tflops over the device's peak, where that is known.",
+        ),
+        MetricRow(
+            "perf/trainer_idle",
+            "share",
+            "Time of the step in which the trainer waited for samples, where they are generated ahead.",
+        ),
+        MetricRow(
+            "perf/engines_idle",
+            "share",
+            "Time since the last step in which a replica had no request, mean over replicas.",
+        ),
         MetricRow(
             "memory/<role>_rss_gb/{training,rollout}",
             "GiB",
-            "Resident memory of the role's fullest process, in the training and in the generation part of a step.",
+            "Resident memory of the role's fullest process, in the training and in the generation part of a "
+            "step.",
         ),
     ),
 }
@@ -204,7 +350,14 @@ def _known() -> re.Pattern[str]:
 
 def _as_regex(pattern: str) -> str:
     """The pattern of a row as a regular expression."""
-    text = re.escape(pattern).replace(r"\[", "(?:").replace(r"\]", ")?").replace(r"\{", "(?:").replace(r"\}", ")").replace(",", "|")
+    text = (
+        re.escape(pattern)
+        .replace(r"\[", "(?:")
+        .replace(r"\]", ")?")
+        .replace(r"\{", "(?:")
+        .replace(r"\}", ")")
+        .replace(",", "|")
+    )
     return re.sub(r"<\w+>", ".+", text)
 
 

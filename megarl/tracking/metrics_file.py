@@ -22,26 +22,31 @@ Series = Mapping[str, Points]  # metric -> its finite points, by rising step
 
 
 def read_metrics(path: Path) -> dict[str, Points]:
-    """Every metric of a `metrics.jsonl`; a step that was logged twice (a resumed run) counts by its later line.
+    """Every metric of a `metrics.jsonl`; a step that was logged twice (a resumed run) counts by its later
+    line.
 
-    NaN and infinite values are left out. A last line without its line break is one that a killed run did not finish, and is skipped.
-    Raises MetricsFileError for a file that is absent, without a step, or damaged.
+    NaN and infinite values are left out. A last line without its line break is one that a killed run did not
+    finish, and is skipped. Raises MetricsFileError for a file that is absent, without a step, or damaged.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise MetricsFileError(
-            f"{path}: there is no such file; give a run's folder (trainer.output_dir) whose tracking.loggers include 'jsonl'"
+            f"{path}: there is no such file; give a run's folder (trainer.output_dir) whose "
+            f"tracking.loggers include 'jsonl'"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise MetricsFileError(f"{path}: cannot be read as text: {error}") from error
     lines = text.split("\n")
     by_step: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is unfinished, or nothing
+    # what follows the last line break is unfinished, or nothing
+    for number, line in enumerate(lines[:-1], start=1):
         step, metrics = _parse(path, number, line)
         by_step.setdefault(step, {}).update(metrics)
     if not by_step:
-        raise MetricsFileError(f"{path}: holds no complete step yet; try again when the run's first step has ended")
+        raise MetricsFileError(
+            f"{path}: holds no complete step yet; try again when the run's first step has ended"
+        )
     series: dict[str, Points] = {}
     for step, metrics in sorted(by_step.items()):
         for name, value in metrics.items():
@@ -55,8 +60,16 @@ def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise MetricsFileError(f"{path}, line {number}: not JSON ({error}); fix or delete that line") from error
+        raise MetricsFileError(
+            f"{path}, line {number}: not JSON ({error}); fix or delete that line"
+        ) from error
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise MetricsFileError(f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}")
-    numbers = {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, int | float)}
+        raise MetricsFileError(
+            f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}"
+        )
+    numbers = {
+        name: float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float)
+    }
     return record["step"], {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,4 +1,5 @@
-"""MLflow. MLFLOW_TRACKING_URI and its credentials in the environment name the server; without it, the files are in `mlruns/`."""
+"""MLflow. MLFLOW_TRACKING_URI and its credentials in the environment name the server; without it, the files
+are in `mlruns/`."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ Item = TypeVar("Item")
 
 
 class MlflowService:
-    """A run in the experiment `tracking.project`; a resumed run goes on in it, behind the last step that it has."""
+    """A run in the experiment `tracking.project`; a resumed run goes on in it, behind the last step that it
+    has."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # A server that does not answer is given up in half a minute, not in a quarter of an hour as by default.
+        # A server that does not answer is given up in half a minute, not in a quarter of an hour as by
+        # default.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -47,7 +50,9 @@ class MlflowService:
 
     def _create(self, run: TrackedRun) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
-        experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        experiment_id = (
+            self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        )
         run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         for settings in _batches(run.settings(), _BATCH):
             params = [Param(key, _shortened(str(value))) for key, value in settings]
@@ -58,7 +63,8 @@ class MlflowService:
         if step <= self._last_step:
             return
         now_ms = int(time.time() * 1000)
-        batch = [Metric(name.replace("@", "_at_"), value, now_ms, step) for name, value in metrics.items()]  # it takes no @ in a name
+        # it takes no @ in a name
+        batch = [Metric(name.replace("@", "_at_"), value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=batch)
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

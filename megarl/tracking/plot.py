@@ -41,12 +41,24 @@ _PANELS = (
         unit="nats / token",
     ),
     Panel(title="Entropy of the policy", curves={"actor/entropy": "entropy"}, unit="nats / token"),
-    Panel(title="Loss of fine-tuning", curves={"sft/loss": "training", "val/loss": "held out"}, sparse=frozenset({"val/loss"})),
+    Panel(
+        title="Loss of fine-tuning",
+        curves={"sft/loss": "training", "val/loss": "held out"},
+        sparse=frozenset({"val/loss"}),
+    ),
     Panel(title="Policy loss", curves={"actor/pg_loss": "loss"}),
     Panel(title="Value loss", curves={"critic/vf_loss": "loss"}),
     Panel(title="Explained variance of the values", curves={"critic/vf_explained_var": "explained variance"}),
-    Panel(title="Clipped tokens", curves={"actor/pg_clipfrac": "policy", "critic/vf_clipfrac": "values"}, unit="share"),
-    Panel(title="Gradient norm", curves={"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, logarithmic=True),
+    Panel(
+        title="Clipped tokens",
+        curves={"actor/pg_clipfrac": "policy", "critic/vf_clipfrac": "values"},
+        unit="share",
+    ),
+    Panel(
+        title="Gradient norm",
+        curves={"actor/grad_norm": "actor", "critic/grad_norm": "critic"},
+        logarithmic=True,
+    ),
     Panel(
         title="Response length",
         curves={"response_length/max": "max", "response_length/mean": "mean", "response_length/min": "min"},
@@ -59,20 +71,28 @@ _PANELS = (
     ),
     Panel(
         title="Probability: rollout against trainer",
-        curves={"training/rollout_probs_diff_max": "largest difference", "training/rollout_probs_diff_mean": "mean difference"},
+        curves={
+            "training/rollout_probs_diff_max": "largest difference",
+            "training/rollout_probs_diff_mean": "mean difference",
+        },
         logarithmic=True,
     ),
     Panel(title="Throughput", curves={"perf/throughput": "tokens / s"}, unit="tokens / s"),
     Panel(
         title="Speed of updates",
-        curves={"perf/tflops/actor": "actor", "perf/tflops/critic": "critic", "perf/tflops/sft": "fine-tuning"},
+        curves={
+            "perf/tflops/actor": "actor",
+            "perf/tflops/critic": "critic",
+            "perf/tflops/sft": "fine-tuning",
+        },
         unit="TFLOP/s of a device",
     ),
 )
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draws `metrics.jsonl` of the folder to its `curves.png`, whose path is returned. Raises MetricsFileError."""
+    """Draws `metrics.jsonl` of the folder to its `curves.png`, whose path is returned. Raises
+    MetricsFileError."""
     path = run_dir / METRICS_FILE
     series = read_metrics(path)
     panels = _panels_with_data(series)
@@ -82,7 +102,9 @@ def plot_run(run_dir: Path) -> Path:
         raise MetricsFileError(f"{path}: holds no metric that is drawn, only {sorted(series)[:5]}")
     num_columns = min(_NUM_COLUMNS, num_axes)
     num_rows = math.ceil(num_axes / num_columns)
-    figure = Figure(figsize=(_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 0.5), layout="constrained")
+    figure = Figure(
+        figsize=(_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 0.5), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     figure.suptitle(f"{run_dir.resolve().name}", fontsize=13, fontweight="bold")
     axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
@@ -101,13 +123,18 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def _panels_with_data(series: Series) -> list[Panel]:
-    """The panels of which the run has a curve. The first is the score: of training, and held out for each data source."""
+    """The panels of which the run has a curve. The first is the score: of training, and held out for each
+    data source."""
     validation = sorted(name for name in series if name.startswith("val/") and name.endswith("/score/mean"))
     if len(validation) == 2:  # one source: its mean is the mean over all
         validation.remove("val/score/mean")
     sources = {name: name.removeprefix("val/").removesuffix("/score/mean") for name in validation}
-    labels = {name: f"held out: {'all' if name == 'val/score/mean' else source}" for name, source in sources.items()}
-    score = Panel(title="Score", curves={"critic/score/mean": "training samples", **labels}, sparse=frozenset(labels))
+    labels = {
+        name: f"held out: {'all' if name == 'val/score/mean' else source}" for name, source in sources.items()
+    }
+    score = Panel(
+        title="Score", curves={"critic/score/mean": "training samples", **labels}, sparse=frozenset(labels)
+    )
     return [panel for panel in (score, *_PANELS) if any(name in series for name in panel.curves)]
 
 
@@ -133,16 +160,26 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
 
 
 def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
-    """Writes the first value below its mark and the last one above it, for these are what a reader looks for."""
+    """Writes the first value below its mark and the last one above it, for these are what a reader looks
+    for."""
     for index, side, offset_points in ((0, "left", -11), (len(points.steps) - 1, "right", 6)):
         place = (points.steps[index], points.values[index])
         text = f"{points.values[index]:.3g}"
-        axis.annotate(text, place, xytext=(0, offset_points), textcoords="offset points", fontsize=7, color=color, ha=side)
+        axis.annotate(
+            text,
+            place,
+            xytext=(0, offset_points),
+            textcoords="offset points",
+            fontsize=7,
+            color=color,
+            ha=side,
+        )
     axis.margins(y=0.15)
 
 
 def _moving_average(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of a fifteenth of the curve; at the ends, over the part of the window that exists."""
+    """Mean over a centred window of a fifteenth of the curve; at the ends, over the part of the window that
+    exists."""
     half = max(1, len(values) // 30)
     windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -150,12 +187,17 @@ def _moving_average(values: Sequence[float]) -> list[float]:
 
 def _phase_timings(series: Series) -> dict[str, Points]:
     """Seconds of each phase per step, the longest phases first; `step` itself and validation are left out."""
-    phases = {name: points for name, points in series.items() if name.startswith("timing_s/") and name not in ("timing_s/step", _TESTING)}
+    phases = {
+        name: points
+        for name, points in series.items()
+        if name.startswith("timing_s/") and name not in ("timing_s/step", _TESTING)
+    }
     return dict(sorted(phases.items(), key=lambda item: -sum(item[1].values)))
 
 
 def _draw_timings(axis: Axes, timings: Series) -> None:
-    """Mean seconds a step of each phase, as bars. Phases of different pools overlap, so they are not stacked to a whole."""
+    """Mean seconds a step of each phase, as bars. Phases of different pools overlap, so they are not stacked
+    to a whole."""
     shown = list(timings.items())[: len(_COLORS)]
     names = [name.removeprefix("timing_s/") for name, _ in shown]
     means = [sum(points.values) / len(points.values) for _, points in shown]

@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a bar with step, reward, KL where it is, tokens per second and time left."""
+"""What a person sees while a run goes on: a bar with step, reward, KL where it is, tokens per second and time
+left."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 # Metric -> its short name on the bar; those that a run does not have are left out.
 SHOWN = {
@@ -19,7 +27,8 @@ SHOWN = {
 
 
 class ProgressBar:
-    """A live bar on a terminal. Elsewhere (a log file) nothing is drawn: there the console logger's lines tell the same."""
+    """A live bar on a terminal. Elsewhere (a log file) nothing is drawn: there the console logger's lines
+    tell the same."""
 
     def __init__(self, title: str, total_steps: int, console: Console, done: int = 0) -> None:
         """done: steps that were made before a run was resumed."""
@@ -39,7 +48,9 @@ class ProgressBar:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:

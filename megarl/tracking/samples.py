@@ -1,7 +1,8 @@
-"""`samples/step_<number>.parquet`: what a step has trained on, a row for each sample, to be read token by token.
+"""`samples/step_<number>.parquet`: what a step has trained on, a row for each sample, to be read token by
+token.
 
-A file is whole or not there, and is written while training goes on. The folder keeps below a bound: files go where the others lie closest
-together, so that what is left still spans the run.
+A file is whole or not there, and is written while training goes on. The folder keeps below a bound: files go
+where the others lie closest together, so that what is left still spans the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _SUFFIX = ".parquet"
 _TOKENS = b"megarl.tokens"
 _PARTS = b"megarl.score_parts"
 
-# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others; turn_rewards for each turn.
+# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others;
+# turn_rewards for each turn.
 SCHEMA = pa.schema(
     {
         "step": pa.int64(),
@@ -37,7 +39,8 @@ SCHEMA = pa.schema(
         "ground_truth": pa.string(),
         "score": pa.float64(),
         "score_parts": pa.list_(pa.float32()),
-        "reward_numbers": pa.string(),  # what reward functions returned beside the score: name -> number, as JSON
+        # what reward functions returned beside the score: name -> number, as JSON
+        "reward_numbers": pa.string(),
         "advantage": pa.float32(),
         "advantages": pa.list_(pa.float32()),
         "log_probs": pa.list_(pa.float32()),
@@ -63,7 +66,8 @@ class SamplesFileError(ValueError):
 
 
 class SampleTable(NamedTuple):
-    """rows: of SCHEMA. tokens: the text of each token id in them. score_parts: the names of that column's values."""
+    """rows: of SCHEMA. tokens: the text of each token id in them. score_parts: the names of that column's
+    values."""
 
     rows: pa.Table
     tokens: Mapping[int, str]
@@ -71,7 +75,8 @@ class SampleTable(NamedTuple):
 
 
 class SampleWriter:
-    """Writes in a thread of its own, one file at a time: a step waits only where the file before is not written yet."""
+    """Writes in a thread of its own, one file at a time: a step waits only where the file before is not
+    written yet."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -79,12 +84,14 @@ class SampleWriter:
         self._writing: Future[None] | None = None
 
     def write(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
-        """make: is called in the thread. max_bytes: of all files, unless one alone is larger. Raises what the write before it met."""
+        """make: is called in the thread. max_bytes: of all files, unless one alone is larger. Raises what the
+        write before it met."""
         self.flush()
         self._writing = self._thread.submit(self._write, step, make, max_bytes)
 
     def flush(self) -> None:
-        """All files are on the disk. Raises OSError where the last one could not be written, and whatever else `make` met."""
+        """All files are on the disk. Raises OSError where the last one could not be written, and whatever
+        else `make` met."""
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -102,7 +109,10 @@ class SampleWriter:
 
 
 def _encoded(table: SampleTable) -> bytes:
-    metadata = {_TOKENS: json.dumps(dict(table.tokens), ensure_ascii=False), _PARTS: json.dumps(list(table.score_parts))}
+    metadata = {
+        _TOKENS: json.dumps(dict(table.tokens), ensure_ascii=False),
+        _PARTS: json.dumps(list(table.score_parts)),
+    }
     sink = pa.BufferOutputStream()
     pq.write_table(table.rows.replace_schema_metadata(metadata), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
@@ -133,10 +143,14 @@ def read_samples(path: Path) -> SampleTable:
             if name not in table.schema.names:  # an older version wrote the file
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         rows = table.select(SCHEMA.names).cast(SCHEMA)
-        return SampleTable(rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts])
+        return SampleTable(
+            rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts]
+        )
     except (OSError, pa.ArrowException, ValueError, KeyError, AttributeError, TypeError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SamplesFileError(f"{path}: cannot be read as a step's samples ({problem}); it is damaged or no such file") from error
+        raise SamplesFileError(
+            f"{path}: cannot be read as a step's samples ({problem}); it is damaged or no such file"
+        ) from error
 
 
 def remove_samples(output_dir: Path, after: int) -> None:

@@ -1,4 +1,5 @@
-"""`scale.json`: how many replicas a running job is asked to have. Written whole by a command, taken by the run between two steps."""
+"""`scale.json`: how many replicas a running job is asked to have. Written whole by a command, taken by the
+run between two steps."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def ask_for(run_dir: Path, num_replicas: int) -> None:
 
 
 def take_request(run_dir: Path) -> int | None:
-    """What was asked since the last time, which is then no more; None where nothing was. Raises ValueError for another file."""
+    """What was asked since the last time, which is then no more; None where nothing was. Raises ValueError
+    for another file."""
     path = run_dir / SCALE_FILE
     try:
         content = path.read_bytes()
@@ -31,5 +33,7 @@ def take_request(run_dir: Path) -> int | None:
         raise ValueError(f"{path}: is not JSON ({error}); `megarl scale` writes it") from error
     number = values.get(_KEY) if isinstance(values, dict) else None
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_REPLICAS:
-        raise ValueError(f"{path}: {_KEY} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it")
+        raise ValueError(
+            f"{path}: {_KEY} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it"
+        )
     return number

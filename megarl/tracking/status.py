@@ -1,4 +1,5 @@
-"""`status.json`: where a run is right now. Written whole every few seconds by the run, and read without its help."""
+"""`status.json`: where a run is right now. Written whole every few seconds by the run, and read without its
+help."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatus:
-    """A prompt whose samples are not all there. missing: samples. where: of the oldest of them. seconds: since it was asked for."""
+    """A prompt whose samples are not all there. missing: samples. where: of the oldest of them. seconds:
+    since it was asked for."""
 
     uid: str
     missing: int
@@ -99,7 +101,8 @@ class StatusRecord:
 
 
 class StatusWriter:
-    """Writes the file every few seconds while its block lasts, in a thread, and once more at the end. `look` is asked in that thread.
+    """Writes the file every few seconds while its block lasts, in a thread, and once more at the end. `look`
+    is asked in that thread.
 
     A disk that takes no file is warned of once. What does not move is warned of when it begins to.
     """
@@ -117,10 +120,14 @@ class StatusWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._has_ended.set()
         self._thread.join()
-        state = self.end_state if kind is None else INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        state = (
+            self.end_state if kind is None else INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+        )
         self._write(replace(self._look(), state=state, stalled=None))
 
     def _run(self) -> None:
@@ -133,7 +140,9 @@ class StatusWriter:
             self._has_ended.wait(self._every_s)
 
     def _write(self, status: RunStatus) -> None:
-        record = StatusRecord(format=FORMAT, written_at=time.time(), host=socket.gethostname(), pid=os.getpid(), run=status)
+        record = StatusRecord(
+            format=FORMAT, written_at=time.time(), host=socket.gethostname(), pid=os.getpid(), run=status
+        )
         try:
             write_whole(self._path, json.dumps(asdict(record), indent=1) + "\n")
         except OSError as error:
@@ -143,7 +152,8 @@ class StatusWriter:
 
 
 def read_status(run_dir: Path) -> StatusRecord:
-    """Raises StatusError: for a folder that is none, or no run's; a run that has written none; a file of another format, or damaged."""
+    """Raises StatusError: for a folder that is none, or no run's; a run that has written none; a file of
+    another format, or damaged."""
     path = run_dir / STATUS_FILE
     if not run_dir.is_dir():
         raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
@@ -154,9 +164,14 @@ def read_status(run_dir: Path) -> StatusRecord:
     except OSError as error:
         raise StatusError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise StatusError(f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds") from error
+        raise StatusError(
+            f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds"
+        ) from error
     if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] != FORMAT:
-        raise StatusError(f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that runs it")
+        raise StatusError(
+            f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that "
+            f"runs it"
+        )
     try:
         return _read(StatusRecord, values, "")
     except _DamageError as error:
@@ -167,8 +182,14 @@ def _why_there_is_none(run_dir: Path) -> str:
     if (run_dir / SUMMARY_FILE).exists() or (run_dir / FAILURE_FILE).exists():
         return f"{run_dir}: this run has ended, and has left no {STATUS_FILE}; see `megarl report {run_dir}`"
     if any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
-        return f"{run_dir}: no {STATUS_FILE} yet: it is there when a run of reinforcement learning has started its processes"
-    return f"{run_dir}: no run has written here (no {STATUS_FILE}, no {CONFIG_FILE}); give a run's trainer.output_dir"
+        return (
+            f"{run_dir}: no {STATUS_FILE} yet: it is there when a run of reinforcement learning has "
+            f"started its processes"
+        )
+    return (
+        f"{run_dir}: no run has written here (no {STATUS_FILE}, no {CONFIG_FILE}); give a run's "
+        f"trainer.output_dir"
+    )
 
 
 # ---- from JSON
@@ -186,7 +207,9 @@ def _read(part: type[_Part], values: Any, where: str) -> _Part:
     names = [entry.name for entry in fields(part)]  # type: ignore[arg-type]
     if set(names) != values.keys():
         raise _DamageError(f"{where or 'the whole'} has other keys than {', '.join(names)}")
-    return part(**{name: _value(hints[name], values[name], f"{where}.{name}" if where else name) for name in names})
+    return part(
+        **{name: _value(hints[name], values[name], f"{where}.{name}" if where else name) for name in names}
+    )
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

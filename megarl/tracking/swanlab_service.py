@@ -1,4 +1,5 @@
-"""SwanLab. SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment say where the run goes."""
+"""SwanLab. SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment say where the run
+goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`timeline.json`: what ran where and when, as a chrome trace (open it in chrome://tracing or ui.perfetto.dev)."""
+"""`timeline.json`: what ran where and when, as a chrome trace (open it in chrome://tracing or
+ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is whole at all times."""
+    """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is
+    whole at all times."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -45,7 +47,9 @@ class Timeline:
             start_us = span.start_s * 1e6
             duration_us = (span.end_s - span.start_s) * 1e6
             place = {"pid": process, "tid": thread, "ts": start_us, "dur": duration_us}
-            self._events.append({"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}})
+            self._events.append(
+                {"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}}
+            )
         self._events = self._events[-_MAX_EVENTS:]
 
     def count(self, name: str, values: Mapping[str, float], at_s: float) -> None:
@@ -59,7 +63,13 @@ class Timeline:
             for pool, process in self._processes.items()
         ]
         names += [
-            {"name": "thread_name", "ph": "M", "pid": self._processes[pool], "tid": thread, "args": {"name": f"{role} rank {rank}"}}
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": self._processes[pool],
+                "tid": thread,
+                "args": {"name": f"{role} rank {rank}"},
+            }
             for (pool, role, rank), thread in self._threads.items()
         ]
         if counts := list(self._counts.copy()):

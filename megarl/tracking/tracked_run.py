@@ -15,10 +15,12 @@ RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those are in the environment.
+    """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those
+    are in the environment.
 
     total_steps: after which it ends, where that is known.
-    resumed_after: the step after which this process goes on with the run; what an earlier one logged for later steps is given up.
+    resumed_after: the step after which this process goes on with the run; what an earlier one logged for
+    later steps is given up.
     """
 
     output_dir: Path

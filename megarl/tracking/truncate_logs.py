@@ -1,6 +1,8 @@
-"""Cuts the files of a run behind a step, so that a run that goes on from there leaves what one without a stop would have left.
+"""Cuts the files of a run behind a step, so that a run that goes on from there leaves what one without a stop
+would have left.
 
-TensorBoard's files stay as they are: the next one says from which step on it replaces them (`TrackedRun.resumed_after`).
+TensorBoard's files stay as they are: the next one says from which step on it replaces them
+(`TrackedRun.resumed_after`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _EVENT_FILES = "events.out.tfevents.*"
 
 
 def cut_after(output_dir: Path, step: int) -> None:
-    """Removes what was logged for steps after `step`; each file is replaced at once. A line that a kill has torn goes as well."""
+    """Removes what was logged for steps after `step`; each file is replaced at once. A line that a kill has
+    torn goes as well."""
     for name in (METRICS_FILE, GENERATIONS_FILE):
         if (path := output_dir / name).exists():
             content = path.read_bytes()

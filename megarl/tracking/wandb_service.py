@@ -1,4 +1,5 @@
-"""Weights & Biases. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment say where the run goes."""
+"""Weights & Biases. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment say
+where the run goes."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _INIT_LIMIT_S = 60
 
 
 class WandbService:
-    """A run of W&B with its files in `wandb/` of the output folder; a resumed run goes on in it. Steps that it has are not logged again:
-    W&B itself takes none below the last."""
+    """A run of W&B with its files in `wandb/` of the output folder; a resumed run goes on in it. Steps that
+    it has are not logged again: W&B itself takes none below the last."""
 
     def __init__(self, run: TrackedRun) -> None:
         run_id = run.run_id(_NAME) or uuid.uuid4().hex[:8]
@@ -40,7 +41,9 @@ class WandbService:
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(rows[0])
-        table = wandb.Table(columns=[*columns], data=[[_cell(row[column]) for column in columns] for row in rows])
+        table = wandb.Table(
+            columns=[*columns], data=[[_cell(row[column]) for column in columns] for row in rows]
+        )
         self._run.log({"generations": table}, step=step)
 
     def close(self, failed: bool) -> None:
@@ -52,7 +55,8 @@ def _cell(value: Any) -> Any:
 
 
 def end_process() -> None:
-    """W&B's own, for which this process would wait at its end. What it has not sent is in `wandb/`, for `wandb sync`."""
+    """W&B's own, for which this process would wait at its end. What it has not sent is in `wandb/`, for
+    `wandb sync`."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if _SERVICE_PROCESS in " ".join(child.cmdline()):

@@ -1,4 +1,5 @@
-"""What happens to a batch between its scores and the updates, on the driver: corrections, penalties, advantages."""
+"""What happens to a batch between its scores and the updates, on the driver: corrections, penalties,
+advantages."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ Metrics = dict[str, float]
 
 
 class AdvantageStep:
-    """From scores to advantages and returns: the penalty for long responses, the KL penalty in the reward, then the estimator. Keeps
-    the KL controller."""
+    """From scores to advantages and returns: the penalty for long responses, the KL penalty in the reward,
+    then the estimator. Keeps the KL controller."""
 
-    def __init__(self, algorithm: AlgorithmConfig, *, max_response_length: int, score_weights: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self, algorithm: AlgorithmConfig, *, max_response_length: int, score_weights: Sequence[float] = (1.0,)
+    ) -> None:
         """score_weights: of the reward functions, for estimators that take their scores apart."""
         self._algorithm = algorithm
         self._estimate = estimator_of(algorithm.advantage)
@@ -36,8 +39,9 @@ class AdvantageStep:
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Add `token_level_rewards`, `advantages`, `returns` (B, R).
 
-        A sample whose scoring failed is compared with no other: its advantages are 0, and those of the other samples of its prompt
-        are what they would be without it. Raises ValueError for rewards that are NaN or infinite.
+        A sample whose scoring failed is compared with no other: its advantages are 0, and those of the other
+        samples of its prompt are what they would be without it. Raises ValueError for rewards that are NaN or
+        infinite.
 
         Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
         """
@@ -51,11 +55,17 @@ class AdvantageStep:
             baseline_scores=batch.tensors.get("baseline_scores"),
             score_parts=batch.tensors.get("score_parts"),
             score_weights=self._score_weights,
-            old_log_probs=tensors.get("old_log_probs") if self._algorithm.advantage.estimator.needs.old_log_probs else None,
+            old_log_probs=tensors.get("old_log_probs")
+            if self._algorithm.advantage.estimator.needs.old_log_probs
+            else None,
             sum_pi_squared=tensors.get("sum_pi_squared"),
         )
         estimate = self._estimate(inputs, self._algorithm.advantage)
-        added = {"token_level_rewards": rewards, "advantages": estimate.advantages, "returns": estimate.returns}
+        added = {
+            "token_level_rewards": rewards,
+            "advantages": estimate.advantages,
+            "returns": estimate.returns,
+        }
         return batch.union(DataProto.from_dict(added)), metrics
 
     def _rewards(self, tensors: Mapping[str, Column], num_rows: int) -> tuple[Column, Metrics]:
@@ -63,18 +73,24 @@ class AdvantageStep:
         metrics: Metrics = {}
         rewards = masked_column(tensors["token_level_scores"], mask)
         if self._algorithm.overlong.buffer_share:
-            rewards, metrics = penalise_overlong(rewards, mask, self._max_response_length, self._algorithm.overlong)
+            rewards, metrics = penalise_overlong(
+                rewards, mask, self._max_response_length, self._algorithm.overlong
+            )
         if not (config := self._algorithm.kl).in_reward:
             return rewards, metrics
         beta = self.kl_controller.coefficient
-        rewards, kl = apply_kl_penalty(rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator)
+        rewards, kl = apply_kl_penalty(
+            rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator
+        )
         self.kl_controller.update(kl, num_rows)
         return rewards, metrics | _kl_metrics(kl, beta)
 
     def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
-        """Return `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its current coefficient.
+        """Return `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its
+        current coefficient.
 
-        Nothing where no penalty is taken off the reward, or the batch lacks log-probs of one of the two policies.
+        Nothing where no penalty is taken off the reward, or the batch lacks log-probs of one of the two
+        policies.
         """
         if not self._algorithm.kl.in_reward or not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
@@ -85,8 +101,8 @@ class AdvantageStep:
 
 
 def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:
-    """Return the mask (B, R) without the rows whose sample, or whose prompt's greedy response (ReMax), could not be scored: estimators
-    take a row without a token for one that does not count."""
+    """Return the mask (B, R) without the rows whose sample, or whose prompt's greedy response (ReMax), could
+    not be scored: estimators take a row without a token for one that does not count."""
     is_scored = torch.ones(len(mask), dtype=torch.bool)
     for name in ("is_scored", "is_baseline_scored"):
         is_scored = is_scored & tensors.get(name, is_scored)
@@ -100,11 +116,13 @@ def _kl_metrics(kl: float, coefficient: float) -> Metrics:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
-    """Adds `rollout_weights` (B, R) where they are asked for, and `loss_mask` (B, R) where responses are rejected.
+    """Adds `rollout_weights` (B, R) where they are asked for, and `loss_mask` (B, R) where responses are
+    rejected.
 
-    In bypass the rollout engine's log-probs become the old ones, and there is nothing to correct: the ratio of the policy loss is the
-    importance weight. Where the update scores the batch there is nothing to be done before it. Metrics: see `correct`. Advantages are of
-    all responses, also of those that the loss then leaves out.
+    In bypass the rollout engine's log-probs become the old ones, and there is nothing to correct: the ratio
+    of the policy loss is the importance weight. Where the update scores the batch there is nothing to be done
+    before it. Metrics: see `correct`. Advantages are of all responses, also of those that the loss then
+    leaves out.
     """
     tensors = of_one_form(batch.columns)
     if config.bypass:
@@ -112,7 +130,9 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
         return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}
     if "old_log_probs" not in tensors:
         return batch, {}
-    correction = correct(tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config)
+    correction = correct(
+        tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config
+    )
     added = {} if correction.weights is None else {"rollout_weights": correction.weights}
     if config.rejection.estimator is not RejectionEstimator.none:
         added[LOSS_MASK] = correction.mask
@@ -120,14 +140,19 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
 
 
 def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
-    """Takes the tokens out of `loss_mask` (B, R) that weights drew which are more than `max_age` versions older than those of now.
+    """Takes the tokens out of `loss_mask` (B, R) that weights drew which are more than `max_age` versions
+    older than those of now.
 
     Metrics: `rollout/late`, the share of the loss's tokens that it has taken out.
     """
     tensors = of_one_form(batch.columns)
     version = batch.meta_info["weight_version"]
     mask = tensors.get(LOSS_MASK, tensors["response_mask"])
-    kept = map_tokens(lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool)
+    kept = map_tokens(
+        lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool
+    )
     num_before, num_kept = (int(row_lengths(one).sum()) for one in (mask, kept))
     others = batch.select([key for key in batch.columns if key != LOSS_MASK])
-    return others.union(DataProto.from_dict({LOSS_MASK: kept})), {"rollout/late": 1 - num_kept / max(1, num_before)}
+    return others.union(DataProto.from_dict({LOSS_MASK: kept})), {
+        "rollout/late": 1 - num_kept / max(1, num_before)
+    }

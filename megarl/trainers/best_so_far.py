@@ -1,4 +1,5 @@
-"""The best value of a validation's metric, which decides what checkpoint is kept and when a run ends early. Survives resuming."""
+"""The best value of a validation's metric, which decides what checkpoint is kept and when a run ends early.
+Survives resuming."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class BestSoFar:
-    """step: after which the best validation was, None before there is one; value: its metric's; num_since: validations after it."""
+    """step: after which the best validation was, None before there is one; value: its metric's; num_since:
+    validations after it."""
 
     metric: str
     mode: MetricMode
@@ -29,17 +31,24 @@ class BestSoFar:
         """None where the configuration names no metric."""
         if config.metric is None:
             return None
-        return cls(config.metric, config.mode, config.min_delta if isinstance(config, EarlyStopConfig) else 0.0)
+        return cls(
+            config.metric, config.mode, config.min_delta if isinstance(config, EarlyStopConfig) else 0.0
+        )
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record the validation after `step`, and return whether it is the best.
 
-        Equal values are not better, and nan never is. A validation without the metric, where for instance no sample could be scored, is
-        not better either: it must not end a run before the step's checkpoint is saved.
+        Equal values are not better, and nan never is. A validation without the metric, where for instance no
+        sample could be scored, is not better either: it must not end a run before the step's checkpoint is
+        saved.
         """
         value = metrics.get(self.metric, math.nan)
         if self.metric not in metrics:
-            _log.warning("the validation after step %d has no metric %s, so it does not count as better", step, self.metric)
+            _log.warning(
+                "the validation after step %d has no metric %s, so it does not count as better",
+                step,
+                self.metric,
+            )
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
         if is_best:
@@ -53,7 +62,13 @@ class BestSoFar:
     def state_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         value = None if self.step is None else self.value
-        return {"metric": self.metric, "mode": self.mode.value, "step": self.step, "value": value, "num_since": self.num_since}
+        return {
+            "metric": self.metric,
+            "mode": self.mode.value,
+            "step": self.step,
+            "value": value,
+            "num_since": self.num_since,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Of another metric or mode nothing is taken: its values say nothing about this one's."""

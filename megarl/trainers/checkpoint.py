@@ -1,10 +1,12 @@
-"""The life of a run's checkpoints: begun after a step, written while training goes on, committed when all of it is on the disk.
+"""The life of a run's checkpoints: begun after a step, written while training goes on, committed when all of
+it is on the disk.
 
-    models copy their state -> files are written -> models complete their folders -> trainer.json, config.yaml, checkpoint.json,
-    all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
+    models copy their state -> files are written -> models complete their folders -> trainer.json,
+    config.yaml, checkpoint.json, all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
 
-The first arrow is all that a step waits for. Only after a step's metrics are in their files can its checkpoint become the latest:
-so a run that goes on from it has every line up to that step, and cuts those that follow.
+The first arrow is all that a step waits for. Only after a step's metrics are in their files can its
+checkpoint become the latest: so a run that goes on from it has every line up to that step, and cuts those
+that follow.
 """
 
 from __future__ import annotations
@@ -73,9 +75,11 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves after the steps that the configuration names, after the last one, and after the one in which the run is told to end.
+    """Saves after the steps that the configuration names, after the last one, and after the one in which the
+    run is told to end.
 
-    It also says which steps there are: a run whose validations get no better makes no more of them (trainer.early_stop).
+    It also says which steps there are: a run whose validations get no better makes no more of them
+    (trainer.early_stop).
     """
 
     def __init__(
@@ -90,8 +94,8 @@ class Checkpointer:
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """resumed: what `trainer.json` of the checkpoint holds that the run goes on from. clock: in seconds, from any moment on; it
-        must not follow the clock of the day, which may be set."""
+        """resumed: what `trainer.json` of the checkpoint holds that the run goes on from. clock: in seconds,
+        from any moment on; it must not follow the clock of the day, which may be set."""
         self._config = config
         self._folder = folder
         self._models = models
@@ -126,7 +130,11 @@ class Checkpointer:
     @property
     def stopped_early(self) -> str | None:
         """Why the run makes no more steps, though it has not come to its last; None where it does."""
-        return None if self._early_stop is None else patience_is_over(self._config.trainer.early_stop, self._early_stop)
+        return (
+            None
+            if self._early_stop is None
+            else patience_is_over(self._config.trainer.early_stop, self._early_stop)
+        )
 
     @property
     def best(self) -> BestCheckpoint | None:
@@ -134,7 +142,8 @@ class Checkpointer:
         return _as_checkpoint(self._best)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are still to be made. What was begun is committed between them, and awaited at the end."""
+        """The numbers of the steps that are still to be made. What was begun is committed between them, and
+        awaited at the end."""
         for step in range(self._first_step, self._config.trainer.total_steps + 1):
             if self._is_told_to_end() and step == self._first_step:
                 self.stopped_after = step - 1
@@ -152,9 +161,11 @@ class Checkpointer:
         if self._early_stop is not None:
             self._early_stop.see(step, metrics)
 
-    def save(self, step: int, state: Callable[[], State], files: Callable[[], Mapping[str, bytes]] = dict) -> None:
-        """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can hold it. `files`: what is
-        kept beside it, by name.
+    def save(
+        self, step: int, state: Callable[[], State], files: Callable[[], Mapping[str, bytes]] = dict
+    ) -> None:
+        """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can
+        hold it. `files`: what is kept beside it, by name.
 
         Raises CheckpointError, of this save or of the one before it; then nothing of it is left.
         """
@@ -167,8 +178,8 @@ class Checkpointer:
             self._begin(step, state(), files())
 
     def close(self) -> None:
-        """At the end of the run, however it ended, when its ranks have gone: what was being sealed becomes a checkpoint, and nothing half
-        written stays."""
+        """At the end of the run, however it ended, when its ranks have gone: what was being sealed becomes a
+        checkpoint, and nothing half written stays."""
         self._thread.shutdown()
         with suppress(OSError):  # the next run tries again, and says what it meets
             self._folder.remove_leftovers()
@@ -247,7 +258,8 @@ class Checkpointer:
         except (RunError, OSError) as error:
             self._under_way = None
             self._folder.abandon(save.step)
-            is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)  # a rank that hangs is a TimeoutError as well
+            # a rank that hangs is a TimeoutError as well
+            is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)
             gone = isinstance(error, (CheckpointError, OSError)) and not self._folder.path.is_dir()
             if is_file_error or gone:
                 # of a copy, the second file is where it was to go
@@ -258,7 +270,8 @@ class Checkpointer:
                 if gone:
                     remedy = "put back the folder that was removed meanwhile"
                 raise CheckpointError(
-                    f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written ({why}); {remedy}",
+                    f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written "
+                    f"({why}); {remedy}",
                     hint=UNWRITTEN,
                 ) from error
             raise
@@ -278,5 +291,7 @@ def _as_checkpoint(best: BestSoFar | None) -> BestCheckpoint | None:
 
 def versions() -> Mapping[str, str]:
     """Of what wrote a checkpoint."""
-    libraries = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "transformers", "ray")}
+    libraries = {
+        name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "transformers", "ray")
+    }
     return {"megarl": __version__, **libraries, "python": platform.python_version()}

@@ -1,4 +1,5 @@
-"""Samples for every prompt of a data set, scored by the reward functions of a run: validation while it trains, and `megarl eval`."""
+"""Samples for every prompt of a data set, scored by the reward functions of a run: validation while it
+trains, and `megarl eval`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class ScoredSample(NamedTuple):
 
     Attributes:
         uid: The row of its prompt in the data set, the same for all samples of it.
-        answer: What the score is about, where a reward function says so (`has_answer`), in a normal form; None: there is none.
+        answer: What the score is about, where a reward function says so (`has_answer`), in a normal form;
+            None: there is none.
         num_tokens: Tokens of the response.
         finish_reason: "stop", or "length" where the response was cut.
         num_turns: Turns of the model, where the sample is an episode.
@@ -52,7 +54,8 @@ class ScoredSample(NamedTuple):
 
 
 class ValidationResult(NamedTuple):
-    """`metrics`: `val/<data_source>/score/mean`, and over all sources `val/score/mean`; those of `prompt_values` likewise.
+    """`metrics`: `val/<data_source>/score/mean`, and over all sources `val/score/mean`; those of
+    `prompt_values` likewise.
     `generations`: the first rows, to be read."""
 
     metrics: dict[str, float]
@@ -60,15 +63,17 @@ class ValidationResult(NamedTuple):
 
 
 def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, list[float]]:
-    """Return each metric's value for each prompt, in the order of the prompts. Samples whose scoring failed do not count, and a prompt
-    that is left with too few samples for a metric has the value nan.
+    """Return each metric's value for each prompt, in the order of the prompts. Samples whose scoring failed
+    do not count, and a prompt that is left with too few samples for a metric has the value nan.
 
-    `score/mean` is the mean score of a prompt's samples. What k of them achieve, for k = 2, 4, ... up to n, is estimated from all
-    without bias: `best@k`, the best score; `pass@k`, whether one of them passes, with a score of `pass_score` or more (None: there is no
-    such metric); `maj@k`, the score of the answer that most of them give, where reward functions return answers.
-    `reward/<name>/mean` is the mean of a number that reward functions return. Episodes also have `turns/mean`.
+    `score/mean` is the mean score of a prompt's samples. What k of them achieve, for k = 2, 4, ... up to n,
+    is estimated from all without bias: `best@k`, the best score; `pass@k`, whether one of them passes, with a
+    score of `pass_score` or more (None: there is no such metric); `maj@k`, the score of the answer that most
+    of them give, where reward functions return answers. `reward/<name>/mean` is the mean of a number that
+    reward functions return. Episodes also have `turns/mean`.
 
-    The names follow from the arguments and from what reward functions return, as `config.validation_metrics` states.
+    The names follow from the arguments and from what reward functions return, as `config.validation_metrics`
+    states.
     """
     prompts = _by_prompt(samples)
     scored = [[sample for sample in prompt if sample.is_scored] for prompt in prompts]
@@ -77,14 +82,25 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
     for k in sample_counts(min(map(len, prompts))):
         values[f"best@{k}"] = [_of_k(best_at_k, k, [sample.score for sample in prompt]) for prompt in scored]
         if pass_score is not None:
-            passes = [[float(sample.score >= pass_score - _ROUNDING) for sample in prompt] for prompt in scored]
+            passes = [
+                [float(sample.score >= pass_score - _ROUNDING) for sample in prompt] for prompt in scored
+            ]
             values[f"pass@{k}"] = [_of_k(best_at_k, k, of_prompt) for of_prompt in passes]
         if has_answer:
             values[f"maj@{k}"] = [
-                _of_k(majority_at_k, k, [sample.answer for sample in prompt], [sample.score for sample in prompt]) for prompt in scored
+                _of_k(
+                    majority_at_k,
+                    k,
+                    [sample.answer for sample in prompt],
+                    [sample.score for sample in prompt],
+                )
+                for prompt in scored
             ]
     for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
-        numbers = [[sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers] for prompt in scored]
+        numbers = [
+            [sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers]
+            for prompt in scored
+        ]
         values[f"reward/{name}/mean"] = [_mean(of_prompt) for of_prompt in numbers]
     values["reward/error_rate"] = [fmean(not sample.is_scored for sample in prompt) for prompt in prompts]
     turns = [[sample.num_turns for sample in prompt if sample.num_turns is not None] for prompt in prompts]
@@ -165,9 +181,13 @@ class Evaluation:
             ]
 
     def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
-        """Scores the samples of all prompts; a mean is over the prompts of its source, so over their samples as well."""
+        """Scores the samples of all prompts; a mean is over the prompts of its source, so over their samples
+        as well."""
         samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
-        return ValidationResult(_metrics(samples, self._pass_score), [_to_be_read(sample) for sample in samples[: self._num_generations]])
+        return ValidationResult(
+            _metrics(samples, self._pass_score),
+            [_to_be_read(sample) for sample in samples[: self._num_generations]],
+        )
 
 
 def _to_be_read(sample: ScoredSample) -> dict[str, Any]:
@@ -176,7 +196,9 @@ def _to_be_read(sample: ScoredSample) -> dict[str, Any]:
 
 
 def _metrics(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, float]:
-    parts: dict[str, Sequence[ScoredSample]] = {f"val/{source}": part for source, part in by_data_source(samples).items()}
+    parts: dict[str, Sequence[ScoredSample]] = {
+        f"val/{source}": part for source, part in by_data_source(samples).items()
+    }
     parts["val"] = samples
     return {
         f"{name}/{metric}": _mean(without_nan(values))

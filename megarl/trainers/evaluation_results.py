@@ -1,4 +1,5 @@
-"""What an evaluation found: each metric with its standard error, by data source; beside another model's on the same prompts."""
+"""What an evaluation found: each metric with its standard error, by data source; beside another model's on
+the same prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PARTIAL_FILE = "samples.partial.jsonl"  # while there are more to come
 
 
 class SourceResult(NamedTuple):
-    """Of the prompts of one data source. metrics: those of `prompt_values`; truncated: the share of samples that were cut."""
+    """Of the prompts of one data source. metrics: those of `prompt_values`; truncated: the share of samples
+    that were cut."""
 
     num_prompts: int
     num_samples: int
@@ -32,7 +34,10 @@ class SourceResult(NamedTuple):
     truncated: float
 
     def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "metrics": {name: estimate._asdict() for name, estimate in self.metrics.items()}}
+        return {
+            **self._asdict(),
+            "metrics": {name: estimate._asdict() for name, estimate in self.metrics.items()},
+        }
 
 
 class SourceComparison(NamedTuple):
@@ -40,7 +45,8 @@ class SourceComparison(NamedTuple):
 
     Attributes:
         differences: By metric, the value here less the value there, with its standard error.
-        only_here: Metrics that only this evaluation has, such as `maj@k` where only its reward returns answers.
+        only_here: Metrics that only this evaluation has, such as `maj@k` where only its reward returns
+            answers.
         only_there: Metrics that only the other evaluation has, such as `best@8` where it drew more samples.
     """
 
@@ -53,7 +59,8 @@ class SourceComparison(NamedTuple):
 
 
 def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceResult]:
-    """Return the results by data source; where there are several, `all` is last. pass_score: see `prompt_values`."""
+    """Return the results by data source; where there are several, `all` is last. pass_score: see
+    `prompt_values`."""
     parts = by_data_source(samples)
     if len(parts) > 1:
         parts[ALL] = list(samples)
@@ -70,8 +77,11 @@ def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> Sou
     )
 
 
-def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceComparison]:
-    """Return by data source how `samples` differ from `others`, which are of the same prompts in the same order."""
+def compare(
+    samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pass_score: float | None
+) -> dict[str, SourceComparison]:
+    """Return by data source how `samples` differ from `others`, which are of the same prompts in the same
+    order."""
     found: dict[str, SourceComparison] = {}
     parts = by_data_source(samples)
     of_others = by_data_source(others)
@@ -83,7 +93,9 @@ def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pas
         other_values = prompt_values(of_others[source], pass_score)
         pairs = {name: _pairs(values[name], other_values[name]) for name in values if name in other_values}
         found[source] = SourceComparison(
-            differences={name: mean_difference(*both) if both[0] else _UNKNOWN for name, both in pairs.items()},
+            differences={
+                name: mean_difference(*both) if both[0] else _UNKNOWN for name, both in pairs.items()
+            },
             only_here=[name for name in values if name not in other_values],
             only_there=[name for name in other_values if name not in values],
         )
@@ -92,7 +104,11 @@ def compare(samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pas
 
 def _pairs(values: Sequence[float], others: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return the values of the prompts that have one on both sides."""
-    pairs = [(value, other) for value, other in zip(values, others, strict=True) if not math.isnan(value) and not math.isnan(other)]
+    pairs = [
+        (value, other)
+        for value, other in zip(values, others, strict=True)
+        if not math.isnan(value) and not math.isnan(other)
+    ]
     return [value for value, _ in pairs], [other for _, other in pairs]
 
 
@@ -101,12 +117,19 @@ def _estimate(values: Sequence[float]) -> Estimate:
     return mean_over_prompts(known) if known else _UNKNOWN
 
 
-def check_same_prompts(name: Path, others: Sequence[ScoredSample], prompts: Mapping[str, tuple[str, list[dict[str, Any]]]]) -> None:
-    """prompts: uid -> data source and messages, of the data set at hand. Raises ConfigError where those of the file `name` are others."""
+def check_same_prompts(
+    name: Path, others: Sequence[ScoredSample], prompts: Mapping[str, tuple[str, list[dict[str, Any]]]]
+) -> None:
+    """prompts: uid -> data source and messages, of the data set at hand. Raises ConfigError where those of
+    the file `name` are others."""
     theirs = {sample.uid: (sample.data_source, sample.messages) for sample in others}
     if theirs != dict(prompts):
         raise ConfigError(
-            str(name), [f"has samples of {len(theirs)} prompts, which are not the {len(prompts)} that are evaluated; use the same data"]
+            str(name),
+            [
+                f"has samples of {len(theirs)} prompts, which are not the {len(prompts)} that are "
+                f"evaluated; use the same data"
+            ],
         )
 
 
@@ -116,7 +139,8 @@ def sample_lines(samples: Sequence[ScoredSample]) -> str:
 
 
 def read_chat_time(results: Path) -> datetime | None:
-    """Returns the time that the chat template of an evaluation was told, given its results; None if it read none, or they are absent.
+    """Returns the time that the chat template of an evaluation was told, given its results; None if it read
+    none, or they are absent.
 
     Raises ConfigError for a file that is damaged.
     """
@@ -137,9 +161,13 @@ def read_samples(path: Path) -> list[ScoredSample]:
                 try:
                     samples.append(ScoredSample(**json.loads(line)))
                 except (ValueError, TypeError) as error:
-                    raise ConfigError(str(path), [f"line {number} is not a sample of `megarl eval` ({error})"]) from error
+                    raise ConfigError(
+                        str(path), [f"line {number} is not a sample of `megarl eval` ({error})"]
+                    ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"cannot be read ({error}); give the folder that `megarl eval --output` wrote"]) from error
+        raise ConfigError(
+            str(path), [f"cannot be read ({error}); give the folder that `megarl eval --output` wrote"]
+        ) from error
     if not samples:
         raise ConfigError(str(path), ["has no samples"])
     return samples

@@ -1,4 +1,5 @@
-"""What a run shows and writes: timings by phase, the timeline, metrics, the progress bar. The loop only names its phases."""
+"""What a run shows and writes: timings by phase, the timeline, metrics, the progress bar. The loop only names
+its phases."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _TIMELINE_EVERY_STEPS = 10
 
 @dataclass
 class Position:
-    """Where a run is: its step, None outside of one, and the driver's phases, the innermost last. What fails leaves it as it was."""
+    """Where a run is: its step, None outside of one, and the driver's phases, the innermost last. What fails
+    leaves it as it was."""
 
     step: int | None = None
     phases: list[str] = field(default_factory=list)
@@ -35,7 +37,11 @@ class Position:
 
     def seconds_in(self, name: str) -> float:
         """In all phases of that name, what goes on included. Any thread may ask."""
-        going_on = (began.seconds() for phase, began in zip(self.phases.copy(), self.begun.copy(), strict=False) if phase == name)
+        going_on = (
+            began.seconds()
+            for phase, began in zip(self.phases.copy(), self.begun.copy(), strict=False)
+            if phase == name
+        )
         return self.spent_s.get(name, 0.0) + sum(going_on)
 
 
@@ -46,10 +52,11 @@ class Watched(Protocol):
 
 
 class Monitor:
-    """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start to the last one's
-    end within the step, so phases that overlap add up to more than `timing_s/step`; `timing_s/gen` is what the trainer waits for samples.
-    `perf/throughput` is the step's tokens per second of training, validation left out, `perf/throughput_per_device` that by all devices of
-    the run, and `perf/trainer_idle` the share of that time in which the trainer waits for samples."""
+    """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start
+    to the last one's end within the step, so phases that overlap add up to more than `timing_s/step`;
+    `timing_s/gen` is what the trainer waits for samples. `perf/throughput` is the step's tokens per second of
+    training, validation left out, `perf/throughput_per_device` that by all devices of the run, and
+    `perf/trainer_idle` the share of that time in which the trainer waits for samples."""
 
     def __init__(
         self,
@@ -75,9 +82,12 @@ class Monitor:
         self._progress.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.__exit__(kind, error, trace)
-        with suppress(RunError) if kind is not None else nullcontext():  # what ended the run is to be told, not what follows from it
+        # what ended the run is to be told, not what follows from it
+        with suppress(RunError) if kind is not None else nullcontext():
             self._timeline.write()
         self._tracker.close(failed=kind is not None)
 
@@ -108,8 +118,10 @@ class Monitor:
 
     @contextmanager
     def testing(self) -> Iterator[None]:
-        """The phase of validation: what the workers do within it is on the timeline, and in no timing but `timing_s/testing`."""
-        # Sorted by when their calls were waited for: the clocks of workers on other nodes are not the driver's.
+        """The phase of validation: what the workers do within it is on the timeline, and in no timing but
+        `timing_s/testing`."""
+        # Sorted by when their calls were waited for: the clocks of workers on other nodes are not the
+        # driver's.
         self._spans += self._drain()
         with self.phase("testing"):
             yield
@@ -149,7 +161,10 @@ class Monitor:
         if "num_tokens" in self._metrics:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
             throughput = self._metrics["num_tokens"] / training_s
-            self._metrics |= {"perf/throughput": throughput, "perf/throughput_per_device": throughput / self._num_devices}
+            self._metrics |= {
+                "perf/throughput": throughput,
+                "perf/throughput_per_device": throughput / self._num_devices,
+            }
             if (waited_s := timings.get(f"timing_s/{WAIT}")) is not None:
                 self._metrics["perf/trainer_idle"] = waited_s / training_s
         self._tracker.log(self._metrics, step)
@@ -166,8 +181,9 @@ def phases_by_call() -> dict[tuple[str, str], str]:
 
 
 def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
-    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans name their phase. What engines
-    do may be of later steps: `timing_s/gen` is what the driver waits for samples."""
+    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans
+    name their phase. What engines do may be of later steps: `timing_s/gen` is what the driver waits for
+    samples."""
     edges: dict[str, list[float]] = defaultdict(list)
     phases = phases_by_call()
     for span in spans:

@@ -12,7 +12,13 @@ import torch
 
 from megarl.algorithms.groups import group_metrics
 from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics, reward_model_metrics, reward_number_metrics
+from megarl.algorithms.metrics import (
+    age_metrics,
+    agent_metrics,
+    data_metrics,
+    reward_model_metrics,
+    reward_number_metrics,
+)
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import of_one_form
@@ -55,7 +61,9 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.roles = roles
-        self._async_rollout = make_async_rollout(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
+        self._async_rollout = (
+            make_async_rollout(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
+        )
         self.prompts = self._async_rollout or prompts
         self.evaluation = evaluation
         self.monitor = monitor
@@ -72,7 +80,10 @@ class PPOTrainer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """All steps are made within it: the run's files are open, and it says where it is."""
-        with self.monitor, StatusWriter(Path(self.config.trainer.output_dir), self._status.snapshot) as status:
+        with (
+            self.monitor,
+            StatusWriter(Path(self.config.trainer.output_dir), self._status.snapshot) as status,
+        ):
             yield
             if self.checkpoints.stopped_after is not None:
                 status.end_state = STOPPED
@@ -89,8 +100,9 @@ class PPOTrainer:
                 self._async_rollout.close()
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left; what is between two of them is the step. The first weights are pushed before; behind a
-        step comes what is due: validation, which is also made before the first and behind the last, a checkpoint, and its line."""
+        """The numbers of the steps that are left; what is between two of them is the step. The first weights
+        are pushed before; behind a step comes what is due: validation, which is also made before the first
+        and behind the last, a checkpoint, and its line."""
         trainer = self.config.trainer
         self.roles.weights.push()
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
@@ -100,12 +112,15 @@ class PPOTrainer:
             self._scale()
             with self.monitor.step(step):
                 yield step
-                if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
+                if step == trainer.total_steps or (
+                    trainer.validate_every_steps and step % trainer.validate_every_steps == 0
+                ):
                     self.checkpoints.validated(step, self._validate(step))
                 self.checkpoints.save(step, self.state_dict, self._files)
 
     def _scale(self) -> None:
-        """As `megarl scale` has asked for, if it has. What cannot be done is said, and the run goes on as it was."""
+        """As `megarl scale` has asked for, if it has. What cannot be done is said, and the run goes on as it
+        was."""
         try:
             count = take_request(Path(self.config.trainer.output_dir))
             if count is not None and self.roles.scaling is not None:
@@ -119,7 +134,10 @@ class PPOTrainer:
         return {
             "trainer": "ppo",
             "data": self.prompts.state_dict(),
-            "kl_controller": {"kind": self.config.algorithm.kl.controller.kind.value, **self._advantages.kl_controller.state_dict()},
+            "kl_controller": {
+                "kind": self.config.algorithm.kl.controller.kind.value,
+                **self._advantages.kl_controller.state_dict(),
+            },
             "weight_version": self.roles.weights.version,
             "validations": self.monitor.validations,
         }
@@ -130,22 +148,26 @@ class PPOTrainer:
         return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Before `fit`; `folder`: the checkpoint. Raises ValueError where the data are others, CheckpointError where its samples cannot be
-        read."""
+        """Before `fit`; `folder`: the checkpoint. Raises ValueError where the data are others,
+        CheckpointError where its samples cannot be read."""
         self.prompts.load_state_dict(state["data"])
         controller = self.config.algorithm.kl.controller.kind
         if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
-            self._advantages.kl_controller.load_state_dict(state["kl_controller"])  # a fixed one is as the configuration says
+            # a fixed one is as the configuration says
+            self._advantages.kl_controller.load_state_dict(state["kl_controller"])
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
         if self._async_rollout is not None and (folder / SAMPLES_FILE).is_file():
             try:
                 self._async_rollout.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged") from error
+                raise CheckpointError(
+                    f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged"
+                ) from error
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
-        """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where their pools differ."""
+        """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where
+        their pools differ."""
         roles = self.roles
         phase = self.monitor.phase
         weights = self.roles.weights
@@ -154,8 +176,11 @@ class PPOTrainer:
         critic = roles.critic
 
         with phase("gen"):
-            batch, scores, of_samples = self._sample(prompts, step)  # rollout.generate, and reward.score of what it gives
-        batch = batch.union(*scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch))
+            # rollout.generate, and reward.score of what it gives
+            batch, scores, of_samples = self._sample(prompts, step)
+        batch = batch.union(
+            *scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch)
+        )
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
         updates = [critic.update(batch, step)]
@@ -172,8 +197,8 @@ class PPOTrainer:
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """See correct_rollout and AdvantageStep. What they show of the actor's log-probs is shown by `record_batch` where the update makes
-        these."""
+        """See correct_rollout and AdvantageStep. What they show of the actor's log-probs is shown by
+        `record_batch` where the update makes these."""
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         if (rollout := self.config.rollout).late is Late.mask:
             batch, of_late = leave_out_late(batch, rollout.max_staleness)
@@ -182,8 +207,8 @@ class PPOTrainer:
         return batch, of_correction | of_advantages
 
     def record_batch(self, batch: DataProto, step: int) -> Metrics:
-        """What a step shows of its samples, which are kept where that is due. After the updates: nothing may change the batch while its
-        rows are written in the background."""
+        """What a step shows of its samples, which are kept where that is due. After the updates: nothing may
+        change the batch while its rows are written in the background."""
         if self._rows.is_due(step):
             self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
         return self._batch_metrics(batch)
@@ -191,7 +216,8 @@ class PPOTrainer:
     def _batch_metrics(self, batch: DataProto) -> Metrics:
         """Return the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
 
-        - `actor/entropy`: of the policy that wrote the samples, in nats, the mean over response tokens, where the actor scored them;
+        - `actor/entropy`: of the policy that wrote the samples, in nats, the mean over response tokens, where
+          the actor scored them;
         - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
         """
         columns = of_one_form(batch.columns)
@@ -201,7 +227,9 @@ class PPOTrainer:
         metrics = data_metrics(columns, self.config.data.max_response_length)
         metrics |= age_metrics(columns, batch.meta_info["weight_version"])
         is_scored = batch.tensors.get("is_scored")  # a loop of the user's own may score by itself
-        metrics |= group_metrics(torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored)
+        metrics |= group_metrics(
+            torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored
+        )
         metrics |= reward_number_metrics(arrays.get("reward_numbers", ()))
         if "entropys" in columns:
             metrics["actor/entropy"] = masked_mean(columns["entropys"], columns["response_mask"])
@@ -210,8 +238,12 @@ class PPOTrainer:
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
         metrics |= agent_metrics(arrays)
-        if "old_log_probs" in columns and scores_in_update(self.config.algorithm, one_update=self.config.trainer.one_update):
-            old, engine, mask = (columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        if "old_log_probs" in columns and scores_in_update(
+            self.config.algorithm, one_update=self.config.trainer.one_update
+        ):
+            old, engine, mask = (
+                columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask")
+            )
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
             metrics |= self._advantages.kl_metrics(columns)
         metrics["num_tokens"] = float(valid_token_count(batch))
@@ -227,7 +259,9 @@ class PPOTrainer:
         return result.metrics
 
 
-def make_async_rollout(config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer) -> AsyncRollout:
+def make_async_rollout(
+    config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer
+) -> AsyncRollout:
     """Of a run whose `rollout.max_staleness` is above 0."""
     trainer = config.trainer
     rollout = config.rollout
@@ -243,4 +277,6 @@ def make_async_rollout(config: PPOConfig, roles: PPORoles, prompts: BatchLoader,
             in_order=rollout.late is Late.wait,
         )
 
-    return AsyncRollout(roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, staleness)
+    return AsyncRollout(
+        roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, staleness
+    )

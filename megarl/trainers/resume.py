@@ -1,4 +1,5 @@
-"""Which checkpoint a run goes on from, whether it may, and what is different now. Reads small files only, before anything starts."""
+"""Which checkpoint a run goes on from, whether it may, and what is different now. Reads small files only,
+before anything starts."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from megarl.trainers.checkpoint import STATE_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """checkpoint: its folder. state: of the trainer. is_own: it is in the run's own folder of checkpoints, so that the run's files
-    go on; from another run's checkpoint a new run begins."""
+    """checkpoint: its folder. state: of the trainer. is_own: it is in the run's own folder of checkpoints, so
+    that the run's files go on; from another run's checkpoint a new run begins."""
 
     checkpoint: Path
     step: int
@@ -43,14 +44,16 @@ def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
 def find_resume(config: RunConfig) -> Resume | None:
     """None: the run starts from the beginning.
 
-    Raises ConfigError where the configuration does not fit the checkpoint, and CheckpointError where that is damaged; it names the
-    file, and the older ones that are whole: none of them is taken silently.
+    Raises ConfigError where the configuration does not fit the checkpoint, and CheckpointError where that is
+    damaged; it names the file, and the older ones that are whole: none of them is taken silently.
     """
     folder = checkpoint_folder(config)
     if config.checkpoint.resume == RESUME_DISABLE:
         if folder.whole():
             raise _problem(
-                "checkpoint.resume", f"is disable, but {folder.path} holds checkpoints of a run; use another trainer.output_dir, or auto"
+                "checkpoint.resume",
+                f"is disable, but {folder.path} holds checkpoints of a run; use another trainer.output_dir, "
+                f"or auto",
             )
         return None
     if config.checkpoint.resume == RESUME_AUTO:
@@ -60,7 +63,8 @@ def find_resume(config: RunConfig) -> Resume | None:
         if folder.whole() and not _is_in(found, folder):
             raise _problem(
                 "checkpoint.resume",
-                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; resume from those with auto, or use another folder",
+                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; resume from those "
+                f"with auto, or use another folder",
             )
     return None if found is None else _read(found, folder, config)
 
@@ -73,7 +77,8 @@ def _given(path: Path) -> Path:
     if found is None:
         raise _problem(
             "checkpoint.resume",
-            f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of them (with {LATEST_FILE}); "
+            f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of "
+            f"them (with {LATEST_FILE}); "
             "give one, or auto, or disable",
         )
     return found
@@ -92,9 +97,16 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
     if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
-        changes.append(Difference("OMP_NUM_THREADS, or cores: the last bits of a CPU's numbers follow from it", state["threads"], now))
+        changes.append(
+            Difference(
+                "OMP_NUM_THREADS, or cores: the last bits of a CPU's numbers follow from it",
+                state["threads"],
+                now,
+            )
+        )
     problems = [
-        f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it decides {FIXED[change.key]}; "
+        f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it "
+        f"decides {FIXED[change.key]}; "
         "use the same value, or start again in another folder"
         for change in changes
         if change.is_fixed
@@ -103,11 +115,18 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     problems += _step_problems(state, config)
     if problems:
         raise ConfigError(f"{checkpoint}, from which the run would resume", problems)
-    return Resume(checkpoint=checkpoint, step=state["step"], state=state, differences=changes, is_own=_is_in(checkpoint, folder))
+    return Resume(
+        checkpoint=checkpoint,
+        step=state["step"],
+        state=state,
+        differences=changes,
+        is_own=_is_in(checkpoint, folder),
+    )
 
 
 def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
-    """Each role's folder has its manifest, with which the ranks compare the rest, and is of the checkpoint's own step.
+    """Each role's folder has its manifest, with which the ranks compare the rest, and is of the checkpoint's
+    own step.
 
     A folder that was copied from another step is whole by its own checksums.
     """
@@ -115,8 +134,10 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
         step = read_manifest(checkpoint / role).description.step
         if step != description["step"]:
             raise CheckpointError(
-                f"{checkpoint / role}: is of step {step}, and the checkpoint that it lies in is of step {description['step']}: "
-                "models of two steps cannot be resumed together; restore the right folder, or use another checkpoint"
+                f"{checkpoint / role}: is of step {step}, and the checkpoint that it lies in is of step "
+                f"{description['step']}: "
+                "models of two steps cannot be resumed together; restore the right folder, or use another "
+                "checkpoint"
             )
 
 
@@ -127,12 +148,19 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
-    if not isinstance(state, dict) or (absent := [key for key in ("step", "trainer", "seconds", "data") if key not in state]):
-        what = f"has no {' and no '.join(absent)}" if isinstance(state, dict) else f"is a {type(state).__name__}, not a mapping"
+    if not isinstance(state, dict) or (
+        absent := [key for key in ("step", "trainer", "seconds", "data") if key not in state]
+    ):
+        what = (
+            f"has no {' and no '.join(absent)}"
+            if isinstance(state, dict)
+            else f"is a {type(state).__name__}, not a mapping"
+        )
         raise CheckpointError(f"{path}: {what}; the checkpoint is damaged")
     if state["step"] != step:
         raise CheckpointError(
-            f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put the right file back, or use "
+            f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put "
+            f"the right file back, or use "
             "another checkpoint"
         )
     return state
@@ -142,23 +170,33 @@ def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
     try:
         return differences(checkpoint / CONFIG_FILE, config)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{checkpoint / CONFIG_FILE}: cannot be read ({one_line(error)}); the checkpoint is damaged") from error
+        raise CheckpointError(
+            f"{checkpoint / CONFIG_FILE}: cannot be read ({one_line(error)}); the checkpoint is damaged"
+        ) from error
 
 
 def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:
     """Other models than those that the run trains."""
     trained = [role.name for role in model_roles(config) if role.optim is not None]
     if sorted(saved) != sorted(trained):
-        return [f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains {', '.join(sorted(trained))}"]
+        return [
+            f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains "
+            f"{', '.join(sorted(trained))}"
+        ]
     problems = []
     (now, _) = read_architectures(config)
     for role in trained:
-        before = read_architecture(str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code)
+        before = read_architecture(
+            str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code
+        )
         for field in fields(before):
             was = getattr(before, field.name)
             wanted = getattr(now[role], field.name)
             if was != wanted:
-                problems.append(f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the same model")
+                problems.append(
+                    f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the "
+                    f"same model"
+                )
     return problems
 
 
@@ -166,10 +204,14 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
     problems = []
     kind = config.kind.value
     if state["trainer"] != kind:
-        problems.append(f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its Hugging Face folder")
+        problems.append(
+            f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its "
+            f"Hugging Face folder"
+        )
     if state["step"] > config.trainer.total_steps:
         problems.append(
-            f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step {state['step']}; "
+            f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step "
+            f"{state['step']}; "
             f"give more, or an earlier checkpoint as checkpoint.resume=PATH"
         )
     return problems
@@ -177,10 +219,18 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
 
 def older_ones(damaged: Path) -> str:
     """What a user can go on from in the place of a checkpoint that is damaged."""
-    whole = [path for path in CheckpointFolder(damaged.parent).whole() if path.name < damaged.name and _is_whole(path)]
+    whole = [
+        path
+        for path in CheckpointFolder(damaged.parent).whole()
+        if path.name < damaged.name and _is_whole(path)
+    ]
     if not whole:
         return "There is no older complete checkpoint"
-    return "Older complete checkpoints: " + ", ".join(map(str, reversed(whole))) + "; resume from one with checkpoint.resume=PATH"
+    return (
+        "Older complete checkpoints: "
+        + ", ".join(map(str, reversed(whole)))
+        + "; resume from one with checkpoint.resume=PATH"
+    )
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -1,4 +1,5 @@
-"""What `status.json` says of a run of reinforcement learning: step, prompts by state, replicas, idleness, and what does not move."""
+"""What `status.json` says of a run of reinforcement learning: step, prompts by state, replicas, idleness, and
+what does not move."""
 
 from __future__ import annotations
 
@@ -26,10 +27,12 @@ class _Moment(NamedTuple):
 
 
 class StatusOfRun:
-    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds nobody up. What it sees goes to
-    the timeline too."""
+    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds
+    nobody up. What it sees goes to the timeline too."""
 
-    def __init__(self, config: PPOConfig, roles: PPORoles, monitor: Monitor, async_rollout: AsyncRollout | None) -> None:
+    def __init__(
+        self, config: PPOConfig, roles: PPORoles, monitor: Monitor, async_rollout: AsyncRollout | None
+    ) -> None:
         self._config = config
         self._roles = roles
         self._monitor = monitor
@@ -38,7 +41,9 @@ class StatusOfRun:
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
     def _moment(self) -> _Moment:
-        return _Moment(time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT))
+        return _Moment(
+            time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT)
+        )
 
     def snapshot(self) -> RunStatus:
         rollout = self._roles.rollout
@@ -48,13 +53,18 @@ class StatusOfRun:
         now = self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
-        num_tokens = [last - before for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)]
+        num_tokens = [
+            last - before
+            for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)
+        ]
         busy_s = sum(now.scheduler.busy_s) - sum(first.scheduler.busy_s)
         begun = position.begun.copy()
         groups = _by_group(requests)
         num_groups = self._num_groups(groups)
         self._monitor.count("prompts", num_groups)
-        self._monitor.count("requests", {f"replica {number}": replica.in_flight for number, replica in enumerate(replicas)})
+        self._monitor.count(
+            "requests", {f"replica {number}": replica.in_flight for number, replica in enumerate(replicas)}
+        )
         self._monitor.count("weights", {"version": self._roles.weights.version})
         return RunStatus(
             state=RUNNING,
@@ -68,7 +78,11 @@ class StatusOfRun:
             oldest=[_shown(uid, of_group) for uid, of_group in list(groups.items())[:_MOST_SHOWN]],
             replicas=[
                 ReplicaStatus(
-                    state="starting" if replica.is_starting else "generating" if replica.in_flight else "idle",
+                    state="starting"
+                    if replica.is_starting
+                    else "generating"
+                    if replica.in_flight
+                    else "idle",
                     in_flight=replica.in_flight,
                     tokens_per_s=count / seconds,
                     silent_s=replica.silent_s,
@@ -83,7 +97,10 @@ class StatusOfRun:
         )
 
     def _num_groups(self, groups: dict[str, list[RequestState]]) -> dict[str, int]:
-        waiting = [all(one.replica is None and not one.waits_for_tools for one in of_group) for of_group in groups.values()]
+        waiting = [
+            all(one.replica is None and not one.waits_for_tools for one in of_group)
+            for of_group in groups.values()
+        ]
         training = self._position.step is not None and WAIT not in self._position.phases
         return {
             "waiting": sum(waiting),
@@ -95,14 +112,25 @@ class StatusOfRun:
     def _stalled(self, requests: list[RequestState], replicas: list[ReplicaState]) -> str | None:
         limit_s = self._config.trainer.phase_time_limit_s
         at_work = [(number, replica) for number, replica in enumerate(replicas) if replica.in_flight]
-        silent = [(number, replica) for number, replica in at_work if replica.silent_s > _STALLED_SHARE * limit_s]
+        silent = [
+            (number, replica) for number, replica in at_work if replica.silent_s > _STALLED_SHARE * limit_s
+        ]
         if not silent:
             return None
         number, replica = max(silent, key=lambda one: one[1].silent_s)
-        oldest = next(one for one in requests if one.replica == number) if any(one.replica == number for one in requests) else None
-        which = "" if oldest is None else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
+        oldest = (
+            next(one for one in requests if one.replica == number)
+            if any(one.replica == number for one in requests)
+            else None
+        )
+        which = (
+            ""
+            if oldest is None
+            else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
+        )
         return (
-            f"rollout replica {number} has finished none of its {replica.in_flight} requests for {replica.silent_s:.0f} s{which}. After "
+            f"rollout replica {number} has finished none of its {replica.in_flight} requests for "
+            f"{replica.silent_s:.0f} s{which}. After "
             f"{limit_s:g} s (trainer.phase_time_limit_s) it is considered hung and restarted"
         )
 

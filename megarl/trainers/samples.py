@@ -25,8 +25,8 @@ _REWARD_MODEL = "reward_model"
 
 
 class SampleRows:
-    """Which steps are kept, and their rows. A row's lists are of its response's real tokens, in their order; of an episode's, also those
-    that the model did not write."""
+    """Which steps are kept, and their rows. A row's lists are of its response's real tokens, in their order;
+    of an episode's, also those that the model did not write."""
 
     def __init__(self, config: PPOConfig) -> None:
         self._model = config.model
@@ -51,7 +51,8 @@ class SampleRows:
         return load_tokenizer(self._model.path, self._model.trust_remote_code)
 
     def table(self, batch: DataProto, step: int) -> SampleTable:
-        """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer computed none of its own."""
+        """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer
+        computed none of its own."""
         arrays = batch.non_tensor_batch
         are_episodes = "num_turns" in batch.non_tensor_batch
         own = ["old_log_probs"] if self._own_log_probs else []
@@ -79,11 +80,15 @@ class SampleRows:
             "data_source": arrays["data_source"].tolist(),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
             "prompt_ids": list_column(prompt_lengths, prompt_ids, pa.int32()),
-            "response": decode_rows(self._tokenizer, rows["responses"], rows["answer_mask"] if are_episodes else mask),
+            "response": decode_rows(
+                self._tokenizer, rows["responses"], rows["answer_mask"] if are_episodes else mask
+            ),
             "response_ids": of_tokens("responses", pa.int32()),
             "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
             "score": [float(score) for score in arrays["score"]],
-            "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]] if "reward_numbers" in arrays else nothing,
+            "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]]
+            if "reward_numbers" in arrays
+            else nothing,
             "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
             "advantage": advantages.numpy(),
             "advantages": of_tokens("advantages", pa.float32()),
@@ -93,14 +98,21 @@ class SampleRows:
             "prompt_length": prompt_lengths,
             "response_length": lengths,
             "finish_reason": arrays["finish_reason"].tolist(),
-            **(_of_episodes(arrays, lengths, mask, rows["environment_rewards"]) if are_episodes else dict.fromkeys(OF_EPISODES, nothing)),
+            **(
+                _of_episodes(arrays, lengths, mask, rows["environment_rewards"])
+                if are_episodes
+                else dict.fromkeys(OF_EPISODES, nothing)
+            ),
         }
-        table = pa.table({name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA)
+        table = pa.table(
+            {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
+        )
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
-        """With the template's special tokens; the samples of a prompt stand together, so that each is decoded once."""
+        """With the template's special tokens; the samples of a prompt stand together, so that each is decoded
+        once."""
         texts: list[str] = []
         before = None
         for row in np.split(ids, np.cumsum(lengths)[:-1]):
@@ -111,7 +123,9 @@ class SampleRows:
         return texts
 
 
-def _of_episodes(arrays: Mapping[str, np.ndarray], lengths: list[int], is_model: RaggedTensor, rewards: RaggedTensor) -> dict[str, Any]:
+def _of_episodes(
+    arrays: Mapping[str, np.ndarray], lengths: list[int], is_model: RaggedTensor, rewards: RaggedTensor
+) -> dict[str, Any]:
     """Turns of the model do not touch: between two of them stands what they were answered."""
     turn_rewards = []
     for wrote, of_tokens in zip(is_model.each(), rewards.each(), strict=True):

@@ -1,4 +1,5 @@
-"""From a step's prompts to its samples: one generation of each prompt, or several until enough of them teach something (DAPO)."""
+"""From a step's prompts to its samples: one generation of each prompt, or several until enough of them teach
+something (DAPO)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _MARGIN = 1.2  # a few prompts for nothing cost less than one more round of gene
 
 
 class Samples(NamedTuple):
-    """A step's samples. `scores`: what will add their scores (RewardWorker.score); nothing where they were needed already."""
+    """A step's samples. `scores`: what will add their scores (RewardWorker.score); nothing where they were
+    needed already."""
 
     batch: DataProto
     scores: list[DerivedFuture]
@@ -37,7 +39,12 @@ class Generator(Protocol):
     """See Rollout.generate."""
 
     def generate(
-        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+        self,
+        prompts: DataProto,
+        sampling: SamplingConfig,
+        step: int,
+        generation: int = 0,
+        scoring: Scoring | None = None,
     ) -> DataProto: ...
 
 
@@ -48,7 +55,15 @@ def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts
     if algorithm.dynamic_sampling.enabled:
         wanted = config.trainer.prompts_per_step
         generates_ahead = config.rollout.max_staleness > 0
-        return DynamicSampling(rollout, reward, prompts, sampling, algorithm.dynamic_sampling, wanted, generates_ahead=generates_ahead)
+        return DynamicSampling(
+            rollout,
+            reward,
+            prompts,
+            sampling,
+            algorithm.dynamic_sampling,
+            wanted,
+            generates_ahead=generates_ahead,
+        )
     if algorithm.advantage.estimator.needs.greedy_baseline:
         return GreedyBaseline(rollout, reward, sampling)
     return PlainSampling(rollout, reward, sampling)
@@ -62,7 +77,9 @@ def group_rules(config: PPOConfig) -> GroupRules:
         sampling=config.rollout.training,
         max_error_rate=config.rollout.max_error_rate,
         greedy=algorithm.advantage.estimator.needs.greedy_baseline and not dynamic.enabled,
-        max_without_signal=(dynamic.max_generations - 1) * config.trainer.prompts_per_step if dynamic.enabled else None,
+        max_without_signal=(dynamic.max_generations - 1) * config.trainer.prompts_per_step
+        if dynamic.enabled
+        else None,
     )
 
 
@@ -80,18 +97,21 @@ class PlainSampling:
 
 
 class GreedyBaseline(PlainSampling):
-    """ReMax: also the greedy response to each prompt, of the same weights and scored by the same functions."""
+    """ReMax: also the greedy response to each prompt, of the same weights and scored by the same
+    functions."""
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
-        """Add `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt, and `is_baseline_scored`
-        (B,) bool, False where the scoring of that response failed."""
+        """Add `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt,
+        and `is_baseline_scored` (B,) bool, False where the scoring of that response failed."""
         batch, scores, metrics = super().__call__(prompts, step)
         greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
 
         def baseline(results: list[DataProto]) -> DataProto:
             of_prompts = torch.tensor([float(score) for score in results[0].non_tensor_batch["score"]])
             columns = {"baseline_scores": of_prompts, "is_baseline_scored": results[0].tensors["is_scored"]}
-            return DataProto.from_dict({name: values.repeat_interleave(self._sampling.n) for name, values in columns.items()})
+            return DataProto.from_dict(
+                {name: values.repeat_interleave(self._sampling.n) for name, values in columns.items()}
+            )
 
         return Samples(batch, [*scores, DerivedFuture([greedy], baseline)], metrics)
 
@@ -101,8 +121,9 @@ class NoSignalError(RunError):
 
 
 class DynamicSampling:
-    """Prompts whose samples all score the same teach a group-relative estimator nothing: others take their place (DAPO, Yu et al. 2025,
-    section 3.2). Those that are drawn for that count as served, so that a resumed run goes on behind them."""
+    """Prompts whose samples all score the same teach a group-relative estimator nothing: others take their
+    place (DAPO, Yu et al. 2025, section 3.2). Those that are drawn for that count as served, so that a
+    resumed run goes on behind them."""
 
     def __init__(
         self,
@@ -115,7 +136,8 @@ class DynamicSampling:
         *,
         generates_ahead: bool = False,
     ) -> None:
-        """wanted: prompts of a step. generates_ahead: a step's prompts come with those that were drawn in the place of others."""
+        """wanted: prompts of a step. generates_ahead: a step's prompts come with those that were drawn in the
+        place of others."""
         self._rollout = rollout
         self._reward = reward
         self._prompts = prompts
@@ -127,8 +149,9 @@ class DynamicSampling:
     def __call__(self, prompts: DataProto, step: int) -> Samples:
         """As many prompts with all their samples as are wanted, scored. Raises NoSignalError.
 
-        Metrics, of the step: `dynamic_sampling/num_generations`; `num_prompts`, that were sampled; `num_without_signal` of these,
-        which were dropped; `num_surplus`, which had a signal but were not needed; `score_mean`, over all that was sampled.
+        Metrics, of the step: `dynamic_sampling/num_generations`; `num_prompts`, that were sampled;
+        `num_without_signal` of these, which were dropped; `num_surplus`, which had a signal but were not
+        needed; `score_mean`, over all that was sampled.
         """
         wanted = self._wanted
         kept = []
@@ -141,7 +164,9 @@ class DynamicSampling:
             scored = self._scored(prompts, step, generation)
             error_rate = scored.meta_info.pop("reward/error_rate")
             score = scored.non_tensor_batch["score"].astype(np.float64)
-            with_signal = rows_with_signal(torch.from_numpy(score), scored.non_tensor_batch["uid"], scored.tensors.get("is_scored"))
+            with_signal = rows_with_signal(
+                torch.from_numpy(score), scored.non_tensor_batch["uid"], scored.tensors.get("is_scored")
+            )
             kept.append(scored.select_idxs(with_signal))
             scores.append(score)
             num_errors += error_rate * len(scored)
@@ -168,15 +193,18 @@ class DynamicSampling:
 
     def _explain(self, step: int, wanted: int, num_kept: int, num_prompts: int, scores: np.ndarray) -> str:
         return (
-            f"step {step}: only {num_kept} of {num_prompts} prompts have samples that do not all score the same, and {wanted} are needed; "
+            f"step {step}: only {num_kept} of {num_prompts} prompts have samples that do not all score the "
+            f"same, and {wanted} are needed; "
             f"the mean score is {scores.mean():.3g}, from {scores.min():.3g} to {scores.max():.3g}, and all "
-            f"algorithm.dynamic_sampling.max_generations={self._config.max_generations} generations are spent. Raise it, or rollout.n, or "
+            f"algorithm.dynamic_sampling.max_generations={self._config.max_generations} generations are "
+            f"spent. Raise it, or rollout.n, or "
             "train on prompts that are neither all solved nor out of reach"
         )
 
 
 def _number_to_draw(wanted: int, num_kept: int, num_prompts: int) -> int:
-    """Of further prompts: somewhat more than suffice if as many have a signal as up to now, and no more than a whole step's."""
+    """Of further prompts: somewhat more than suffice if as many have a signal as up to now, and no more than
+    a whole step's."""
     missing = _MARGIN * (wanted - num_kept)
     share = num_kept / num_prompts
     return wanted if missing >= share * wanted else int(np.ceil(missing / share))

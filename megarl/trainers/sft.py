@@ -48,7 +48,9 @@ class SFTTrainer:
                 batch = next(self.batches)
                 metrics = self.actor.update_sft(batch).get()
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
-                if step == trainer.total_steps or (trainer.validate_every_steps and step % trainer.validate_every_steps == 0):
+                if step == trainer.total_steps or (
+                    trainer.validate_every_steps and step % trainer.validate_every_steps == 0
+                ):
                     self.checkpoints.validated(step, self._validate())
                 self.checkpoints.save(step, self.state_dict)
 

@@ -1,11 +1,11 @@
-"""The proof that engines hold the trainer's weights: a checksum of every tensor that adds up over any cut of it, so that shards and
-engine copies are compared without bringing them together.
+"""The proof that engines hold the trainer's weights: a checksum of every tensor that adds up over any cut of
+it, so that shards and engine copies are compared without bringing them together.
 
     checksum = sum over elements i of bits(x_i) * w(i)  modulo 2**64
 
-`bits` reads an element's bytes as a whole number; w(i) is an odd pseudo-random number of the element's flat index in the
-row-major Hugging Face tensor. A single changed element always changes the sum (an odd factor has an inverse); elements that
-were swapped, moved or lost change it but for a chance of about 2**-31.
+`bits` reads an element's bytes as a whole number; w(i) is an odd pseudo-random number of the element's flat
+index in the row-major Hugging Face tensor. A single changed element always changes the sum (an odd factor has
+an inverse); elements that were swapped, moved or lost change it but for a chance of about 2**-31.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megarl.weights.tensors import Manifest, contiguous_blocks, flat_index, row_
 
 MODULUS = 2**64
 _MAX_NAMED = 8
-# At a time: on a CPU a few times 256 KiB of whole numbers, which stay in a core's cache; on a GPU so many that the launches of a dozen
-# kernels are nothing beside their work, in a few times 128 MiB.
+# At a time: on a CPU a few times 256 KiB of whole numbers, which stay in a core's cache; on a GPU so many
+# that the launches of a dozen kernels are nothing beside their work, in a few times 128 MiB.
 _BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
@@ -31,22 +31,29 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as
 def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None = None) -> int:
     """The part that `values` (any shape and strides, on any device) adds: a number in [0, 2**64).
 
-    Its element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole tensor; `strides` None: it is
-    a contiguous part. Parts that hold each element of the tensor once add up, modulo 2**64, to the checksum of the whole.
-    Memory for 2**15 elements is used, on a GPU for 2**24: up to four times eight bytes each. Raises ValueError for elements of more
-    than four bytes.
+    Its element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole tensor;
+    `strides` None: it is a contiguous part. Parts that hold each element of the tensor once add up, modulo
+    2**64, to the checksum of the whole. Memory for 2**15 elements is used, on a GPU for 2**24: up to four
+    times eight bytes each. Raises ValueError for elements of more than four bytes.
     """
     if values.element_size() not in _INTEGERS:
-        raise ValueError(f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are supported")
+        raise ValueError(
+            f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are "
+            f"supported"
+        )
     strides = row_major_strides(values.shape) if strides is None else strides
     if values.dim() == 0:
         values = values.view(1)
         strides = (1,)
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for _, block in contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ():
+    for _, block in (
+        contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
+    ):
         start = first + flat_index(block.starts, strides)
-        total += _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.index]).sum()
+        total += (
+            _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.index]).sum()
+        )
     return int(total) % MODULUS
 
 
@@ -59,17 +66,21 @@ def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: t
 
 
 def _weights(index: torch.Tensor) -> torch.Tensor:
-    """Odd numbers that look random; `index` is overwritten. Whole numbers overflow on purpose, which is what modulo 2**64 means."""
+    """Odd numbers that look random; `index` is overwritten. Whole numbers overflow on purpose, which is what
+    modulo 2**64 means."""
     weights = index.add_(1).mul_(_MULTIPLIERS[0])
     weights.bitwise_xor_(weights >> 29).mul_(_MULTIPLIERS[1])
     weights.bitwise_xor_(weights >> 32)
     return weights.bitwise_or_(1)
 
 
-def shard_checksums(shards: Shards, dtype: torch.dtype, *, dense: bool = True, experts: bool = True) -> dict[str, int]:
+def shard_checksums(
+    shards: Shards, dtype: torch.dtype, *, dense: bool = True, experts: bool = True
+) -> dict[str, int]:
     """Hugging Face name -> what this rank's elements, converted to `dtype`, add to the tensor's checksum.
 
-    experts, dense: whether experts' tensors, and the others, are among them; other ranks may hold copies of either.
+    experts, dense: whether experts' tensors, and the others, are among them; other ranks may hold copies of
+    either.
     """
     sums: dict[str, int] = {}
     for weight in held_weights(shards.architecture, shards.layout, shards.head):
@@ -99,11 +110,13 @@ class WeightMismatchError(RunError):
     """An engine says other checksums than the trainer; the message names the tensors."""
 
 
-def compare_checksums(manifest: Manifest, trainer: Mapping[str, int], engine: Mapping[str, int], engine_name: str) -> None:
+def compare_checksums(
+    manifest: Manifest, trainer: Mapping[str, int], engine: Mapping[str, int], engine_name: str
+) -> None:
     """Raises WeightMismatchError that names the tensors that differ, or that one of the two does not have."""
     differing = [name for name in manifest if name not in trainer or trainer[name] != engine.get(name)]
     if differing:
         raise WeightMismatchError(
-            f"{engine_name} does not hold the trainer's weights: {len(differing)} of {len(manifest)} tensors differ in their checksums: "
-            + ", ".join(differing[:_MAX_NAMED])
+            f"{engine_name} does not hold the trainer's weights: {len(differing)} of {len(manifest)} "
+            f"tensors differ in their checksums: " + ", ".join(differing[:_MAX_NAMED])
         )

@@ -1,7 +1,9 @@
-"""The execution of a transfer plan on one rank, round by round: it packs what it sends and collects what it gets in a receive buffer.
+"""The execution of a transfer plan on one rank, round by round: it packs what it sends and collects what it
+gets in a receive buffer.
 
-While a round travels the one before it is unpacked, so two messages are under way in each direction. A rank that waits for long returns to
-its caller, which thus learns of a death that the communicator of a device would not report.
+While a round travels the one before it is unpacked, so two messages are under way in each direction. A rank
+that waits for long returns to its caller, which thus learns of a death that the communicator of a device
+would not report.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from megarl.weights.plan import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 
 PATIENCE_S = 1.0  # the longest wait for the other side before returning to the caller
-TIME_SLICE_S = 10.0  # An engine rank returns to its caller this often, so that the caller notices if it hangs.
+# An engine rank returns to its caller this often, so that the caller notices if it hangs.
+TIME_SLICE_S = 10.0
 
 Regions = Callable[[Part], Iterable[torch.Tensor]]  # views that hold the elements of a part, in their order
 
@@ -43,7 +46,8 @@ class PeerTransfers:
                 start += length
 
     def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Yields the parts of a received round with their elements, in the shape of the slice. `flat` contains the round."""
+        """Yields the parts of a received round with their elements, in the shape of the slice. `flat`
+        contains the round."""
         for _, schedule, where in self.of_round(number):
             position = where.start
             for part in schedule.message(number):
@@ -99,7 +103,8 @@ class ReceiveBuffer(ABC):
                 start = stop
 
     def place(self, number: int, part: Part) -> torch.Tensor | None:
-        """Returns the flat memory in which a part may be received directly. None: it is received in the buffer."""
+        """Returns the flat memory in which a part may be received directly. None: it is received in the
+        buffer."""
         return None
 
     @abstractmethod
@@ -167,7 +172,8 @@ class PipelinedTransfer:
         self.waiting_s = 0.0
 
     def run(self, dropped: Collection[int] = ()) -> bool:
-        """Continues the transfer. Returns False after a while without progress of the other side; call it again then.
+        """Continues the transfer. Returns False after a while without progress of the other side; call it
+        again then.
 
         Args:
             dropped: Replicas that are dead.
@@ -190,7 +196,9 @@ class PipelinedTransfer:
             if time.monotonic() > self._deadline_s:
                 yield
             yield from self._arrival(number - 2)
-            yield from self._until(self._ask_buffer(lambda receive_buffer, number=number: receive_buffer.is_free(number)))  # type: ignore[misc]
+            yield from self._until(
+                self._ask_buffer(lambda receive_buffer, number=number: receive_buffer.is_free(number))  # type: ignore[misc]
+            )
             self._start(number)
             if self._receive_buffer is not None:
                 yield from self._delivery(number - 1)
@@ -227,11 +235,14 @@ class PipelinedTransfer:
             self._ask_buffer(lambda receive_buffer: receive_buffer.deliver(number))()
 
     def _ask_buffer(self, ask: Callable[[ReceiveBuffer], bool | None]) -> Callable[[], bool]:
-        """Asks the receive buffer. The answer is yes if there is none or its target is lost, since the messages of others still arrive."""
+        """Asks the receive buffer. The answer is yes if there is none or its target is lost, since the
+        messages of others still arrive."""
 
         def answer() -> bool:
             receive_buffer = self._receive_buffer
-            if receive_buffer is None or (receive_buffer.replica is not None and receive_buffer.replica in self.lost):
+            if receive_buffer is None or (
+                receive_buffer.replica is not None and receive_buffer.replica in self.lost
+            ):
                 return True
             try:
                 return bool(ask(receive_buffer))
@@ -248,7 +259,9 @@ class PipelinedTransfer:
         for channel in self._channels:
             if channel.replica == replica:
                 channel.p2p.abort()
-                self._pending = {key: transfer for key, transfer in self._pending.items() if key[0] is not channel}
+                self._pending = {
+                    key: transfer for key, transfer in self._pending.items() if key[0] is not channel
+                }
 
     # ---- one round
 
@@ -262,7 +275,11 @@ class PipelinedTransfer:
                 flat = self._buffers[number % 2][position : position + schedule.length(number)]
                 position += len(flat)
                 sends += [(peer, segment) for segment in self._segments(schedule, number, flat)]
-            receives = list(self._receive_buffer.receives(number)) if channel.receives and self._receive_buffer is not None else []
+            receives = (
+                list(self._receive_buffer.receives(number))
+                if channel.receives and self._receive_buffer is not None
+                else []
+            )
             if sends or receives:
                 try:
                     self._pending[channel, number] = channel.p2p.start(sends, receives, number)
@@ -271,10 +288,15 @@ class PipelinedTransfer:
         if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
             for peer, schedule, where in receive_buffer.sources.of_round(number):
                 if peer == receive_buffer.own:
-                    self._pack(self._regions_of(schedule.message(number)), receive_buffer.buffer(number)[where])
+                    self._pack(
+                        self._regions_of(schedule.message(number)), receive_buffer.buffer(number)[where]
+                    )
 
-    def _segments(self, schedule: TransferSchedule, number: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields a message in segments. Contiguous parts are sent from the model, and the rest is packed into `flat`."""
+    def _segments(
+        self, schedule: TransferSchedule, number: int, flat: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yields a message in segments. Contiguous parts are sent from the model, and the rest is packed into
+        `flat`."""
         for parts in schedule.segments(number):
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():

@@ -1,4 +1,5 @@
-"""Which trainer rank writes which file of a Hugging Face folder, in which windows, and who sends it what of them: a pure plan."""
+"""Which trainer rank writes which file of a Hugging Face folder, in which windows, and who sends it what of
+them: a pure plan."""
 
 from __future__ import annotations
 
@@ -13,14 +14,23 @@ import torch
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
-from megarl.weights.plan import RankPlace, RankSlices, TensorSlices, TransferPlan, TransferSchedules, one_after_another, plan_transfer
+from megarl.weights.plan import (
+    RankPlace,
+    RankSlices,
+    TensorSlices,
+    TransferPlan,
+    TransferSchedules,
+    one_after_another,
+    plan_transfer,
+)
 from megarl.weights.shard_layout import ShardLayout
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.tensors import ChunkMeta, range_slices
 
 
 class Window(NamedTuple):
-    """Elements that lie back to back in a file, as many as go in one message: whole tensors, and a part of the first and last."""
+    """Elements that lie back to back in a file, as many as go in one message: whole tensors, and a part of
+    the first and last."""
 
     file: FilePlan
     chunks: tuple[ChunkMeta, ...]
@@ -33,7 +43,10 @@ class Window(NamedTuple):
     @property
     def slices(self) -> TensorSlices:
         """What it needs of each tensor."""
-        return {name: tuple(range_slices(self.file.manifest[name].shape, offset, offset + numel)) for name, offset, numel in self.chunks}
+        return {
+            name: tuple(range_slices(self.file.manifest[name].shape, offset, offset + numel))
+            for name, offset, numel in self.chunks
+        }
 
 
 def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
@@ -55,7 +68,8 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
 
 
 class RankExport(NamedTuple):
-    """One rank's part in an export. sends: to other ranks. receives: by the ranks that it comes from, of which this one may be one.
+    """One rank's part in an export. sends: to other ranks. receives: by the ranks that it comes from, of
+    which this one may be one.
     windows: of the files that it writes, in their order."""
 
     sends: TransferSchedules
@@ -67,7 +81,8 @@ class RankExport(NamedTuple):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """`files`: of the folder. `windows`: by the rank that writes them. `transfer`: numbers of ranks on both sides."""
+    """`files`: of the folder. `windows`: by the rank that writes them. `transfer`: numbers of ranks on both
+    sides."""
 
     files: tuple[FilePlan, ...]
     windows: Mapping[int, tuple[Window, ...]]
@@ -75,8 +90,16 @@ class ExportPlan:
     dtype: torch.dtype
 
     def of_rank(self, rank: int) -> RankExport:
-        sends = {target: schedule for target, schedule in self.transfer.of_source(rank).items() if target != rank}
-        return RankExport(sends, self.transfer.of_target(rank), self.windows.get(rank, ()), self.transfer.num_rounds, self.dtype)
+        sends = {
+            target: schedule for target, schedule in self.transfer.of_source(rank).items() if target != rank
+        }
+        return RankExport(
+            sends,
+            self.transfer.of_target(rank),
+            self.windows.get(rank, ()),
+            self.transfer.num_rounds,
+            self.dtype,
+        )
 
 
 def plan_export(
@@ -89,17 +112,22 @@ def plan_export(
     message_bytes: int,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> ExportPlan:
-    """`layouts`, `nodes`: of all ranks, copies included. `message_bytes`: what a rank sends, and receives, in a round at most.
+    """`layouts`, `nodes`: of all ranks, copies included. `message_bytes`: what a rank sends, and receives, in
+    a round at most.
 
-    Of the ranks of a stage that hold the same the first writes, and these write its files in turns. What a writer holds does not travel;
-    of the rest, ranks that hold the same send the same share. Raises ValueError where `message_bytes` is too few for the number of ranks.
+    Of the ranks of a stage that hold the same the first writes, and these write its files in turns. What a
+    writer holds does not travel; of the rest, ranks that hold the same send the same share. Raises ValueError
+    where `message_bytes` is too few for the number of ranks.
     """
     stages = _writers_of_stages(layouts)
     files = plan_files(architecture, [layouts[ranks[0]] for ranks in stages], dtype, head, max_file_bytes)
     turns = [cycle(ranks) for ranks in stages]
     max_numel = message_bytes // dtype.itemsize
     if max_numel < 1:
-        raise ValueError(f"a message of {message_bytes} bytes has no room for a {dtype} element; give a larger resharding.bucket_mb")
+        raise ValueError(
+            f"a message of {message_bytes} bytes has no room for a {dtype} element; give a larger "
+            f"resharding.bucket_mb"
+        )
     windows: dict[int, tuple[Window, ...]] = {}
     for file in files:
         writer = next(turns[file.stage])
@@ -128,14 +156,23 @@ def _plan_windows(
     """The first windows of all writers, then their second ones, and so on."""
     plans: list[TransferPlan] = []
     loads = [_own_numel(windows.get(rank, ()), slices) for rank, slices in enumerate(held)]
-    places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]  # nobody is as near to a rank as itself
+    # nobody is as near to a rank as itself
+    places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
     for at_a_time in zip_longest(*windows.values()):
-        needed = {writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None}
-        shapes = {name: window.file.manifest[name].shape for window in needed.values() for name, *_ in window.chunks}
+        needed = {
+            writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None
+        }
+        shapes = {
+            name: window.file.manifest[name].shape for window in needed.values() for name, *_ in window.chunks
+        }
         sources = [
-            RankSlices(place, {name: slices[name] for name in shapes if name in slices}) for place, slices in zip(places, held, strict=True)
+            RankSlices(place, {name: slices[name] for name in shapes if name in slices})
+            for place, slices in zip(places, held, strict=True)
         ]
-        targets = [RankSlices(place, needed[rank].slices if rank in needed else {}) for rank, place in enumerate(places)]
+        targets = [
+            RankSlices(place, needed[rank].slices if rank in needed else {})
+            for rank, place in enumerate(places)
+        ]
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
         for (source, target), schedule in plans[-1].schedules.items():
             loads[source] += schedule.numel if source != target else 0
@@ -143,6 +180,12 @@ def _plan_windows(
 
 
 def _own_numel(windows: Sequence[Window], held: TensorSlices) -> int:
-    """Elements that a writer gives itself. It knows from the start that it will have them to do: others send in its place."""
+    """Elements that a writer gives itself. It knows from the start that it will have them to do: others send
+    in its place."""
     files = {window.file.name: window.file for window in windows}
-    return sum(tensor_slice.volume for file in files.values() for name in file.manifest for tensor_slice in held.get(name, ()))
+    return sum(
+        tensor_slice.volume
+        for file in files.values()
+        for name in file.manifest
+        for tensor_slice in held.get(name, ())
+    )

@@ -1,5 +1,5 @@
-"""A model as a Hugging Face folder: which tensors its files have, and what goes beside them, configuration, tokenizer, chat templates
-and a custom model's code; all of it appears at once."""
+"""A model as a Hugging Face folder: which tensors its files have, and what goes beside them, configuration,
+tokenizer, chat templates and a custom model's code; all of it appears at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from megarl.weights.tensors import Manifest, TensorMeta
 
 CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-_CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}  # the first where none fits
+# the first where none fits
+_CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None) -> None:
-    """Copies all but weights. config.json says `dtype` and a class with that `head`; None leaves them as they are."""
+def copy_companions(
+    source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None
+) -> None:
+    """Copies all but weights. config.json says `dtype` and a class with that `head`; None leaves them as they
+    are."""
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
         if path.is_file() and not path.name.endswith(".index.json") and path.name != CONFIG_FILE:
             shutil.copyfile(path, target / path.name)
@@ -41,7 +45,8 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None = None
 
 
 def _name_class(config: dict[str, Any], head: Head) -> None:
-    """A critic made from a language model is another class than the folder it came from. A value head has one label."""
+    """A critic made from a language model is another class than the folder it came from. A value head has one
+    label."""
     if model_class(config) not in _CLASSES[head]:
         config["architectures"] = [FAMILIES[config["model_type"]].class_prefix + _CLASSES[head][0]]
     if head == "value":
@@ -58,7 +63,8 @@ def model_class(config: dict[str, Any]) -> str:
 
 
 def has_bias(folder: Path) -> bool:
-    """transformers gives the head of ...ForTokenClassification a bias; a critic has none, and zeros stand for it."""
+    """transformers gives the head of ...ForTokenClassification a bias; a critic has none, and zeros stand for
+    it."""
     return model_class(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))) == CRITIC_CLASS
 
 
@@ -89,14 +95,21 @@ def plan_files(
     for stage, layout in enumerate(stages):
         room = 0
         layout = replace(layout, experts=range(architecture.num_experts))
-        for tensor in (tensor for weight in held_weights(architecture, layout, head) if not weight.is_copy for tensor in weight.tensors):
+        for tensor in (
+            tensor
+            for weight in held_weights(architecture, layout, head)
+            if not weight.is_copy
+            for tensor in weight.tensors
+        ):
             nbytes = prod(tensor.shape) * dtype.itemsize
             if nbytes > room:
                 parts.append((stage, {}))
                 room = max(max_file_bytes, nbytes)
             parts[-1][1][tensor.name] = whole[tensor.name]
             room -= nbytes
-    assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), "stages must hold each tensor once"
+    assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), (
+        "stages must hold each tensor once"
+    )
     if len(parts) == 1:
         return (FilePlan(SINGLE_FILE, *parts[0]),)
     return tuple(
@@ -106,28 +119,43 @@ def plan_files(
 
 
 def save_hf_folder(
-    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: str | Path, source_folder: str | Path, head: Head = "lm"
+    write_weights: Callable[[Path], None],
+    files: Sequence[FilePlan],
+    folder: str | Path,
+    source_folder: str | Path,
+    head: Head = "lm",
 ) -> None:
-    """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat template are copied from
-    `source_folder`, and config.json says the dtype of the weights and the class with that `head`.
+    """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat
+    template are copied from `source_folder`, and config.json says the dtype of the weights and the class with
+    that `head`.
 
-    A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the source, or exists and
-    is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder` as it was.
+    A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the
+    source, or exists and is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder`
+    as it was.
     """
     folder = Path(folder).absolute()
     source_folder = Path(source_folder).absolute()
     if folder.resolve() == source_folder.resolve():
-        raise ValueError(f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder")
+        raise ValueError(
+            f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder"
+        )
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
-        raise ValueError(f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder")
+        raise ValueError(
+            f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder"
+        )
     with whole_folder(folder) as partial:
         write_hf_folder(write_weights, files, partial, source_folder, head)
 
 
 def write_hf_folder(
-    write_weights: Callable[[Path], None], files: Sequence[FilePlan], folder: Path, source_folder: Path, head: Head = "lm"
+    write_weights: Callable[[Path], None],
+    files: Sequence[FilePlan],
+    folder: Path,
+    source_folder: Path,
+    head: Head = "lm",
 ) -> None:
-    """As save_hf_folder, into an empty folder that nobody reads before it returns. Raises what `write_weights` raises."""
+    """As save_hf_folder, into an empty folder that nobody reads before it returns. Raises what
+    `write_weights` raises."""
     write_weights(folder)
     write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
     copy_companions(source_folder, folder, next(iter(files[0].manifest.values())).dtype, head)

@@ -1,11 +1,13 @@
-"""IPC buffers: memory of one device that a trainer rank fills and the engine rank on the same device empties, a few buffers in turns.
+"""IPC buffers: memory of one device that a trainer rank fills and the engine rank on the same device empties,
+a few buffers in turns.
 
-On a CPU it is a memfd: it has no name in any file system, so that it is gone when its process ends, however it ends, and the size of
-/dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, opened by a process that sees the device because it works on it. The
-memory exists from the first round of a transfer until the trainer frees it, which it does before others need the device.
+On a CPU it is a memfd: it has no name in any file system, so that it is gone when its process ends, however
+it ends, and the size of /dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, opened by a process
+that sees the device because it works on it. The memory exists from the first round of a transfer until the
+trainer frees it, which it does before others need the device.
 
-A writer and a reader tell each other about each round by a byte through a pipe, which wakes who waits, orders memory as a lock does, and
-breaks when its process is gone.
+A writer and a reader tell each other about each round by a byte through a pipe, which wakes who waits, orders
+memory as a lock does, and breaks when its process is gone.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ from megarl.weights.tensors import WeightTransferError
 
 _NAME = "megarl-ipc-"
 _READ_BYTES = 4096
-_COUNTER = 11  # among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
+# among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
+_COUNTER = 11
 _NO_COUNTER = b"/megarl-no-counter"
-_REMEDY = "trainer and engine must run on one node, in one container and as one user; else set resharding.transport=folder"
+_REMEDY = (
+    "trainer and engine must run on one node, in one container and as one user; else set "
+    "resharding.transport=folder"
+)
 
 
 class IPCAddress(NamedTuple):
@@ -56,7 +62,8 @@ class IPCAddress(NamedTuple):
 class IPCWriter:
     """The trainer's side: `num_buffers` buffers of `buffer_bytes` each.
 
-    Their memory is allocated when a transfer first uses it and stays until `empty`. It may be at another place in the next transfer.
+    Their memory is allocated when a transfer first uses it and stays until `empty`. It may be at another
+    place in the next transfer.
     """
 
     def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device, device_name: str) -> None:
@@ -66,11 +73,14 @@ class IPCWriter:
         self._handle = os.memfd_create(_NAME + uuid.uuid4().hex)
 
         (to_reader, self._told), (heard, from_reader) = os.pipe(), os.pipe()
-        for pipe_end in (to_reader, from_reader):  # The reader opens them again, so that the pipes break when it dies.
+        # The reader opens them again, so that the pipes break when it dies.
+        for pipe_end in (to_reader, from_reader):
             os.close(pipe_end)
         self._heard = _Ear(heard)
         handle, *pipes = [f"/proc/{os.getpid()}/fd/{file}" for file in (self._handle, self._told, heard)]
-        self.address = IPCAddress(device_name, device.type == "cuda", handle, buffer_bytes * num_buffers, num_buffers, *pipes)
+        self.address = IPCAddress(
+            device_name, device.type == "cuda", handle, buffer_bytes * num_buffers, num_buffers, *pipes
+        )
 
     @property
     def nbytes(self) -> int:
@@ -87,14 +97,16 @@ class IPCWriter:
         return self._memory.bytes.chunk(self._num_buffers)[number % self._num_buffers].view(dtype)
 
     def _allocate(self) -> _HostMemory | _CudaMemory:
-        """Allocate the memory and write its handle where the reader looks when it is told of the first round."""
+        """Allocate the memory and write its handle where the reader looks when it is told of the first
+        round."""
         memory = _CudaMemory(self.nbytes, self._device) if self.address.is_cuda else _HostMemory(self.nbytes)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, memory.handle.encode(), 0)
         return memory
 
     def is_free(self, number: int, patience_s: float) -> bool:
-        """Whether the reader is done with the earlier content of the buffer. Raises WeightTransferError if it is gone."""
+        """Whether the reader is done with the earlier content of the buffer. Raises WeightTransferError if it
+        is gone."""
         return self._heard.has_heard(number + 1 - self._num_buffers, patience_s)
 
     def has_written(self) -> None:
@@ -124,15 +136,18 @@ class IPCWriter:
 
 
 class IPCReader:
-    """The engine's side. It keeps the trainer's memory open during a transfer only, so that the trainer can free it afterwards.
+    """The engine's side. It keeps the trainer's memory open during a transfer only, so that the trainer can
+    free it afterwards.
 
-    Raises WeightTransferError where the trainer is gone, or has its memory on another device than `device_name`.
+    Raises WeightTransferError where the trainer is gone, or has its memory on another device than
+    `device_name`.
     """
 
     def __init__(self, address: IPCAddress, device: torch.device, device_name: str) -> None:
         if address.device != device_name:
             raise WeightTransferError(
-                f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot see; they must come "
+                f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot "
+                f"see; they must come "
                 "from the trainer rank on its own device"
             )
         self._address = address
@@ -140,11 +155,15 @@ class IPCReader:
         self._bytes: torch.Tensor | None = None
         try:
             if not _is_memory_file(address.handle):
-                raise WeightTransferError(f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}")
+                raise WeightTransferError(
+                    f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}"
+                )
             self._heard = _Ear(os.open(address.reader_pipe, os.O_RDONLY | os.O_NONBLOCK))
             self._told = os.open(address.writer_pipe, os.O_WRONLY)
         except OSError as error:
-            raise WeightTransferError(f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}") from error
+            raise WeightTransferError(
+                f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}"
+            ) from error
 
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer of a round that is written."""
@@ -155,9 +174,15 @@ class IPCReader:
     def _open(self) -> torch.Tensor:
         try:
             handle = Path(self._address.handle).read_text()
-            return _decode_cuda(handle, self._device) if self._address.is_cuda else _map(handle, self._address.nbytes)
+            return (
+                _decode_cuda(handle, self._device)
+                if self._address.is_cuda
+                else _map(handle, self._address.nbytes)
+            )
         except OSError as error:
-            raise WeightTransferError(f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}") from error
+            raise WeightTransferError(
+                f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}"
+            ) from error
 
     def is_written(self, number: int, patience_s: float) -> bool:
         """Raises WeightTransferError where the trainer is gone."""
@@ -169,7 +194,8 @@ class IPCReader:
         _tell(self._told)
 
     def end(self, num_rounds: int) -> None:
-        """After all rounds of a transfer. The trainer may free its memory when the engine has said that it has its weights."""
+        """After all rounds of a transfer. The trainer may free its memory when the engine has said that it
+        has its weights."""
         self._heard.forget(num_rounds)
         self._bytes = None
 
@@ -203,7 +229,8 @@ class _CudaMemory:
         self.handle = _encode_cuda(self.bytes)
 
     def free(self) -> None:
-        """Return the memory to torch's allocator, from which the offloading of the trainer's state returns it to the device."""
+        """Return the memory to torch's allocator, from which the offloading of the trainer's state returns it
+        to the device."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
@@ -261,12 +288,19 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
 def _encode_cuda(tensor: torch.Tensor) -> str:
     """Numbers and bytes as text: what torch would pickle is not opened by anyone here."""
     fields: list[Any] = list(reduce_tensor(tensor)[1])
-    # torch would keep the memory until its reader counts down, which one that is killed never does. So nobody counts: we do it here, and
-    # the reader is given a counter that is not there, which torch passes over in silence. Who is there say the pipes.
+    # torch would keep the memory until its reader counts down, which one that is killed never does. So nobody
+    # counts: we do it here, and the reader is given a counter that is not there, which torch passes over in
+    # silence. Who is there say the pipes.
     torch.UntypedStorage._release_ipc_counter_cuda(fields[_COUNTER], fields[_COUNTER + 1])
     fields[_COUNTER] = _NO_COUNTER
     numbers = [field.hex() if isinstance(field, bytes) else field for field in fields[7:]]
-    return json.dumps({"gpu": str(torch.cuda.get_device_properties(tensor.device).uuid), "offset": fields[3], "fields": numbers})
+    return json.dumps(
+        {
+            "gpu": str(torch.cuda.get_device_properties(tensor.device).uuid),
+            "offset": fields[3],
+            "fields": numbers,
+        }
+    )
 
 
 def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
@@ -274,7 +308,8 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
     own = str(torch.cuda.get_device_properties(device).uuid)
     if own != encoded["gpu"]:
         raise WeightTransferError(
-            f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement is not the plan's"
+            f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement "
+            f"is not the plan's"
         )
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
     index = torch.cuda.current_device() if device.index is None else device.index  # torch wants a number here

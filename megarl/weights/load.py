@@ -22,7 +22,15 @@ from megarl.weights.manifest import (
     manifest_of,
     read_checkpoint_index,
 )
-from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, padding, pieces, shard_shapes, shard_view
+from megarl.weights.shard_layout import (
+    Piece,
+    ShardLayout,
+    held_weights,
+    padding,
+    pieces,
+    shard_shapes,
+    shard_view,
+)
 from megarl.weights.tensors import WeightTransferError, tiling_fault
 
 ValueHead = Literal["stored", "initial"]
@@ -36,13 +44,14 @@ def load_into_shards(
     head: Head = "lm",
     value_head: ValueHead = "stored",
 ) -> None:
-    """Fills every element of `parameters` (Megatron name with global layer number -> contiguous tensor) from `folder`.
+    """Fills every element of `parameters` (Megatron name with global layer number -> contiguous tensor) from
+    `folder`.
 
-    Values are cast to the parameter's dtype; the padded vocabulary rows become zero. Beside the parameters, memory for
-    one piece of one tensor is used. A critic (`head="value"`) made from a language model has `value_head="initial"`:
-    `output_layer.weight` keeps what the caller put there, and the folder's own head is not read.
-    Raises WeightTransferError that names file and tensor where folder and architecture disagree, and where
-    `parameters` are not exactly those of the layout.
+    Values are cast to the parameter's dtype; the padded vocabulary rows become zero. Beside the parameters,
+    memory for one piece of one tensor is used. A critic (`head="value"`) made from a language model has
+    `value_head="initial"`: `output_layer.weight` keeps what the caller put there, and the folder's own head
+    is not read. Raises WeightTransferError that names file and tensor where folder and architecture disagree,
+    and where `parameters` are not exactly those of the layout.
     """
     index = read_checkpoint_index(folder)
     _check_names(index, architecture, head, value_head)
@@ -56,23 +65,29 @@ def load_into_shards(
 
 
 def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
-    """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen one would stay there: it must
-    have a head."""
+    """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen
+    one would stay there: it must have a head."""
     made_up = head == "value" and trains
     return "stored" if not made_up or VALUE_HEAD_TENSOR in index.tensors else "initial"
 
 
-def check_headers(folder: str | Path, architecture: Architecture, head: Head, trains: bool) -> CheckpointIndex:
-    """What the headers of a folder's files say of its tensors, which is what `load_into_shards` needs. Reads no values.
+def check_headers(
+    folder: str | Path, architecture: Architecture, head: Head, trains: bool
+) -> CheckpointIndex:
+    """What the headers of a folder's files say of its tensors, which is what `load_into_shards` needs. Reads
+    no values.
 
-    Raises WeightTransferError that names file and tensor where folder and architecture disagree, and for damaged files.
+    Raises WeightTransferError that names file and tensor where folder and architecture disagree, and for
+    damaged files.
     """
     index = read_checkpoint_index(folder)
     _check_names(index, architecture, head, value_head_of(index, head, trains))
     return index
 
 
-def _check_names(index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead) -> None:
+def _check_names(
+    index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
+) -> None:
     manifest = dict(manifest_of(architecture, torch.float32, head))
     skips_head = head == "value" and value_head == "initial"
     if skips_head:
@@ -80,11 +95,15 @@ def _check_names(index: CheckpointIndex, architecture: Architecture, head: Head,
     check_index(
         index,
         manifest,
-        lambda name: is_harmless_extra(name, architecture, head) or (skips_head and name == VALUE_HEAD_TENSOR),
+        lambda name: (
+            is_harmless_extra(name, architecture, head) or (skips_head and name == VALUE_HEAD_TENSOR)
+        ),
     )
 
 
-def _check_values(index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead) -> None:
+def _check_values(
+    index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
+) -> None:
     if head == "lm" and architecture.tie_word_embeddings:
         check_tied_head(index)
     if head == "value" and value_head == "stored":
@@ -138,7 +157,11 @@ class _Reader(ExitStack):
             if stored.fused is not None:
                 name = stored.fused.name
                 (expert, row) = stored.fused.start
-                slices = (slice(expert, expert + 1), slice(row + slices[0].start, row + slices[0].stop), *slices[1:])
+                slices = (
+                    slice(expert, expert + 1),
+                    slice(row + slices[0].start, row + slices[0].stop),
+                    *slices[1:],
+                )
             rows = self._opened[stored.file].get_slice(name)[slices]
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
@@ -146,7 +169,8 @@ class _Reader(ExitStack):
 
 
 def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The piece in the coordinates of the tensor as it is stored, whose first dimension the view may have split."""
+    """The piece in the coordinates of the tensor as it is stored, whose first dimension the view may have
+    split."""
     num_split = len(piece.hf_view) - len(stored_shape) + 1
     starts = piece.hf.starts[:num_split]
     stops = piece.hf.stops[:num_split]

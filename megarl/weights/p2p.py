@@ -1,8 +1,9 @@
-"""Point-to-point messages among the ranks of one group: the trainers among themselves, or trainers and the ranks of one engine.
+"""Point-to-point messages among the ranks of one group: the trainers among themselves, or trainers and the
+ranks of one engine.
 
-The backends themselves are used, which need no default group as `dist.new_group` does. NCCL and gloo differ here and nowhere else:
-what NCCL has under way can be asked about, its `wait` never raises and only `abort` ends it; of gloo's messages only a blocking
-`wait` knows anything, so that a thread does the waiting.
+The backends themselves are used, which need no default group as `dist.new_group` does. NCCL and gloo differ
+here and nowhere else: what NCCL has under way can be asked about, its `wait` never raises and only `abort`
+ends it; of gloo's messages only a blocking `wait` knows anything, so that a thread does the waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.distributed as dist
 
 from megarl.weights.tensors import WeightTransferError
 
-ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # 0: none; 3, torch's default: the watchdog ends the process
+# 0: none; 3, torch's default: the watchdog ends the process
+ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MEETING_LIMIT = timedelta(seconds=120)
 _POLL_S = 50e-6  # of what is under way on a device, at first
 _LONGEST_POLL_S = 2e-3
@@ -32,8 +34,8 @@ Message = tuple[int, torch.Tensor]  # the other rank; what is sent, or where it 
 
 
 class P2PAddress(NamedTuple):
-    """Where a group meets: rank 0 listens at `host`, `port`. `backend`: a key of BACKENDS. `time_limit_s`: for all to come, and for
-    each message."""
+    """Where a group meets: rank 0 listens at `host`, `port`. `backend`: a key of BACKENDS. `time_limit_s`:
+    for all to come, and for each message."""
 
     name: str
     host: str
@@ -48,11 +50,13 @@ class PendingMessages(ABC):
 
     @abstractmethod
     def is_done(self, patience_s: float) -> bool:
-        """Whether all have arrived, after at most `patience_s`. Raises WeightTransferError where a peer is gone."""
+        """Whether all have arrived, after at most `patience_s`. Raises WeightTransferError where a peer is
+        gone."""
 
 
 class P2PGroup:
-    """One rank's place in a group, with its communicator made. `close` it where all that was sent has arrived, `abort` it otherwise."""
+    """One rank's place in a group, with its communicator made. `close` it where all that was sent has
+    arrived, `abort` it otherwise."""
 
     def __init__(self, backend: Any, device: torch.device, name: str) -> None:
         self._backend: Any = backend
@@ -61,7 +65,9 @@ class P2PGroup:
         self._waiter = _Waiter() if isinstance(backend, dist.ProcessGroupGloo) else None
 
     @classmethod
-    def join(cls, address: P2PAddress, rank: int, device: torch.device, listener: socket.socket | None = None) -> P2PGroup:
+    def join(
+        cls, address: P2PAddress, rank: int, device: torch.device, listener: socket.socket | None = None
+    ) -> P2PGroup:
         """Returns when all ranks are there. `listener`: of rank 0, the reserved port.
 
         Raises WeightTransferError when they are not within two minutes, or `address.time_limit_s`.
@@ -76,11 +82,14 @@ class P2PGroup:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-            # Those who make a communicator wait for each other without a limit, or with one that nobody else sees: first all are here.
+            # Those who make a communicator wait for each other without a limit, or with one that nobody else
+            # sees: first all are here.
             store.set(f"here/{rank}", "")
             store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
             with _without_watchdog():
-                backend = BACKENDS[address.backend](store, rank, address.world_size, limit, address.host, address.port)
+                backend = BACKENDS[address.backend](
+                    store, rank, address.world_size, limit, address.host, address.port
+                )
             backend.eager_connect_single_device(device)
         except RuntimeError as error:  # all that torch.distributed raises derives from it
             raise WeightTransferError(f"{address}: rank {rank} could not join: {error}") from error
@@ -88,10 +97,11 @@ class P2PGroup:
 
     @classmethod
     def of_default_group(cls, device: torch.device) -> P2PGroup:
-        """Return the p2p group of all ranks of the default process group, by their ranks there. It must not be closed.
+        """Return the p2p group of all ranks of the default process group, by their ranks there. It must not
+        be closed.
 
-        All ranks have to call it: NCCL creates the communicator here unless a collective has already done so. Created by the first
-        messages, it would wait for ranks that have none to exchange.
+        All ranks have to call it: NCCL creates the communicator here unless a collective has already done so.
+        Created by the first messages, it would wait for ranks that have none to exchange.
         """
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
         if not isinstance(backend, dist.ProcessGroupGloo) and not backend._is_initialized():
@@ -99,7 +109,8 @@ class P2PGroup:
         return cls(backend, device, "trainers")
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
-        """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag` meet."""
+        """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag`
+        meet."""
         try:
             if self._waiter is not None:
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
@@ -170,8 +181,8 @@ class _Outcome:
 
 
 class _Waiter:
-    """A thread that waits for gloo's messages in their order. Where a peer hangs it waits until that process is gone, and with it stays
-    what was to be sent: nobody waits for the thread."""
+    """A thread that waits for gloo's messages in their order. Where a peer hangs it waits until that process
+    is gone, and with it stays what was to be sent: nobody waits for the thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None] = queue.SimpleQueue()
@@ -199,8 +210,8 @@ class _Waiter:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`, an address of this node: no one else can take the port, and nobody beyond
-    that address can reach it. To be given to `P2PGroup.join`, which owns it then."""
+    """A listening socket on a free port of `host`, an address of this node: no one else can take the port,
+    and nobody beyond that address can reach it. To be given to `P2PGroup.join`, which owns it then."""
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -222,11 +233,12 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups of NCCL that are constructed in this block leave errors and timeouts of their operations to the caller.
+    """Groups of NCCL that are constructed in this block leave errors and timeouts of their operations to the
+    caller.
 
-    By default the watchdog thread of such a group ends the process when a peer dies or an operation exceeds its time limit. In a
-    group of trainers and engines that would let the death of one engine end all its trainers. ProcessGroupNCCL reads the variable
-    in its constructor only.
+    By default the watchdog thread of such a group ends the process when a peer dies or an operation exceeds
+    its time limit. In a group of trainers and engines that would let the death of one engine end all its
+    trainers. ProcessGroupNCCL reads the variable in its constructor only.
     """
     before = os.environ.get(ASYNC_ERROR_HANDLING)
     os.environ[ASYNC_ERROR_HANDLING] = "0"

@@ -1,9 +1,11 @@
-"""The transfer plan: which rank sends which slices of which tensors to which rank. It is pure, made once, and executed in rounds.
+"""The transfer plan: which rank sends which slices of which tensors to which rank. It is pure, made once, and
+executed in rounds.
 
-A slice is a hyperrectangle of a Hugging Face tensor in that tensor's own shape. What a target needs is cut along what the sources hold;
-each piece comes from one of the sources nearest to the target (same device, same node, anywhere), and sources that are equally near send
-the same share. What one rank sends to another is a transfer schedule. Each round has the same fraction of every schedule, so that no rank
-sends or receives more than one message at a time and all of them work all of the time.
+A slice is a hyperrectangle of a Hugging Face tensor in that tensor's own shape. What a target needs is cut
+along what the sources hold; each piece comes from one of the sources nearest to the target (same device, same
+node, anywhere), and sources that are equally near send the same share. What one rank sends to another is a
+transfer schedule. Each round has the same fraction of every schedule, so that no rank sends or receives more
+than one message at a time and all of them work all of the time.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slice
 _MAX_NAMED = 8
 _LARGE = 2**18  # Parts with this many elements are sent alone, which takes less time than to copy them.
 NUM_IPC_BUFFERS = 4  # of the transport `device`. With two, each side often waits for the other to wake up.
-MESSAGE_BYTES_ON_A_CPU = 4 * 2**20  # What is read soon after it was written is still in the processor's cache.
+# What is read soon after it was written is still in the processor's cache.
+MESSAGE_BYTES_ON_A_CPU = 4 * 2**20
 
-TensorSlices = Mapping[str, Sequence[TensorSlice]]  # the slices of one rank by tensor; each element is in one of them
+# the slices of one rank by tensor; each element is in one of them
+TensorSlices = Mapping[str, Sequence[TensorSlice]]
 
 
 class Part(NamedTuple):
-    """A slice of the tensor `name`, or what fits of it in one message. Its elements are sent in row-major order."""
+    """A slice of the tensor `name`, or what fits of it in one message. Its elements are sent in row-major
+    order."""
 
     name: str
     tensor_slice: TensorSlice
@@ -54,10 +59,13 @@ class RankSlices:
 class TransferSchedule:
     """What one rank sends to another, in order, over all rounds.
 
-    Each round has the same fraction of it. If `bounds` are given, round n has the elements from bounds[n] to bounds[n + 1].
+    Each round has the same fraction of it. If `bounds` are given, round n has the elements from bounds[n] to
+    bounds[n + 1].
     """
 
-    def __init__(self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None
+    ) -> None:
         assert bounds is None or len(bounds) == num_rounds + 1
         self.parts = tuple(parts)
         self.num_rounds = num_rounds
@@ -118,18 +126,23 @@ TransferSchedules = Mapping[int, TransferSchedule]  # by the rank on the other e
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who sends what to whom. `schedules`: by (source, target), indices in the sequences that the plan was made from."""
+    """Who sends what to whom. `schedules`: by (source, target), indices in the sequences that the plan was
+    made from."""
 
     schedules: Mapping[tuple[int, int], TransferSchedule]
     num_rounds: int
 
     def of_source(self, source: int) -> dict[int, TransferSchedule]:
         """By target."""
-        return {target: schedule for (own, target), schedule in sorted(self.schedules.items()) if own == source}
+        return {
+            target: schedule for (own, target), schedule in sorted(self.schedules.items()) if own == source
+        }
 
     def of_target(self, target: int) -> dict[int, TransferSchedule]:
         """By source."""
-        return {source: schedule for (source, own), schedule in sorted(self.schedules.items()) if own == target}
+        return {
+            source: schedule for (source, own), schedule in sorted(self.schedules.items()) if own == target
+        }
 
     def sent(self, source: int) -> int:
         """Elements over all rounds, to targets on its own device too."""
@@ -153,11 +166,12 @@ def plan_transfer(
     message_numel: int,
     loads: Sequence[int] | None = None,
 ) -> TransferPlan:
-    """`shapes`: of all tensors, in the order in which they are to be sent. `message_numel`: elements that a rank sends, and
-    receives, in a round at most. `loads`: elements that each source has to send besides; who has fewer of them sends more.
+    """`shapes`: of all tensors, in the order in which they are to be sent. `message_numel`: elements that a
+    rank sends, and receives, in a round at most. `loads`: elements that each source has to send besides; who
+    has fewer of them sends more.
 
-    Raises WeightTransferError that names the tensors of which a target needs elements that no source holds, ValueError where
-    `message_numel` is too few for the number of ranks.
+    Raises WeightTransferError that names the tensors of which a target needs elements that no source holds,
+    ValueError where `message_numel` is too few for the number of ranks.
     """
     with _without_collections():
         return _plan(shapes, sources, targets, message_numel, list(loads or [0] * len(sources)))
@@ -165,7 +179,8 @@ def plan_transfer(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A plan is a million small tuples that stay: to look for garbage among them takes as long as making them."""
+    """A plan is a million small tuples that stay: to look for garbage among them takes as long as making
+    them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,7 +191,11 @@ def _without_collections() -> Iterator[None]:
 
 
 def _plan(
-    shapes: Mapping[str, Sequence[int]], sources: Sequence[RankSlices], targets: Sequence[RankSlices], message_numel: int, loads: list[int]
+    shapes: Mapping[str, Sequence[int]],
+    sources: Sequence[RankSlices],
+    targets: Sequence[RankSlices],
+    message_numel: int,
+    loads: list[int],
 ) -> TransferPlan:
     by_candidates = _needs(shapes, sources, targets)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
@@ -190,7 +209,10 @@ def _plan(
     order = {name: number for number, name in enumerate(shapes)}
     volumes = {pair: sum(part.tensor_slice.volume for part in listed) for pair, listed in parts.items()}
     num_rounds = _num_rounds(volumes, message_numel)
-    schedules = {pair: TransferSchedule(sorted(listed, key=lambda part: order[part.name]), num_rounds) for pair, listed in parts.items()}
+    schedules = {
+        pair: TransferSchedule(sorted(listed, key=lambda part: order[part.name]), num_rounds)
+        for pair, listed in parts.items()
+    }
     return TransferPlan(schedules, num_rounds)
 
 
@@ -205,7 +227,10 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
             parts[pair] += schedule.parts
             lengths[pair][first : first + plan.num_rounds] = map(schedule.length, range(plan.num_rounds))
         first += plan.num_rounds
-    schedules = {pair: TransferSchedule(listed, num_rounds, list(accumulate(lengths[pair], initial=0))) for pair, listed in parts.items()}
+    schedules = {
+        pair: TransferSchedule(listed, num_rounds, list(accumulate(lengths[pair], initial=0)))
+        for pair, listed in parts.items()
+    }
     return TransferPlan(schedules, num_rounds)
 
 
@@ -215,9 +240,11 @@ _Need = tuple[int, Part]  # target, what it needs of one holder
 def _needs(
     shapes: Mapping[str, Sequence[int]], sources: Sequence[RankSlices], targets: Sequence[RankSlices]
 ) -> dict[tuple[int, ...], list[_Need]]:
-    """What targets need, cut along what sources hold: by the sources that it can come from, in the order of targets and tensors.
+    """What targets need, cut along what sources hold: by the sources that it can come from, in the order of
+    targets and tensors.
 
-    Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same slices.
+    Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same
+    slices.
     """
     held = _by_name(sources)
     needed = _by_name(targets)
@@ -230,11 +257,14 @@ def _needs(
             made = list(_cut(*key, sources, targets))
             cuts[key] = (
                 made,
-                sum(tensor_slice.volume for _, tensor_slice in key[1]) - sum(tensor_slice.volume for _, _, tensor_slice in made),
+                sum(tensor_slice.volume for _, tensor_slice in key[1])
+                - sum(tensor_slice.volume for _, _, tensor_slice in made),
             )
         cut, missing = cuts[key]
         if missing:
-            faults.append(f"{name}: {missing} elements that are needed are held by nobody, or twice with other cuts")
+            faults.append(
+                f"{name}: {missing} elements that are needed are held by nobody, or twice with other cuts"
+            )
         for candidates, target, tensor_slice in cut:
             found[target][candidates].append((target, Part(name, tensor_slice)))
     if faults:
@@ -285,7 +315,9 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
     rising = sorted(loads)
     level = rising[0]
     rest = volume
-    for count, (low, high) in enumerate(zip(rising, [*rising[1:], rising[-1] + volume], strict=True), start=1):
+    for count, (low, high) in enumerate(
+        zip(rising, [*rising[1:], rising[-1] + volume], strict=True), start=1
+    ):
         step = min(high - low, ceil(rest / count))
         level = low + step
         rest = rest - step * count
@@ -298,8 +330,11 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
     return shares
 
 
-def _distributed(needs: Sequence[_Need], candidates: Sequence[int], shares: Sequence[int]) -> Iterator[tuple[int, int, Part]]:
-    """Source, target, part: the cells in their order, the first share of them from the first candidate, and so on."""
+def _distributed(
+    needs: Sequence[_Need], candidates: Sequence[int], shares: Sequence[int]
+) -> Iterator[tuple[int, int, Part]]:
+    """Source, target, part: the cells in their order, the first share of them from the first candidate, and
+    so on."""
     taking = iter(zip(candidates, shares, strict=True))
     source, room = next(taking)
     for target, (name, tensor_slice) in needs:
@@ -313,7 +348,11 @@ def _distributed(needs: Sequence[_Need], candidates: Sequence[int], shares: Sequ
                 yield source, target, Part(name, tensor_slice)
             else:
                 for rows in range_slices(tensor_slice.shape, start, stop):
-                    yield source, target, Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts))
+                    yield (
+                        source,
+                        target,
+                        Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts)),
+                    )
             room -= stop - start
             start = stop
 
@@ -328,7 +367,8 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
     for (does, rank), listed in of_rank.items():
         if message_numel < len(listed):
             raise ValueError(
-                f"a message of {message_numel} elements is too small: rank {rank} {does} parts of {len(listed)} ranks at a time; "
+                f"a message of {message_numel} elements is too small: rank {rank} {does} parts of "
+                f"{len(listed)} ranks at a time; "
                 "give a larger resharding.bucket_mb"
             )
         num_rounds = max(num_rounds, ceil(sum(listed) / message_numel))
@@ -349,8 +389,8 @@ def whole_slices(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[TensorS
 def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int:
     """Returns the size of a message of a transport, such that the messages under way take two buckets.
 
-    A message of `device` fills one IPC buffer, and all buffers together hold two buckets at most. A message of `group` has the size of a
-    bucket, and two are under way.
+    A message of `device` fills one IPC buffer, and all buffers together hold two buckets at most. A message
+    of `group` has the size of a bucket, and two are under way.
     """
     if transport is Transport.group:
         return bucket_bytes

@@ -1,4 +1,5 @@
-"""What an engine rank takes its weights with, whatever carries them, and what it must know for it, which travels as JSON."""
+"""What an engine rank takes its weights with, whatever carries them, and what it must know for it, which
+travels as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _TRANSPORTS: dict[str, tuple[type, type, type]] = {
 
 @dataclass(frozen=True)
 class EngineLink:
-    """How one engine rank gets its weights. `schedules`: by the ranks that they come from, as the place counts them."""
+    """How one engine rank gets its weights. `schedules`: by the ranks that they come from, as the place
+    counts them."""
 
     place: GroupPlace | DevicePlace
     schedules: Mapping[int, TransferSchedule]
@@ -42,7 +44,9 @@ class EngineLink:
         return next(name for name, (place, *_) in _TRANSPORTS.items() if isinstance(self.place, place))
 
     def encode(self) -> dict[str, Any]:
-        assert all(schedule.bounds is None for schedule in self.schedules.values()), "bounds of rounds do not travel: only files have them"
+        assert all(schedule.bounds is None for schedule in self.schedules.values()), (
+            "bounds of rounds do not travel: only files have them"
+        )
         return {
             "transport": self._transport,
             "place": self.place,
@@ -59,7 +63,9 @@ class EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
         first, second = encoded["place"]
         schedules = {
-            int(source): TransferSchedule([Part(name, decode_slice(corners)) for name, corners in parts], encoded["num_rounds"][source])
+            int(source): TransferSchedule(
+                [Part(name, decode_slice(corners)) for name, corners in parts], encoded["num_rounds"][source]
+            )
             for source, parts in encoded["schedules"].items()
         }
         return cls(place(address(*first), second), schedules, getattr(torch, encoded["dtype"]))
@@ -83,8 +89,8 @@ class WeightReceiver:
         self._destinations: DestinationViews | None = None
 
     def join(self, link: EngineLink, needed: TensorSlices, places: Places) -> None:
-        """In the place of what was joined before. Raises WeightTransferError where the trainers are not there, or would not send each
-        element of `needed` once."""
+        """In the place of what was joined before. Raises WeightTransferError where the trainers are not
+        there, or would not send each element of `needed` once."""
         self.leave()
         self._destinations = DestinationViews(PeerTransfers(link.schedules), needed, link.dtype, places)
         self._receiver = link.open(self._device)
@@ -97,7 +103,9 @@ class WeightReceiver:
         if self._receiver is None or self._destinations is None:
             raise WeightTransferError("the engine has joined no trainer")
         if self._receiver.is_under_way:
-            raise WeightTransferError("the previous weight update was aborted halfway: join the trainers again")
+            raise WeightTransferError(
+                "the previous weight update was aborted halfway: join the trainers again"
+            )
         if has_moved:
             self._destinations.forget()
 

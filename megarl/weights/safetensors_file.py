@@ -21,13 +21,14 @@ _WRITE_BYTES = 2**20  # at a time: the system copies twice as fast what fits int
 
 
 class SafetensorsFile:
-    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order. `durable`: it is to outlive
-    a power cut."""
+    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order.
+    `durable`: it is to outlive a power cut."""
 
     def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
         self._path = path
         self._durable = durable
-        self._lock = threading.Lock()  # the system writes a file for one thread at a time, and lets the others spin
+        # the system writes a file for one thread at a time, and lets the others spin
+        self._lock = threading.Lock()
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
@@ -35,7 +36,11 @@ class SafetensorsFile:
         for name, meta in manifest.items():
             self._starts[name] = end
             end = end + prod(meta.shape) * meta.dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[meta.dtype], "shape": list(meta.shape), "data_offsets": [self._starts[name], end]}
+            header[name] = {
+                "dtype": DTYPE_NAMES[meta.dtype],
+                "shape": list(meta.shape),
+                "data_offsets": [self._starts[name], end],
+            }
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
         self._data_start = 8 + len(encoded)
@@ -49,7 +54,8 @@ class SafetensorsFile:
             raise
 
     def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
-        """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError where the disk is full."""
+        """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError
+        where the disk is full."""
         self._receipt.record(chunk, data.dtype)
         place = self._data_start + self._starts[chunk.name] + chunk.offset * data.element_size()
         self._write(data.view(torch.uint8).numpy().data, place)
@@ -64,7 +70,8 @@ class SafetensorsFile:
                 place = place + written
 
     def close(self) -> None:
-        """Raises WeightTransferError that names tensors missing or doubled, OSError where the disk did not take all."""
+        """Raises WeightTransferError that names tensors missing or doubled, OSError where the disk did not
+        take all."""
         with self._named():
             try:
                 self._receipt.close()
@@ -100,4 +107,6 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 for name in file.keys():  # noqa: SIM118  (a file, not a mapping)
                     yield name, file.get_tensor(name)
         except SafetensorError as error:
-            raise WeightTransferError(f"{path} is no whole safetensors file ({error}); write it again") from error
+            raise WeightTransferError(
+                f"{path} is no whole safetensors file ({error}); write it again"
+            ) from error

@@ -1,4 +1,5 @@
-"""Which slice of which Hugging Face tensor is where in the shard of a rank: a pure plan, printable and provable."""
+"""Which slice of which Hugging Face tensor is where in the shard of a rank: a pure plan, printable and
+provable."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_faul
 class ShardLayout:
     """What one rank holds. All virtual stages of the rank are in one layout, so `layers` may have gaps.
 
-    layers: global numbers of the layers held. holds_embedding, holds_output: it has the first, the last pipeline stage.
+    layers: global numbers of the layers held. holds_embedding, holds_output: it has the first, the last
+    pipeline stage.
     padded_vocab_size: rows of the embedding over all tensor-parallel ranks together.
-    experts: global numbers of the experts held, of every sparse layer among `layers`. expert_tensor_parallel: what cuts each of them.
-    Raises ValueError for a rank outside its size and for a padded vocabulary that cannot be cut.
+    experts: global numbers of the experts held, of every sparse layer among `layers`. expert_tensor_parallel:
+    what cuts each of them. Raises ValueError for a rank outside its size and for a padded vocabulary that
+    cannot be cut.
     """
 
     tensor_parallel_size: int
@@ -66,10 +69,12 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice of a Hugging Face tensor and the slice of the rank's shard that holds it; both have the same shape.
+    """One slice of a Hugging Face tensor and the slice of the rank's shard that holds it; both have the same
+    shape.
 
-    hf, shard: coordinates in the tensor viewed as `hf_view` and in the parameter viewed as `shard_view` (row-major views
-    of all elements). is_source: of the ranks that hold the same elements, the one they are gathered from.
+    hf, shard: coordinates in the tensor viewed as `hf_view` and in the parameter viewed as `shard_view`
+    (row-major views of all elements). is_source: of the ranks that hold the same elements, the one they are
+    gathered from.
     """
 
     hf_name: str
@@ -80,7 +85,9 @@ class Piece:
     is_source: bool
 
     def __str__(self) -> str:
-        return f"{self.hf_name} {self.hf_view}{self.hf} -> {self.shard_view}{self.shard}" + ("" if self.is_source else " (copy)")
+        return f"{self.hf_name} {self.hf_view}{self.hf} -> {self.shard_view}{self.shard}" + (
+            "" if self.is_source else " (copy)"
+        )
 
 
 def model_layouts(
@@ -91,18 +98,19 @@ def model_layouts(
     virtual_pipeline_parallel_size: int | None = None,
     padded_vocab_size: int,
 ) -> tuple[ShardLayout, ...]:
-    """The layouts of all ranks of one replica, whose tensor-parallel ranks cut experts like everything else; stage by stage,
-    tensor-parallel rank fastest.
+    """The layouts of all ranks of one replica, whose tensor-parallel ranks cut experts like everything else;
+    stage by stage, tensor-parallel rank fastest.
 
-    Layers go to virtual stages in turn: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds 0, 1, 4, 5.
-    Raises ValueError where the layers do not divide.
+    Layers go to virtual stages in turn: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds 0, 1, 4,
+    5. Raises ValueError where the layers do not divide.
     """
     num_chunks = virtual_pipeline_parallel_size or 1
     num_layers = architecture.num_hidden_layers
     stages = pipeline_parallel_size * num_chunks
     if num_layers % stages:
         raise ValueError(
-            f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size {pipeline_parallel_size} "
+            f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size "
+            f"{pipeline_parallel_size} "
             f"x virtual_pipeline_parallel_size {num_chunks}"
         )
     per_stage = num_layers // stages
@@ -112,7 +120,9 @@ def model_layouts(
             tensor_parallel_size=tensor_parallel_size,
             tensor_parallel_rank=rank,
             layers=tuple(
-                (chunk * pipeline_parallel_size + stage) * per_stage + index for chunk in range(num_chunks) for index in range(per_stage)
+                (chunk * pipeline_parallel_size + stage) * per_stage + index
+                for chunk in range(num_chunks)
+                for index in range(per_stage)
             ),
             holds_embedding=stage == 0,
             holds_output=stage == pipeline_parallel_size - 1,
@@ -127,16 +137,19 @@ def model_layouts(
 
 
 def whole_layout(architecture: Architecture, padded_vocab_size: int | None = None) -> ShardLayout:
-    """Of a rank that holds the model uncut, without rows that pad the vocabulary where it is not said how many."""
-    (layout,) = model_layouts(architecture, tensor_parallel_size=1, padded_vocab_size=padded_vocab_size or architecture.vocab_size)
+    """Of a rank that holds the model uncut, without rows that pad the vocabulary where it is not said how
+    many."""
+    (layout,) = model_layouts(
+        architecture, tensor_parallel_size=1, padded_vocab_size=padded_vocab_size or architecture.vocab_size
+    )
     return layout
 
 
 def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
     """Of every rank of a role, copies included, with the vocabulary padded as the engine pads it.
 
-    Experts are dealt over all ranks of a stage, whatever replica they are in: those that share a matrix fastest, then those that share
-    the experts, then copies.
+    Experts are dealt over all ranks of a stage, whatever replica they are in: those that share a matrix
+    fastest, then those that share the experts, then copies.
     """
     of_stages = model_layouts(
         architecture,
@@ -148,7 +161,9 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
     cut = parallel.expert_tensor_parallel_size
     num_parts = parallel.expert_parallel_size
     if architecture.num_experts % num_parts:
-        raise ValueError(f"num_experts {architecture.num_experts} is not a multiple of expert_parallel_size {num_parts}")
+        raise ValueError(
+            f"num_experts {architecture.num_experts} is not a multiple of expert_parallel_size {num_parts}"
+        )
     each = architecture.num_experts // num_parts
     layouts = []
     for rank, coordinate in enumerate(map(parallel.coordinate, range(parallel.world_size))):
@@ -156,7 +171,14 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
         place = rank % parallel.stage_size
         first = place // cut % num_parts * each
         experts = range(first, first + each)
-        layouts.append(replace(dense, experts=experts, expert_tensor_parallel_size=cut, expert_tensor_parallel_rank=place % cut))
+        layouts.append(
+            replace(
+                dense,
+                experts=experts,
+                expert_tensor_parallel_size=cut,
+                expert_tensor_parallel_rank=place % cut,
+            )
+        )
     return tuple(layouts)
 
 
@@ -178,20 +200,30 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
         return tuple(view)
     if weight.cut is Cut.vocabulary:
         if layout.padded_vocab_size < view[0]:
-            raise ValueError(f"padded_vocab_size {layout.padded_vocab_size} is smaller than the vocabulary of {view[0]}")
+            raise ValueError(
+                f"padded_vocab_size {layout.padded_vocab_size} is smaller than the vocabulary of {view[0]}"
+            )
         view[0] = layout.padded_vocab_size
     if view[axes.cut] % size:
         name = "expert_tensor_parallel_size" if weight.place is Place.expert else "tensor_parallel_size"
-        unit = "key-value heads" if weight.cut is Cut.qkv else "rows" if axes.cut == 0 or weight.cut is Cut.gated else "columns"
+        unit = (
+            "key-value heads"
+            if weight.cut is Cut.qkv
+            else "rows"
+            if axes.cut == 0 or weight.cut is Cut.gated
+            else "columns"
+        )
         raise ValueError(
-            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over {name} {size}; choose a size that divides {view[axes.cut]}"
+            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over {name} {size}; choose a "
+            f"size that divides {view[axes.cut]}"
         )
     view[axes.cut] //= size
     return tuple(view)
 
 
 def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
-    """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has nothing is left out."""
+    """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has
+    nothing is left out."""
     axes = AXES[weight.cut]
     (_, rank) = layout.cut_of(weight)
     view = shard_view(weight, layout)
@@ -222,7 +254,9 @@ def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
     return TensorSlice.whole(view).along(0, used, view[0]) if used < view[0] else None
 
 
-def shard_shapes(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+def shard_shapes(
+    architecture: Architecture, layout: ShardLayout, head: Head = "lm"
+) -> dict[str, tuple[int, ...]]:
     """Megatron name (global layer number) -> shape of every parameter that the rank holds."""
     shapes = {}
     for weight in held_weights(architecture, layout, head):
@@ -244,10 +278,14 @@ def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm")
     return "\n".join(lines)
 
 
-def check_coverage(architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm") -> None:
-    """Proves that the pieces of all ranks of one replica hold every Hugging Face tensor exactly once, copies apart.
+def check_coverage(
+    architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm"
+) -> None:
+    """Proves that the pieces of all ranks of one replica hold every Hugging Face tensor exactly once, copies
+    apart.
 
-    rank_pieces: for each rank, the pieces of every weight that it holds. Raises WeightTransferError that names the tensors.
+    rank_pieces: for each rank, the pieces of every weight that it holds. Raises WeightTransferError that
+    names the tensors.
     """
     found: dict[str, list[TensorSlice]] = defaultdict(list)
     for piece in (piece for all_of_rank in rank_pieces for piece in all_of_rank):
@@ -262,9 +300,13 @@ def check_coverage(architecture: Architecture, rank_pieces: Iterable[Sequence[Pi
                 faults.append(f"{tensor.name}: {fault}")
     faults += [f"{name}: not a tensor of the model" for name in found]
     if faults:
-        raise WeightTransferError(f"the layout does not hold {len(faults)} tensors exactly once: " + "; ".join(faults[:8]))
+        raise WeightTransferError(
+            f"the layout does not hold {len(faults)} tensors exactly once: " + "; ".join(faults[:8])
+        )
 
 
 def rank_pieces(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Piece, ...]:
     """All pieces of one rank."""
-    return tuple(piece for weight in held_weights(architecture, layout, head) for piece in pieces(weight, layout))
+    return tuple(
+        piece for weight in held_weights(architecture, layout, head) for piece in pieces(weight, layout)
+    )

@@ -1,4 +1,5 @@
-"""What one trainer rank has of a model, as slices of Hugging Face tensors, and where their elements lie in its parameters."""
+"""What one trainer rank has of a model, as slices of Hugging Face tensors, and where their elements lie in
+its parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Shards:
         return next(iter(self.parameters.values())).device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        """Views of parameters that hold the elements of `part`, which is within what the rank holds, in their order."""
+        """Views of parameters that hold the elements of `part`, which is within what the rank holds, in their
+        order."""
         name, view, regions = self._geometry.of(part)
         parameter = self.parameters[name].detach().view(view)
         for region in regions:
@@ -56,7 +58,8 @@ class Shards:
 
 
 class _Geometry:
-    """Where parts lie: parameter, its view, and slices of that. Kept from push to push, which ask for the same parts."""
+    """Where parts lie: parameter, its view, and slices of that. Kept from push to push, which ask for the
+    same parts."""
 
     def __init__(self, homes: Mapping[str, _Home]) -> None:
         self._homes = homes
@@ -66,7 +69,9 @@ class _Geometry:
         if part not in self._found:
             name, piece, shape = self._homes[part.name]
             slices = _in_view(part.tensor_slice, shape, piece.hf_view)
-            regions = [tensor_slice.relative_to(piece.hf.starts, piece.shard.starts).index for tensor_slice in slices]
+            regions = [
+                tensor_slice.relative_to(piece.hf.starts, piece.shard.starts).index for tensor_slice in slices
+            ]
             self._found[part] = name, tuple(piece.shard_view), regions
         return self._found[part]
 
@@ -76,8 +81,11 @@ def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _G
     return _Geometry(_homes(architecture, layout, head))
 
 
-def held_slices(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> dict[str, tuple[TensorSlice, ...]]:
-    """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the embedding."""
+def held_slices(
+    architecture: Architecture, layout: ShardLayout, head: Head = "lm"
+) -> dict[str, tuple[TensorSlice, ...]]:
+    """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the
+    embedding."""
     found: dict[str, tuple[TensorSlice, ...]] = {}
     # Layers look alike, and experts do: numbers of tensors and their slices, by what these follow from.
     alike: dict[tuple, list[tuple[int, TensorSlice]]] = {}
@@ -86,7 +94,9 @@ def held_slices(architecture: Architecture, layout: ShardLayout, head: Head = "l
         key = weight.cut, weight.place, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
         if key not in alike:
             numbered = [(names.index(piece.hf_name), piece) for piece in pieces(weight, layout)]
-            alike[key] = [(number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered]
+            alike[key] = [
+                (number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered
+            ]
         found |= {names[number]: (tensor_slice,) for number, tensor_slice in alike[key]}
     return found
 
@@ -102,7 +112,8 @@ def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[
 
 
 def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
-    """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a range of rows there."""
+    """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a
+    range of rows there."""
     num_split = len(piece.hf_view) - len(shape) + 1
     sizes = piece.hf_view[:num_split]
     starts = piece.hf.starts[:num_split]
@@ -115,7 +126,8 @@ def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
 
 
 def _in_view(tensor_slice: TensorSlice, shape: Sequence[int], view: Sequence[int]) -> Iterator[TensorSlice]:
-    """Yields a slice of a tensor in the coordinates of its view: one or a few slices, whose elements are in the same order."""
+    """Yields a slice of a tensor in the coordinates of its view: one or a few slices, whose elements are in
+    the same order."""
     num_split = len(view) - len(shape) + 1
     for rows in range_slices(view[:num_split], tensor_slice.starts[0], tensor_slice.stops[0]):
         yield TensorSlice((*rows.starts, *tensor_slice.starts[1:]), (*rows.stops, *tensor_slice.stops[1:]))

@@ -1,6 +1,8 @@
-"""The tensors of a model, their pieces, and the proof that pieces make them whole. A piece is a chunk of consecutive elements or a slice.
+"""The tensors of a model, their pieces, and the proof that pieces make them whole. A piece is a chunk of
+consecutive elements or a slice.
 
-Every cut that Megatron makes of a Hugging Face tensor is one slice, once both tensors are seen through the right view.
+Every cut that Megatron makes of a Hugging Face tensor is one slice, once both tensors are seen through the
+right view.
 """
 
 from __future__ import annotations
@@ -50,10 +52,14 @@ class WeightReceipt:
         if meta is None:
             raise WeightTransferError(f"tensor {chunk.name!r} is not in the model's manifest")
         if dtype != meta.dtype:
-            raise WeightTransferError(f"tensor {chunk.name!r} arrived as {dtype}, the manifest says {meta.dtype}")
+            raise WeightTransferError(
+                f"tensor {chunk.name!r} arrived as {dtype}, the manifest says {meta.dtype}"
+            )
         end = chunk.offset + chunk.numel
         if chunk.offset < 0 or end > prod(meta.shape):
-            raise WeightTransferError(f"tensor {chunk.name!r}: elements {chunk.offset}..{end} lie outside shape {meta.shape}")
+            raise WeightTransferError(
+                f"tensor {chunk.name!r}: elements {chunk.offset}..{end} lie outside shape {meta.shape}"
+            )
         self._arrived.setdefault(chunk.name, []).append((chunk.offset, end))
 
     def close(self) -> None:
@@ -63,7 +69,10 @@ class WeightReceipt:
             position = 0
             for start, end in sorted(self._arrived.get(name, [])):
                 if start != position:
-                    wrong.append(f"{name} ({'twice' if start < position else 'missing'} at element {min(start, position)})")
+                    wrong.append(
+                        f"{name} ({'twice' if start < position else 'missing'} at element "
+                        f"{min(start, position)})"
+                    )
                     break
                 position = end
             else:
@@ -111,16 +120,24 @@ class TensorSlice:
     def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> TensorSlice:
         """Moved so that the point `origin` comes to lie on `target` (the zero point if not given)."""
         shift = [to - at for at, to in zip(origin, target or (0,) * len(origin), strict=True)]
-        return TensorSlice(tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift)))
+        return TensorSlice(
+            tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift))
+        )
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(self.starts, self.stops, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{start}:{stop}" for start, stop in zip(self.starts, self.stops, strict=True))
+            + "]"
+        )
 
 
 def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
-    """Returns None if the slices cover every element of `shape` exactly once, and otherwise what is wrong, in words.
+    """Returns None if the slices cover every element of `shape` exactly once, and otherwise what is wrong, in
+    words.
 
-    Slices that lie inside, do not meet, and have the right total volume tile exactly: no element is looked at.
+    Slices that lie inside, do not meet, and have the right total volume tile exactly: no element is looked
+    at.
     """
     whole = TensorSlice.whole(shape)
     for index, tensor_slice in enumerate(tensor_slices):
@@ -154,12 +171,17 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
     for outer in product(*(range(size) for size in shape[:cut_dim])):
         for start in range(0, shape[cut_dim], step):
             starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
-            stops = (*(index + 1 for index in outer), min(start + step, shape[cut_dim]), *shape[cut_dim + 1 :])
+            stops = (
+                *(index + 1 for index in outer),
+                min(start + step, shape[cut_dim]),
+                *shape[cut_dim + 1 :],
+            )
             yield flat_index(starts, inner_volumes), TensorSlice(starts, stops)
 
 
 def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
-    """The elements start <= i < stop of a row-major tensor as the fewest slices that are contiguous in memory, in their order.
+    """The elements start <= i < stop of a row-major tensor as the fewest slices that are contiguous in
+    memory, in their order.
 
     At most two for each dimension. 0 <= start <= stop <= the number of elements.
     """

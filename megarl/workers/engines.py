@@ -36,7 +36,8 @@ ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec], RolloutEngine]] =
     RolloutEngineKind.hf: _hf_engine,
     RolloutEngineKind.sglang: _sglang_engine,
 }
-# Of those that have a section: raises ConfigError for names in its `server_args` that the engine's library does not know.
+# Of those that have a section: raises ConfigError for names in its `server_args` that the engine's library
+# does not know.
 SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Collection[str]], None]] = {
     RolloutEngineKind.sglang: _refuse_unknown_sglang_args,
 }

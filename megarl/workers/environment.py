@@ -43,7 +43,8 @@ class TurnReport(NamedTuple):
 class EnvironmentServer:
     """Answers turns of many episodes, at most `max_concurrency` at the same time, each within `limit_s`.
 
-    The environment of an episode is created for its first turn, and closed after its last answer or when the episode is ended.
+    The environment of an episode is created for its first turn, and closed after its last answer or when the
+    episode is ended.
     """
 
     def __init__(self, make: Callable[[Task], Responder], limit_s: float, max_concurrency: int) -> None:
@@ -84,7 +85,9 @@ class EnvironmentServer:
 class EnvironmentWorker(Worker):
     """An environment server in a thread of its own. One call exchanges turns and answers of many episodes."""
 
-    def __init__(self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None) -> None:
+    def __init__(
+        self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None
+    ) -> None:
         super().__init__()
         make, tools = load_agent(agent)
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
@@ -92,7 +95,9 @@ class EnvironmentWorker(Worker):
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
         parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
         self._server = EnvironmentServer(
-            lambda task: Responder(make(), template, parse, task), agent.time_limit_s + _GRACE_S, agent.max_concurrency
+            lambda task: Responder(make(), template, parse, task),
+            agent.time_limit_s + _GRACE_S,
+            agent.max_concurrency,
         )
         self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -100,7 +105,8 @@ class EnvironmentWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
-        """Takes turns to answer and episodes to end, waits at most `wait_s` for an answer, and returns all answers.
+        """Takes turns to answer and episodes to end, waits at most `wait_s` for an answer, and returns all
+        answers.
 
         Raises EnvironmentFailedError.
         """

@@ -1,5 +1,6 @@
-"""The workers of Megatron models: a policy that scores samples, one that is trained besides, and a critic; and what every such role has
-in its process: the process group, the parallel groups, an engine, and its place in the mesh."""
+"""The workers of Megatron models: a policy that scores samples, one that is trained besides, and a critic;
+and what every such role has in its process: the process group, the parallel groups, an engine, and its place
+in the mesh."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batc
 
 
 class Loss(Protocol):
-    """What an update descends, made on the driver: it travels with the rows, so it is small and can be pickled.
+    """What an update descends, made on the driver: it travels with the rows, so it is small and can be
+    pickled.
 
-    name: of what is trained, before the `/` in the names of metrics. extras: the outputs that it reads beside log-probs or values.
-    Called with a micro-batch's outputs and rows, it gives its share of the loss and metrics (see engine/engine.py).
+    name: of what is trained, before the `/` in the names of metrics. extras: the outputs that it reads beside
+    log-probs or values. Called with a micro-batch's outputs and rows, it gives its share of the loss and
+    metrics (see engine/engine.py).
     """
 
     @property
@@ -50,7 +53,9 @@ class Loss(Protocol):
     @property
     def extras(self) -> Collection[Extra]: ...
 
-    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]: ...
+    def __call__(
+        self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Metric]]: ...
 
 
 class ScoredUpdate(NamedTuple):
@@ -67,7 +72,9 @@ class _Named(NamedTuple):
     extras: Collection[Extra]
     call: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
 
-    def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
         return self.call(outputs, rows)
 
 
@@ -76,17 +83,26 @@ def megatron_mesh(parallel: ParallelConfig) -> Mesh:
     return tuple(MeshCoordinate(**parallel.coordinate(rank)._asdict()) for rank in range(parallel.world_size))
 
 
-def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None) -> dict[str, Metric]:
-    """Of an update that took a replica so long, for each second of each of its devices: `perf/tflops/<name>`, what its rows need
-    (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is known or given; `perf/tokens_per_s/<name>`.
-    `perf/computed_tokens_per_s/<name>`, and both of the work, are without the prompts that rows of a micro-batch had from another row.
-    Rows without a token that the loss reads are not counted: they fill a micro-batch, or a correction has left them out."""
+def speed_metrics(
+    spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None
+) -> dict[str, Metric]:
+    """Of an update that took a replica so long, for each second of each of its devices: `perf/tflops/<name>`,
+    what its rows need (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is
+    known or given; `perf/tokens_per_s/<name>`. `perf/computed_tokens_per_s/<name>`, and both of the work, are
+    without the prompts that rows of a micro-batch had from another row. Rows without a token that the loss
+    reads are not counted: they fill a micro-batch, or a correction has left them out."""
     prompts = part.ragged["prompts"].lengths.tolist()
     responses = part.ragged["responses"].lengths.tolist()
     is_counted = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
-    rows = [(prompt, response) for prompt, response, counts in zip(prompts, responses, is_counted, strict=True) if counts]
+    rows = [
+        (prompt, response)
+        for prompt, response, counts in zip(prompts, responses, is_counted, strict=True)
+        if counts
+    ]
     shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part, is_counted)]
-    flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(spec.architecture, shared)
+    flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(
+        spec.architecture, shared
+    )
     tflop = flop / 1e12
     num_tokens = sum(map(sum, rows))
     device_s = seconds * spec.parallel.replica_size
@@ -101,7 +117,8 @@ def speed_metrics(spec: ModelSpec, part: DataProto, seconds: float, name: str, p
 
 
 def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Sequence[bool]) -> list[int]:
-    """Of the rows that are counted: those whose prompt stands in their micro-batch for another of them already."""
+    """Of the rows that are counted: those whose prompt stands in their micro-batch for another of them
+    already."""
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
     prompts = list(part.ragged["prompts"].each())
@@ -126,13 +143,17 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         rank = int(os.environ["RANK"])
         num_ranks = int(os.environ["WORLD_SIZE"])
         store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, num_ranks, limit)
-        # Without a `device_id`: with one, NCCL would create a communicator for each of Megatron's groups at once, by splits in which
-        # all ranks take part. There are hundreds of groups at scale, and most of them are never used.
-        dist.init_process_group(active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        # Without a `device_id`: with one, NCCL would create a communicator for each of Megatron's groups at
+        # once, by splits in which all ranks take part. There are hundreds of groups at scale, and most of
+        # them are never used.
+        dist.init_process_group(
+            active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit
+        )
         _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
     if _groups.parallel != spec.parallel:
         raise ValueError(
-            f"roles fused in one process share a layout, but one has {_groups.parallel} and another {spec.parallel}: "
+            f"roles fused in one process share a layout, but one has {_groups.parallel} and another "
+            f"{spec.parallel}: "
             "give them the same parallel sizes, or pools of their own"
         )
     return _groups
@@ -161,18 +182,30 @@ class MegatronWorker(WeightExport):
         return self._groups.pipeline_rank
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
-        """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold the last stage."""
+        """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold
+        the last stage."""
         outputs = self._engine.forward(part.columns, part.meta_info[MICRO_BATCHES], extras)
         return DataProto.from_dict({key: value.to("cpu") for key, value in (outputs or {}).items()})
 
     def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, what routers have
-        counted, as `<loss.name>/moe/...`, and the update's speed (speed_metrics)."""
+        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`,
+        `<loss.name>/lr`, what routers have counted, as `<loss.name>/moe/...`, and the update's speed
+        (speed_metrics)."""
         begin_s = time.monotonic()
-        metrics = self._engine.forward_backward(part.columns, part.meta_info[MICRO_BATCHES], loss, loss.extras)
+        metrics = self._engine.forward_backward(
+            part.columns, part.meta_info[MICRO_BATCHES], loss, loss.extras
+        )
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
-        speed = speed_metrics(self._spec, part, time.monotonic() - begin_s, loss.name, platform.current().peak_tflops(self._spec.dtype))
-        routers = {f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()}
+        speed = speed_metrics(
+            self._spec,
+            part,
+            time.monotonic() - begin_s,
+            loss.name,
+            platform.current().peak_tflops(self._spec.dtype),
+        )
+        routers = {
+            f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
+        }
         return {
             **metrics,
             f"{loss.name}/grad_norm": Metric.same(step.grad_norm),
@@ -182,20 +215,30 @@ class MegatronWorker(WeightExport):
         }
 
     def _train_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
-        """As `_train`; also what the model made of the rows on the way, before the step. Without rows where `_forward` gives none."""
+        """As `_train`; also what the model made of the rows on the way, before the step. Without rows where
+        `_forward` gives none."""
         outputs: list[Mapping[str, Tensor]] = []
 
-        def kept(of_model: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric]]:
+        def kept(
+            of_model: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+        ) -> tuple[Tensor, Mapping[str, Metric]]:
             outputs.append({key: value.detach() for key, value in of_model.items()})
             return loss(of_model, rows)
 
         metrics = self._train(part, _Named(loss.name, loss.extras, kept))
-        scores = self._engine.in_order_of_rows(outputs, part.columns, part.meta_info[MICRO_BATCHES]) if outputs else {}
-        return ScoredUpdate(metrics, DataProto.from_dict({key: value.to("cpu") for key, value in scores.items()}))
+        scores = (
+            self._engine.in_order_of_rows(outputs, part.columns, part.meta_info[MICRO_BATCHES])
+            if outputs
+            else {}
+        )
+        return ScoredUpdate(
+            metrics, DataProto.from_dict({key: value.to("cpu") for key, value in scores.items()})
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
-        """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent from goes as well."""
+        """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent
+        from goes as well."""
         self.release_weight_buffers()
         return self._engine.offload(*parts)
 
@@ -206,7 +249,8 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def begin_save(self, folder: str) -> None:
-        """Copies the model's state of now, and writes it while the worker does other work; see engine/checkpoint.py."""
+        """Copies the model's state of now, and writes it while the worker does other work; see
+        engine/checkpoint.py."""
         from megarl.engine.checkpoint import begin_save
 
         assert self._pending_save is None, "the save before this one has not been finished"
@@ -247,8 +291,8 @@ class PolicyWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
-        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), rows of tokens; reads `prompts`, `responses`,
-        `response_mask`."""
+        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), rows of tokens; reads
+        `prompts`, `responses`, `response_mask`."""
         return self._forward(part, extras)
 
 

@@ -1,4 +1,5 @@
-"""The reward worker: it decodes responses and has the user's functions score them, in processes of their own."""
+"""The reward worker: it decodes responses and has the user's functions score them, in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -19,13 +20,20 @@ WROTE = "model_wrote"  # column of episodes, whose `response_mask` is of the las
 
 
 class RewardWorker(Worker):
-    """One process that decodes responses and has them scored by the functions. Without functions it only decodes."""
+    """One process that decodes responses and has them scored by the functions. Without functions it only
+    decodes."""
 
     def __init__(self, config: RewardConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         self._scorer = (
-            RewardScorer(config.functions, config.time_limit_s, config.max_error_rate, config.num_processes, sandbox=config.sandbox)
+            RewardScorer(
+                config.functions,
+                config.time_limit_s,
+                config.max_error_rate,
+                config.num_processes,
+                sandbox=config.sandbox,
+            )
             if config.functions
             else None
         )
@@ -43,14 +51,18 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def scored(self, wait_s: float) -> dict[str, list[float]]:
-        """Return by uid the scores of the groups that were begun and have been scored since the last call, without those of samples
-        whose scoring failed. Waits at most `wait_s` for the first group."""
+        """Return by uid the scores of the groups that were begun and have been scored since the last call,
+        without those of samples whose scoring failed. Waits at most `wait_s` for the first group."""
         if self._scorer is None:
             return {}
         for uid in self._unreported:
             if any(begun.is_lost for begun in self._begun[uid]):
                 self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
-        wait([begun.outcome for uid in self._unreported for begun in self._begun[uid]], timeout=wait_s, return_when=FIRST_COMPLETED)
+        wait(
+            [begun.outcome for uid in self._unreported for begun in self._begun[uid]],
+            timeout=wait_s,
+            return_when=FIRST_COMPLETED,
+        )
         scores = {
             uid: [score for begun in self._begun[uid] if (score := _score_of(begun)) is not None]
             for uid in sorted(self._unreported)
@@ -61,7 +73,8 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def finish(self, others: DataProto, uids: Sequence[str]) -> DataProto:
-        """What `score` gives, of samples with these uids (B,): those that were begun, and `others`, in order, which were not."""
+        """What `score` gives, of samples with these uids (B,): those that were begun, and `others`, in order,
+        which were not."""
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
         for uid in set(uids) & self._begun.keys():
@@ -71,9 +84,9 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
-        """Return `score_parts` (B, K) of the K reward functions before their weights, `is_scored` (B,) bool, False for samples whose
-        scoring failed, and the arrays `score` and `reward_numbers` (see Outcome); with texts also the arrays `response_text`,
-        `answer` and `has_answer`.
+        """Return `score_parts` (B, K) of the K reward functions before their weights, `is_scored` (B,) bool,
+        False for samples whose scoring failed, and the arrays `score` and `reward_numbers` (see Outcome);
+        with texts also the arrays `response_text`, `answer` and `has_answer`.
 
         Raises RewardError above the allowed error rate.
         """
@@ -104,11 +117,17 @@ class RewardWorker(Worker):
         rows = zip(batch.ragged["responses"].each(), batch.ragged[WROTE].each(), strict=True)
         return [decode_turns(self._tokenizer, np.asarray(ids), np.asarray(wrote)) for ids, wrote in rows]
 
-    def _scores(self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None) -> DataProto:
+    def _scores(
+        self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None
+    ) -> DataProto:
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
         arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
         if texts is not None:
-            arrays |= {"response_text": list(texts), "answer": list(report.answers), "has_answer": list(report.has_answer)}
+            arrays |= {
+                "response_text": list(texts),
+                "answer": list(report.answers),
+                "has_answer": list(report.has_answer),
+            }
         return DataProto.from_dict(
             tensors={
                 "score_parts": torch.tensor(report.parts, dtype=torch.float32),

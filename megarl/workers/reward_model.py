@@ -1,4 +1,5 @@
-"""The reward model's worker: a frozen Megatron model that scores conversations, which it encodes itself, with its own template."""
+"""The reward model's worker: a frozen Megatron model that scores conversations, which it encodes itself, with
+its own template."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from megarl.workers.megatron import MegatronWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How conversations are made: answers are decoded by the policy's tokenizer, then encoded by the model's own.
+    """How conversations are made: answers are decoded by the policy's tokenizer, then encoded by the model's
+    own.
 
     max_length: tokens of a conversation. micro_batch: how a replica's conversations are cut.
     """
@@ -53,7 +55,8 @@ class Reading:
 
 
 def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
-    """Of the reward model in the folder `path`. Raises ValueError for a folder without a tokenizer or a chat template."""
+    """Of the reward model in the folder `path`. Raises ValueError for a folder without a tokenizer or a chat
+    template."""
     tokenizer = load_tokenizer(path, reading.trust_remote_code, key="reward.model.path")
     set_chat_time(tokenizer, reading.chat_time)
     return ConversationEncoder(
@@ -66,7 +69,8 @@ def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> Conver
 
 
 class RewardModelWorker(MegatronWorker):
-    """Every rank of a replica encodes the same conversations and makes the same plan, so nothing has to be sent between them."""
+    """Every rank of a replica encodes the same conversations and makes the same plan, so nothing has to be
+    sent between them."""
 
     def __init__(self, spec: ModelSpec, reading: Reading) -> None:
         super().__init__(spec)
@@ -76,8 +80,9 @@ class RewardModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def score_conversations(self, part: DataProto) -> DataProto:
-        """`reward_model_scores` (b,) float32, and bools (b,) `reward_model_truncated`, `reward_model_spells_special`; without rows on the
-        ranks that do not hold the last stage. Raises ConversationError."""
+        """`reward_model_scores` (b,) float32, and bools (b,) `reward_model_truncated`,
+        `reward_model_spells_special`; without rows on the ranks that do not hold the last stage. Raises
+        ConversationError."""
         conversations = self._conversations(part)
         scores = self._scores(conversations)
         if scores is None:
@@ -85,8 +90,12 @@ class RewardModelWorker(MegatronWorker):
         return DataProto.from_dict(
             {
                 "reward_model_scores": scores,
-                "reward_model_truncated": torch.tensor([conversation.is_truncated for conversation in conversations]),
-                "reward_model_spells_special": torch.tensor([conversation.spells_special for conversation in conversations]),
+                "reward_model_truncated": torch.tensor(
+                    [conversation.is_truncated for conversation in conversations]
+                ),
+                "reward_model_spells_special": torch.tensor(
+                    [conversation.spells_special for conversation in conversations]
+                ),
             }
         )
 

@@ -26,8 +26,11 @@ class RolloutWorker(Worker):
     # ---- generation
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def submit_and_poll(self, requests: Sequence[GenerationRequest], wait_s: float) -> list[FinishedRequest | FailedRequest]:
-        """Takes new requests, waits at most `wait_s` for one of those in flight to finish or to fail, and gives back all that have."""
+    def submit_and_poll(
+        self, requests: Sequence[GenerationRequest], wait_s: float
+    ) -> list[FinishedRequest | FailedRequest]:
+        """Takes new requests, waits at most `wait_s` for one of those in flight to finish or to fail, and
+        gives back all that have."""
         self._engine.submit(requests)
         return [*self._engine.collect(wait_s), *self._engine.failed()]
 
@@ -50,16 +53,20 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weights(self, links: Sequence[EngineLink], name: str) -> None:
-        """Where the engine's ranks get their weights from, under a name that is used once; returns when all are there."""
+        """Where the engine's ranks get their weights from, under a name that is used once; returns when all
+        are there."""
         self._joined = ""
         self._engine.join_weights(links)
         self._joined = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def receive_weights(self, manifest: Manifest, version: int, name: str) -> None:
-        """All weights, while the trainers send them. Raises WeightTransferError where `name` is not what was joined last."""
+        """All weights, while the trainers send them. Raises WeightTransferError where `name` is not what was
+        joined last."""
         if name != self._joined:
-            raise WeightTransferError("the engine has joined another trainer since; WeightSync.close() of that one lets it go")
+            raise WeightTransferError(
+                "the engine has joined another trainer since; WeightSync.close() of that one lets it go"
+            )
         self._engine.begin_weight_update(manifest)
         self._engine.receive_weights()
         self._engine.end_weight_update(version)
@@ -95,7 +102,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
-        """Takes the memory of the weights again. Nothing where the engine is awake, as one that was started anew is."""
+        """Takes the memory of the weights again. Nothing where the engine is awake, as one that was started
+        anew is."""
         self._engine.wake()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -1,4 +1,5 @@
-"""The part of a Megatron worker that sends its weights: its side of the transports, and its share of a pass over the weights."""
+"""The part of a Megatron worker that sends its weights: its side of the transports, and its share of a pass
+over the weights."""
 
 from __future__ import annotations
 
@@ -59,9 +60,11 @@ class WeightExport(Worker):
     # ---- a pass over the weights
 
     @register(blocking=False)
-    def send_weights(self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool) -> SendReport | None:
-        """All weights to these replicas, while they receive them; None where they say nothing for a while, to be called again:
-        it goes on without those of `dropped`. is_first: the pass begins.
+    def send_weights(
+        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
+    ) -> SendReport | None:
+        """All weights to these replicas, while they receive them; None where they say nothing for a while, to
+        be called again: it goes on without those of `dropped`. is_first: the pass begins.
 
         Raises WeightTransferError where a trainer is gone.
         """
@@ -94,7 +97,8 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def weight_checksums(self, dense: bool, experts: bool) -> dict[str, int]:
-        """What this rank's shards add to the checksum of each Hugging Face tensor: of experts' tensors, and of others, if asked."""
+        """What this rank's shards add to the checksum of each Hugging Face tensor: of experts' tensors, and
+        of others, if asked."""
         shards = self._shards()
         return shard_checksums(shards, shards.dtype, dense=dense, experts=experts)
 
@@ -106,7 +110,8 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def serve_weights(self, replica: int, device: str, sources: Mapping[int, TransferSchedule]) -> IPCAddress:
-        """The rank of `replica` on this rank's device, `device` by name, gets its weights here; `sources`: by trainer rank."""
+        """The rank of `replica` on this rank's device, `device` by name, gets its weights here; `sources`: by
+        trainer rank."""
         shards = self._shards()
         return self._device_sender().serve(replica, device, sources, shards.dtype, shards.device)
 
@@ -132,8 +137,11 @@ class WeightExport(Worker):
         return MeetingPoint(self.node, self._listener.getsockname()[1], dist.get_backend())
 
     @register(blocking=False)
-    def join_weight_group(self, replica: int, place: GroupPlace, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Returns when all members are there. `schedules`: by the numbers of the engine's ranks in the group."""
+    def join_weight_group(
+        self, replica: int, place: GroupPlace, schedules: Mapping[int, TransferSchedule]
+    ) -> None:
+        """Returns when all members are there. `schedules`: by the numbers of the engine's ranks in the
+        group."""
         if self._sender is None:
             self._sender = GroupSender()
         assert isinstance(self._sender, GroupSender)
@@ -142,16 +150,22 @@ class WeightExport(Worker):
             listener = self._listener
             self._listener = None
         self._sender.leave(replica)
-        self._sender.join(replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules)
+        self._sender.join(
+            replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
+        )
 
     # ---- files
 
     @register(blocking=False)
-    def write_weight_files(self, part: RankExport, folder: str, durable: bool, is_first: bool) -> SendReport | None:
-        """This rank's part in writing all weights into `folder`: its files, and what others need for theirs; every rank is to be asked.
-        None where others say nothing for a while, to be called again. durable: the files are to outlive a power cut.
+    def write_weight_files(
+        self, part: RankExport, folder: str, durable: bool, is_first: bool
+    ) -> SendReport | None:
+        """This rank's part in writing all weights into `folder`: its files, and what others need for theirs;
+        every rank is to be asked. None where others say nothing for a while, to be called again. durable: the
+        files are to outlive a power cut.
 
-        Raises CheckpointError for a file that could not be written, when this rank has taken and sent all the same.
+        Raises CheckpointError for a file that could not be written, when this rank has taken and sent all the
+        same.
         """
         if is_first:
             self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
@@ -165,7 +179,9 @@ class WeightExport(Worker):
         except OSError as error:
             if error.filename is None:  # of no file: a connection, say
                 raise
-            raise CheckpointError(f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN) from error
+            raise CheckpointError(
+                f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN
+            ) from error
         finally:
             if has_ended:
                 self._files.close()

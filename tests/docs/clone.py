@@ -20,14 +20,18 @@ class Ended(NamedTuple):
 
 
 class Clone:
-    """That of the CPU image, with megarl and what it needs, and nothing that only its developers need. Its warm-up is short."""
+    """That of the CPU image, with megarl and what it needs, and nothing that only its developers need. Its
+    warm-up is short."""
 
     def __init__(self, image: DockerfileSteps) -> None:
         self.image = image
         self.folder = image.folder
         warm_up = self.folder / "configs" / "quickstart_sft.yaml"
         text = warm_up.read_text()
-        for long, short in ((r"(total|warmup)_steps: \d+", r"\1_steps: 1"), ("sft_train.parquet", "sft_validation.parquet")):
+        for long, short in (
+            (r"(total|warmup)_steps: \d+", r"\1_steps: 1"),
+            ("sft_train.parquet", "sft_validation.parquet"),
+        ):
             text, changes = re.subn(long, short, text)
             assert changes > 0
         warm_up.write_text(text)
@@ -43,7 +47,8 @@ class Clone:
         return Ended(status, "".join(capsys.readouterr()))
 
     def type(self, text: str) -> Ended:
-        """In a shell, with the image's own programs. Make takes the virtual environment as it is, where it is not told to make all."""
+        """In a shell, with the image's own programs. Make takes the virtual environment as it is, where it is
+        not told to make all."""
         taken = text if "--always-make" in text else text.replace("make ", "make --old-file=.venv/.ready ")
         ended = self.image.type(taken, COLUMNS=COLUMNS)
         return Ended(ended.returncode, ended.stdout)

@@ -1,7 +1,7 @@
 """Every command on the pages, as it is written there, and what proves that it works.
 
-A command that needs a GPU, a cluster or a Docker engine, or that measures for minutes, has a mark on its page instead: a comment
-such as `<!-- needs a GPU -->` right above its block.
+A command that needs a GPU, a cluster or a Docker engine, or that measures for minutes, has a mark on its page
+instead: a comment such as `<!-- needs a GPU -->` right above its block.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ MARKS = ("needs a GPU", "needs a cluster", "needs Docker", "takes minutes")
 
 
 class Executed(NamedTuple):
-    """Run by tests/docs/test_commands.py, in the order of this table, after the quickstart: in the test's own process, but for the
-    quickstart itself. `more` is put behind it and only shortens. `given`: what stands in the place of a name in capitals, or of a path
-    of the reader's own."""
+    """Run by tests/docs/test_commands.py, in the order of this table, after the quickstart: in the test's own
+    process, but for the quickstart itself. `more` is put behind it and only shortens. `given`: what stands in
+    the place of a name in capitals, or of a path of the reader's own."""
 
     more: str = ""
     status: int = 0
@@ -22,16 +22,16 @@ class Executed(NamedTuple):
 
 
 class InTest(NamedTuple):
-    """Run by another test: pytest's name of it. `mentions`: what of the command is in its source, or in that of its module. Where the
-    command is a run, its configuration is checked."""
+    """Run by another test: pytest's name of it. `mentions`: what of the command is in its source, or in that
+    of its module. Where the command is a run, its configuration is checked."""
 
     test: str
     mentions: tuple[str, ...]
 
 
 class Make(NamedTuple):
-    """A target whose recipe is what other tests run. `prints`: what make says that it would run, also to set up the virtual environment
-    where `sets_up`."""
+    """A target whose recipe is what other tests run. `prints`: what make says that it would run, also to set
+    up the virtual environment where `sets_up`."""
 
     prints: tuple[str, ...]
     sets_up: bool = False
@@ -64,13 +64,18 @@ _EXAMPLES = "tests/integration/test_examples.py"
 _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
 _TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
-_70B_ON_192 = "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 placement.num_nodes=24 --ranks 0"
+_70B_ON_192 = (
+    "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 "
+    "placement.num_nodes=24 --ranks 0"
+)
 _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     QUICKSTART: Executed(f'ARGS="{SHORT} checkpoint.every_steps=1"'),
-    'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(("megarl quickstart trainer.total_steps=20 trainer.seed=1",)),
+    'make quickstart ARGS="trainer.total_steps=20 trainer.seed=1"': Make(
+        ("megarl quickstart trainer.total_steps=20 trainer.seed=1",)
+    ),
     "make quickstart ENGINE=sglang": Make(("megarl quickstart rollout.engine=sglang",)),
     "make quickstart TASK=agent": Make(("-m examples.agent.run",)),
     'make quickstart TASK=agent ARGS="trainer.seed=1"': Make(("-m examples.agent.run trainer.seed=1",)),
@@ -80,7 +85,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make setup": Make(_INSTALLS, sets_up=True),
     "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
     "make test": Make(_LINT_AND_TESTS),
-    "make test ARGS=tests/unit/data": Make((*_LINT_AND_TESTS, "pytest -n 2 --no-loadscope-reorder tests/unit/data")),
+    "make test ARGS=tests/unit/data": Make(
+        (*_LINT_AND_TESTS, "pytest -n 2 --no-loadscope-reorder tests/unit/data")
+    ),
     "make test-wheel": Make(("-m tests.wheel",)),
     "make test-wheel ARGS=--record": Make(("-m tests.wheel --record",)),
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
@@ -92,7 +99,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": Executed(),
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
-    "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(status=2),
+    "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(
+        status=2
+    ),
     "megarl train configs/quickstart.yaml algorithm=grpo trainer.output_dir=outputs/grpo": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
         ('"train", str(folder / "ppo.yaml"), "algorithm=grpo"',),
@@ -106,20 +115,29 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml algorithm=async_grpo": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": Executed(),
     f"megarl plan configs/qwen2.5_7b_ppo_split.yaml --simulate {_LENGTHS} --output outputs/steps.svg": (
-        InTest("tests/unit/cli/test_simulate.py::test_a_table_and_a_picture", ("--lengths", "600,4096", "--training-s", "--output"))
+        InTest(
+            "tests/unit/cli/test_simulate.py::test_a_table_and_a_picture",
+            ("--lengths", "600,4096", "--training-s", "--output"),
+        )
     ),
     "megarl plan configs/quickstart.yaml --simulate --from outputs/quickstart": InTest(
         "tests/unit/cli/test_simulate.py::test_a_run_has_measured_lengths_and_times", ("--simulate", "--from")
     ),
-    "megarl scale RUN_DIR --replicas 6": InTest("tests/unit/cli/test_scale.py::test_a_run_is_asked_once", ('"scale"', "--replicas")),
+    "megarl scale RUN_DIR --replicas 6": InTest(
+        "tests/unit/cli/test_scale.py::test_a_run_is_asked_once", ('"scale"', "--replicas")
+    ),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
-    "megarl init my_run": InTest("tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)),
+    "megarl init my_run": InTest(
+        "tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)
+    ),
     "megarl init outputs/mine --model outputs/quickstart/sft/huggingface --device cpu": Executed(),
     "megarl init my_run --model MODEL_DIR --data FILE": InTest(
         "tests/unit/cli/test_init.py::test_what_it_says_about_the_reward_is_documented", ("--model", "--data")
     ),
-    "python my_run/reward.py": InTest("tests/unit/cli/test_init.py::test_the_reward_fits_the_answers", ('"reward.py"',)),
+    "python my_run/reward.py": InTest(
+        "tests/unit/cli/test_init.py::test_the_reward_fits_the_answers", ('"reward.py"',)
+    ),
     "python outputs/mine/reward.py": InTest(_INIT, ('"reward.py"',)),
     "megarl check outputs/mine/run.yaml": Executed(),
     "megarl train outputs/mine/run.yaml trainer.total_steps=5": InTest(
@@ -131,32 +149,43 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl schema algorithm": Executed(),
     "megarl schema ppo": Executed(),
     "megarl schema sft": Executed(),
-    'eval "$(megarl completion bash)"': InTest("tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")),
+    'eval "$(megarl completion bash)"': InTest(
+        "tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")
+    ),
     "make tutorial": Make(("-r requirements/models.txt", "examples.tutorial.run")),
     'make tutorial ARGS="trainer.seed=1 data.seed=1 trainer.output_dir=outputs/tutorial/seed1"': Make(
         ("examples.tutorial.run trainer.seed=1",)
     ),
     "python -m examples.code.run": InTest(
-        "tests/unit/recipes/test_code_example.py::test_each_stage_is_a_command_and_its_configuration_is_good", ("run.stages",)
+        "tests/unit/recipes/test_code_example.py::test_each_stage_is_a_command_and_its_configuration_is_good",
+        ("run.stages",),
     ),
-    "python -m examples.tutorial.reward": InTest(f"{_TUTORIAL}::test_the_reward_tests_itself", ("reward.self_test()",)),
-    f"megarl eval outputs/tutorial/model {_SAMPLED} --output outputs/tutorial/before": InTest(_TUTORIAL_STAGES, ('"eval"', '"before"')),
+    "python -m examples.tutorial.reward": InTest(
+        f"{_TUTORIAL}::test_the_reward_tests_itself", ("reward.self_test()",)
+    ),
+    f"megarl eval outputs/tutorial/model {_SAMPLED} --output outputs/tutorial/before": InTest(
+        _TUTORIAL_STAGES, ('"eval"', '"before"')
+    ),
     "megarl train examples/tutorial/smollm2.yaml": InTest(_TUTORIAL_STAGES, ('"train"', "smollm2.yaml")),
     "megarl plot outputs/tutorial/run": InTest(_TUTORIAL_STAGES, ('"plot"',)),
-    f"megarl eval outputs/tutorial/run {_SAMPLED} --against outputs/tutorial/before": InTest(_TUTORIAL_STAGES, ('"eval"',)),
+    f"megarl eval outputs/tutorial/run {_SAMPLED} --against outputs/tutorial/before": InTest(
+        _TUTORIAL_STAGES, ('"eval"',)
+    ),
     'megarl generate outputs/tutorial/run "What is 7 + 11?"': InTest(_TUTORIAL_STAGES, ('"generate"',)),
     "megarl check examples/tutorial/qwen2.5_0.5b_gpu.yaml": Executed(),
     'megarl generate outputs/quickstart "12 + 30"': Executed(),
-    'echo "12 + 30" | megarl generate outputs/quickstart': InTest(f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)),
-    'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 --json': InTest(
+    'echo "12 + 30" | megarl generate outputs/quickstart': InTest(
+        f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)
+    ),
+    'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 '
+    "--json": InTest(
         f"{_GENERATE}::test_samples_with_their_log_probs", ("--n", "--temperature", "--system", "--json")
     ),
     'megarl generate HF_DIR "What is 17 * 23?" --tool calculator': InTest(
         f"{_EPISODES}::test_failures_and_limits_are_told", ("calculator",)
     ),
-    'megarl generate HF_DIR "What is the price of ab?" --tool tools.py:price --tool tools.py:notes --max-turns 4': InTest(
-        f"{_EPISODES}::test_failures_and_limits_are_told", ("tools.py", "--max-turns")
-    ),
+    'megarl generate HF_DIR "What is the price of ab?" --tool tools.py:price --tool tools.py:notes '
+    "--max-turns 4": InTest(f"{_EPISODES}::test_failures_and_limits_are_told", ("tools.py", "--max-turns")),
     'megarl generate HF_DIR "Guess." --environment game.py:Game --json': InTest(
         f"{_EPISODES}::test_an_environment_answers_and_rewards_turns", ("--environment", "--json")
     ),
@@ -173,36 +202,52 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "python -m benchmarks.report": ByHand(),
     ".venv/bin/python -m benchmarks.episodes": InTest(
-        "tests/unit/test_episode_throughput.py::test_slots_are_full_and_every_environment_is_closed_once", ("benchmarks.episodes",)
+        "tests/unit/test_episode_throughput.py::test_slots_are_full_and_every_environment_is_closed_once",
+        ("benchmarks.episodes",),
     ),
     ".venv/bin/python -m benchmarks.async_rollout": InTest(
-        "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says", ("benchmarks.async_rollout",)
+        "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says",
+        ("benchmarks.async_rollout",),
     ),
     "python -m docs.generate.screenshots outputs/quickstart outputs/grpo": ByHand(),
-    "megarl eval outputs/quickstart": InTest(f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)),
-    "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 --max-tokens 512": InTest(
+    "megarl eval outputs/quickstart": InTest(
+        f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)
+    ),
+    "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 "
+    "--max-tokens 512": InTest(
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",
         ("--data", "--reward", ":compute_score", "--n", "--temperature", "--max-tokens"),
     ),
     "megarl eval HF_DIR --data questions.csv --reward reward.py:compute_score "
     "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null": InTest(
         "tests/unit/cli/test_evaluation_config.py::test_columns_with_other_names_are_read",
-        ("--data", "--reward", "data.columns.prompt=question", "data.columns.ground_truth=answer", "data.columns.data_source=null"),
+        (
+            "--data",
+            "--reward",
+            "data.columns.prompt=question",
+            "data.columns.ground_truth=answer",
+            "data.columns.data_source=null",
+        ),
     ),
     "megarl doctor configs/quickstart.yaml": InTest(_DOCTOR, ("configs/quickstart.yaml",)),
-    "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(_DOCTOR, ("configs/quickstart.yaml", "--json")),
+    "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(
+        _DOCTOR, ("configs/quickstart.yaml", "--json")
+    ),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
-    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(_STAGES, ("megarl sft configs",)),
+    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
+        _STAGES, ("megarl sft configs",)
+    ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),
-    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor --max-shard-size 5GB": Executed(
-        given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))
-    ),
+    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor "
+    "--max-shard-size 5GB": Executed(given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))),
     "megarl submit --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("submit", "--address")
     ),
-    "megarl convert inspect CKPT_OR_HF_DIR": InTest("tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)),
+    "megarl convert inspect CKPT_OR_HF_DIR": InTest(
+        "tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)
+    ),
     "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
     "megarl train configs/quickstart.yaml": InTest(_STAGES, ("-m megarl train configs/",)),
     "python -m megarl.recipes.quickstart.prepare": InTest(_STAGES, ("-m megarl.recipes.quickstart.prepare",)),
@@ -211,16 +256,19 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl score CONFIG ROWS": InTest(_SCORE, ("score",)),
     "megarl score CONFIG ROWS.parquet": InTest(_SCORE, ("score", ".parquet")),
     f"megarl score configs/quickstart.yaml outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
-        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("score", "examples/custom_reward.py")
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
+        ("score", "examples/custom_reward.py"),
     ),
-    f"megarl train configs/quickstart.yaml algorithm=grpo {_OWN_ESTIMATOR} trainer.total_steps=5 trainer.output_dir=outputs/mine": InTest(
+    f"megarl train configs/quickstart.yaml algorithm=grpo {_OWN_ESTIMATOR} trainer.total_steps=5 "
+    f"trainer.output_dir=outputs/mine": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", (_OWN_ESTIMATOR,)
     ),
     f"python -m examples.own_loop outputs/quickstart/sft/huggingface {_TRAIN_ROWS} outputs/own_loop": InTest(
         f"{_EXAMPLES}::test_a_loop_of_ones_own_learns_and_goes_on", ("examples.own_loop",)
     ),
     "python -m examples.custom_data examples/questions.csv outputs/questions": InTest(
-        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", ("examples.custom_data", "examples/questions.csv")
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
+        ("examples.custom_data", "examples/questions.csv"),
     ),
     f"python -m examples.resume sft configs/quickstart_sft.yaml {_RESUMED}": InTest(
         f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.resume",)

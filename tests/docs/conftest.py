@@ -15,8 +15,8 @@ from tests.integration.linked_wheels import make_wheels
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
-    """Made by the steps of docker/Dockerfile.cpu, without Docker. pip finds wheels that lead to what is installed here; of real ones the
-    image is made by tests/soak/test_cpu_image.py."""
+    """Made by the steps of docker/Dockerfile.cpu, without Docker. pip finds wheels that lead to what is
+    installed here; of real ones the image is made by tests/soak/test_cpu_image.py."""
     folder = tmp_path_factory.mktemp("clone")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_NO_INDEX", "1")

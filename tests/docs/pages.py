@@ -53,12 +53,17 @@ def links(page: Path) -> Iterator[str]:
 def anchors(page: Path) -> set[str]:
     """What a code host calls the headings of a page: lower case, blanks as hyphens, no punctuation."""
     tokens = _MARKDOWN.parse(page.read_text(encoding="utf-8"))
-    titles = [after.content for token, after in zip(tokens, tokens[1:], strict=False) if token.type == "heading_open"]
+    titles = [
+        after.content
+        for token, after in zip(tokens, tokens[1:], strict=False)
+        if token.type == "heading_open"
+    ]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 class Command(NamedTuple):
-    """A line that a reader may type, without its comment. `output`: what the page says that it prints; None where it says nothing."""
+    """A line that a reader may type, without its comment. `output`: what the page says that it prints; None
+    where it says nothing."""
 
     block: Block
     text: str
@@ -66,7 +71,8 @@ class Command(NamedTuple):
 
 
 def commands(block: Block) -> Iterator[Command]:
-    """`bash`: every line. `console`: lines after "$ ", each with what follows it. A line that ends with a backslash goes on."""
+    """`bash`: every line. `console`: lines after "$ ", each with what follows it. A line that ends with a
+    backslash goes on."""
     if block.language == "bash":
         for line in block.text.replace("\\\n", " ").splitlines():
             if text := _without_comment(line):
@@ -78,10 +84,13 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def inline_commands(page: Path) -> Iterator[Command]:
-    """Commands of ours in the text, with the words that are typed behind them; `megarl check` alone is a name."""
+    """Commands of ours in the text, with the words that are typed behind them; `megarl check` alone is a
+    name."""
     for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
         for child in token.children or ():
-            if child.type == "code_inline" and re.match(r"(megarl|make|python|pip|\.venv/bin/\w+) \S", child.content):
+            if child.type == "code_inline" and re.match(
+                r"(megarl|make|python|pip|\.venv/bin/\w+) \S", child.content
+            ):
                 yield Command(Block(page, (token.map or [0])[0] + 1, "inline", "", None), child.content, None)
 
 

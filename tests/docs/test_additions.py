@@ -1,7 +1,8 @@
-"""docs/architecture.md says for ten changes which files one touches; those of its changes that are shown as code are made, and work.
+"""docs/architecture.md says for ten changes which files one touches; those of its changes that are shown as
+code are made, and work.
 
-A change is shown as blocks of Python, each behind a line that says where it goes: "New file `F`:", "At the end of `F`:",
-"In `NAME` of `F`:" (a dictionary or a class, as its last entry), "Before `LINE` in `F`:".
+A change is shown as blocks of Python, each behind a line that says where it goes: "New file `F`:", "At the
+end of `F`:", "In `NAME` of `F`:" (a dictionary or a class, as its last entry), "Before `LINE` in `F`:".
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def sections() -> dict[str, str]:
 
 
 def blocks(section: str) -> list[Block]:
-    return [Block(found[1], found["name"], found["line"], found["file"], found["code"]) for found in _BLOCK.finditer(section)]
+    return [
+        Block(found[1], found["name"], found["line"], found["file"], found["code"])
+        for found in _BLOCK.finditer(section)
+    ]
 
 
 def apply(block: Block, root: Path) -> None:
@@ -71,14 +75,21 @@ def apply(block: Block, root: Path) -> None:
     else:
         (node,) = [node for node in ast.parse(text).body if block.name in _defined(node)]
         assert node.end_lineno is not None
-        number = node.end_lineno - (0 if isinstance(node, ast.ClassDef) else 1)  # a dictionary ends with its bracket
+        # a dictionary ends with its bracket
+        number = node.end_lineno - (0 if isinstance(node, ast.ClassDef) else 1)
     path.write_text("".join([*lines[:number], block.code, *lines[number:]]))
 
 
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -143,7 +154,11 @@ print("command", main(["hello", "you"]))
 
 def test_what_the_page_shows_works(with_additions: Path) -> None:
     used = subprocess.run(
-        [sys.executable, "-c", _USE], cwd=with_additions, env={"PYTHONPATH": str(with_additions)}, capture_output=True, text=True
+        [sys.executable, "-c", _USE],
+        cwd=with_additions,
+        env={"PYTHONPATH": str(with_additions)},
+        capture_output=True,
+        text=True,
     )
     assert used.returncode == 0, used.stderr
     said = dict(line.split(" ", 1) for line in used.stdout.splitlines())

@@ -25,7 +25,9 @@ from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, ByHand, Executed, I
 from tests.docs.pages import PAGES, ROOT, Block, Command, blocks, commands, inline_commands
 
 LANGUAGES = {"bash", "console", "text", "yaml", "python", "json", "{toctree}"}
-TYPED = re.compile(r"^(\$ |(megarl|make|python|pip|docker|ray|torchrun|sbatch|srun|kubectl|curl|\.venv/bin/\w+|launch/\S+) )")
+TYPED = re.compile(
+    r"^(\$ |(megarl|make|python|pip|docker|ray|torchrun|sbatch|srun|kubectl|curl|\.venv/bin/\w+|launch/\S+) )"
+)
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
@@ -44,7 +46,9 @@ def test_every_block_says_what_it_is() -> None:
 
 
 def test_what_a_failure_prints_is_compared_by_a_test() -> None:
-    names = re.findall(r"<!-- page: (.*?) -->", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    names = re.findall(
+        r"<!-- page: (.*?) -->", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    )
     sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
     assert len(names) > 10
     assert [name for name in names if f'"{name}"' not in sources] == []
@@ -52,13 +56,23 @@ def test_what_a_failure_prints_is_compared_by_a_test() -> None:
 
 def test_no_command_hides_in_a_block_of_text() -> None:
     """What a command printed may begin with its name, as in "megarl train: ..."."""
-    lines = [(block, line) for block in BLOCKS if block.language == "text" for line in block.text.splitlines()]
-    assert [f"{block.place}: {line}" for block, line in lines if TYPED.match(line) and not re.match(r"megarl [\w -]+: ", line)] == []
+    lines = [
+        (block, line) for block in BLOCKS if block.language == "text" for line in block.text.splitlines()
+    ]
+    assert [
+        f"{block.place}: {line}"
+        for block, line in lines
+        if TYPED.match(line) and not re.match(r"megarl [\w -]+: ", line)
+    ] == []
 
 
 def test_every_command_is_run_by_a_test_or_marked() -> None:
     assert len(FOUND) > 30
-    unknown = [f"{each.block.place}: {each.text}" for each in FOUND if each.text not in COMMANDS and each.block.mark is None]
+    unknown = [
+        f"{each.block.place}: {each.text}"
+        for each in FOUND
+        if each.text not in COMMANDS and each.block.mark is None
+    ]
     assert unknown == [], "give each an entry in tests/docs/commands.py, or its block a mark"
 
 
@@ -67,8 +81,14 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     helped = capsys.readouterr().out
-    known = {f"make {target}" for target in targets} | {f"megarl {name}" for name in re.findall(r"^    ([a-z]+)\b", helped, re.MULTILINE)}
-    named = {" ".join(command.text.split()[:2]) for command in INLINE if command.text.startswith(("make ", "megarl "))}
+    known = {f"make {target}" for target in targets} | {
+        f"megarl {name}" for name in re.findall(r"^    ([a-z]+)\b", helped, re.MULTILINE)
+    }
+    named = {
+        " ".join(command.text.split()[:2])
+        for command in INLINE
+        if command.text.startswith(("make ", "megarl "))
+    }
     assert len(named) > 10
     assert named <= known
 
@@ -83,12 +103,18 @@ def test_the_test_that_runs_it_is_there(text: str) -> None:
     assert isinstance(entry, InTest)
     file, _, name = entry.test.partition("::")
     source = (ROOT / file).read_text(encoding="utf-8")
-    assert name.partition("[")[0] in {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    assert name.partition("[")[0] in {
+        node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)
+    }
     assert [mention for mention in entry.mentions if mention not in source] == []
 
 
 def _by_hand() -> Iterator[Command]:
-    yield from (each for each in FOUND if each.block.mark == "takes minutes" or isinstance(COMMANDS.get(each.text), ByHand))
+    yield from (
+        each
+        for each in FOUND
+        if each.block.mark == "takes minutes" or isinstance(COMMANDS.get(each.text), ByHand)
+    )
 
 
 @pytest.mark.parametrize("command", _by_hand(), ids=lambda command: command.text)
@@ -115,16 +141,27 @@ def test_what_takes_minutes_can_be_started(command: Command) -> None:
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == []
 
 
-def test_the_data_that_the_page_makes_are_data_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_that_the_page_makes_are_data_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = next(block for block in BLOCKS if block.page.name == "data.md" and block.language == "python")
     monkeypatch.chdir(tmp_path)
     exec(script.text, {"__name__": "__main__"})
-    prompts = PromptDataset([str(tmp_path / "my_prompts.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))
-    assert [prompts[99].messages[0]["content"], prompts[99].reward_model["ground_truth"]] == ["What is 99 + 1?", "100"]
+    prompts = PromptDataset(
+        [str(tmp_path / "my_prompts.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow)
+    )
+    assert [prompts[99].messages[0]["content"], prompts[99].reward_model["ground_truth"]] == [
+        "What is 99 + 1?",
+        "100",
+    ]
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place)
-def test_settings_on_the_pages_are_settings(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place
+)
+def test_settings_on_the_pages_are_settings(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys exist and values have their type; what a fragment leaves out is nobody's mistake."""
     values: dict[str, Any] = yaml.safe_load(block.text)
     if not set(values) <= {"base", *PPOConfig.__dataclass_fields__}:
@@ -150,14 +187,22 @@ def test_quickstart_stages(quickstart: Ended, clone: Clone) -> None:
     for stage in (*made, "-m megarl plot outputs/", "-m megarl report outputs/"):
         assert f"$ python {stage}" in quickstart.printed
     page = next(page for page in PAGES if page.name == "quickstart.md").read_text()
-    left = [name for row in re.findall(r"^\| (`.+) \|.*\|$", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    left = [
+        name
+        for row in re.findall(r"^\| (`.+) \|.*\|$", page, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", row)
+    ]
     assert len(left) > 5
     assert [name for name in left if not (clone.folder / "outputs" / "quickstart" / name).exists()] == []
 
 
 @pytest.mark.parametrize("text", [text for text in EXECUTED if text != QUICKSTART])
 def test_commands_do_what_the_pages_say(
-    text: str, quickstart: Ended, clone: Clone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: str,
+    quickstart: Ended,
+    clone: Clone,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entry = COMMANDS[text]
     assert isinstance(entry, Executed)
@@ -173,9 +218,16 @@ def test_commands_do_what_the_pages_say(
                 assert part.strip() in ended.printed, f"{command.block.place}: it prints\n{ended.printed}"
 
 
-@pytest.mark.parametrize("text", [text for text in COMMANDS if re.match(r"megarl (train|sft) configs/", text) and text not in EXECUTED])
+@pytest.mark.parametrize(
+    "text",
+    [text for text in COMMANDS if re.match(r"megarl (train|sft) configs/", text) and text not in EXECUTED],
+)
 def test_runs_on_the_pages_are_good(
-    text: str, quickstart: Ended, clone: Clone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: str,
+    quickstart: Ended,
+    clone: Clone,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Runs of these commands are made of another configuration by the tests that the table names."""
     _, _, *arguments = text.split()

@@ -1,4 +1,5 @@
-"""The table of concepts in docs/architecture.md: each is where the page says, under a name that a reader would look for."""
+"""The table of concepts in docs/architecture.md: each is where the page says, under a name that a reader
+would look for."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from typing import NamedTuple
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
-_ROW = re.compile(r"^\| (?P<concept>[^|]+) \| \[(?P<file>megarl/[\w/]+\.py)\]\(\.\./(?P=file)\) \| (?:`(?P<name>\w+)`)? *\|$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| (?P<concept>[^|]+) \| \[(?P<file>megarl/[\w/]+\.py)\]\(\.\./(?P=file)\) \| (?:`(?P<name>\w+)`)? "
+    r"*\|$",
+    re.MULTILINE,
+)
 
 
 class Concept(NamedTuple):
@@ -37,10 +42,15 @@ def defined_names(source: str) -> set[str]:
 
 
 def is_a_first_guess(concept: Concept) -> bool:
-    """Whether a word of the concept is in the path: what a reader who searches for a file by the field's term types."""
+    """Whether a word of the concept is in the path: what a reader who searches for a file by the field's term
+    types."""
     path = concept.file.lower()
     words = re.findall(r"[a-z]{2,}", concept.concept.lower())
-    return any(word.removesuffix("s") in path for word in words if word not in {"and", "of", "the", "for", "to", "on"})
+    return any(
+        word.removesuffix("s") in path
+        for word in words
+        if word not in {"and", "of", "the", "for", "to", "on"}
+    )
 
 
 def test_each_concept_is_where_the_page_says() -> None:

@@ -1,4 +1,5 @@
-"""docker/Dockerfile.cpu without Docker: its steps make a clean environment in an empty folder, where its command is the quickstart's."""
+"""docker/Dockerfile.cpu without Docker: its steps make a clean environment in an empty folder, where its
+command is the quickstart's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The site builds without a warning, loads nothing from elsewhere, and says what the code says; no link leads nowhere."""
+"""The site builds without a warning, loads nothing from elsewhere, and says what the code says; no link leads
+nowhere."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from tests.docs.pages import PAGES, ROOT, anchors, links
 
 
 def _build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(source), str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--quiet",
+        "--fail-on-warning",
+        "--keep-going",
+        str(source),
+        str(site),
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -38,10 +48,22 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 def test_a_reader_is_reported_to_nobody(site: Path) -> None:
     """No script, style, font or picture from another host; links that a reader follows are another thing."""
-    loaded = [tag for page in site.glob("*.html") for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())]
-    styles = [url for sheet in site.rglob("*.css") for url in re.findall(r"(?:@import|url\()[^;)]*", sheet.read_text())]
+    loaded = [
+        tag
+        for page in site.glob("*.html")
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
+    ]
+    styles = [
+        url
+        for sheet in site.rglob("*.css")
+        for url in re.findall(r"(?:@import|url\()[^;)]*", sheet.read_text())
+    ]
     assert len(loaded) > 20
-    assert [text for text in (*loaded, *styles) if re.search(r"(?<!xmlns=['\"])\b(https?:)?//(?!www\.w3\.org)", text)] == []
+    assert [
+        text
+        for text in (*loaded, *styles)
+        if re.search(r"(?<!xmlns=['\"])\b(https?:)?//(?!www\.w3\.org)", text)
+    ] == []
 
 
 def test_broken_links_fail_the_build(tmp_path: Path) -> None:
@@ -50,7 +72,9 @@ def test_broken_links_fail_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs" / "static", docs / "static")
     shutil.copy(ROOT / "docs" / "conf.py", docs)
     (docs / "rewards.md").write_text("# Rewards\n")
-    (docs / "index.md").write_text("# Index\n\n[x](nowhere.md) [x](rewards.md#nothing) ![x](none.svg)\n\n```{toctree}\nrewards\n```\n")
+    (docs / "index.md").write_text(
+        "# Index\n\n[x](nowhere.md) [x](rewards.md#nothing) ![x](none.svg)\n\n```{toctree}\nrewards\n```\n"
+    )
     built = _build(docs, tmp_path / "site")
     assert built.returncode != 0
     for named in ("nowhere.md", "nothing", "none.svg"):
@@ -75,7 +99,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("path", GENERATED)
 def test_what_is_made_from_the_code_is_current(path: str) -> None:
-    assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), f"{path} is not what the code says now: run make reference"
+    assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), (
+        f"{path} is not what the code says now: run make reference"
+    )
 
 
 def test_the_reference_has_every_key() -> None:
@@ -87,6 +113,8 @@ def test_the_reference_has_every_key() -> None:
 
 
 def test_the_loop_of_the_readme_is_the_loop_that_runs() -> None:
-    (shown,) = re.findall(r"(?s)One step is this.*?```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"))
+    (shown,) = re.findall(
+        r"(?s)One step is this.*?```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     assert len(shown.splitlines()) == 13
     assert textwrap.indent(shown, " " * 8) in (ROOT / "megarl/trainers/ppo.py").read_text(encoding="utf-8")

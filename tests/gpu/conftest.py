@@ -10,7 +10,8 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> torch.device:
-    """The first GPU. tests/unit/weights/test_shared_device.py has another fixture of this name, for rehearsals."""
+    """The first GPU. tests/unit/weights/test_shared_device.py has another fixture of this name, for
+    rehearsals."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     return torch.device("cuda", 0)

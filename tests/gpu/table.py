@@ -3,9 +3,9 @@
     python -m tests.gpu.table               # on a GPU
     python -m tests.gpu.table --rehearse    # what a CPU can do of it, with tiny shapes
 
-Each file of tests/gpu and each script of benchmarks/gpu runs in a process of its own, so that one that breaks its GPU's context breaks
-nothing else. The numbers of a test are its properties (`record_property`), those of a benchmark the last lines that it prints, behind the
-last empty one.
+Each file of tests/gpu and each script of benchmarks/gpu runs in a process of its own, so that one that breaks
+its GPU's context breaks nothing else. The numbers of a test are its properties (`record_property`), those of
+a benchmark the last lines that it prints, behind the last empty one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ LIMIT_S = 300  # of a file or script: all of them together are to end in ten min
 
 
 # What a CPU can do of tests/gpu and benchmarks/gpu: the same code over gloo.
-REHEARSALS = ("engine/test_one_device.py", "weights/test_shared_device.py", "test_gpu_benchmarks.py", "test_gpu_table.py")
+REHEARSALS = (
+    "engine/test_one_device.py",
+    "weights/test_shared_device.py",
+    "test_gpu_benchmarks.py",
+    "test_gpu_table.py",
+)
 
 
 class Row(NamedTuple):
@@ -65,7 +70,9 @@ def _row_of(what: str, results: Path, status: int | str) -> Row:
     numbers = []
     for case in cases:
         kinds = {child.tag: child for child in case}
-        outcome = "failed" if kinds.keys() & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        outcome = (
+            "failed" if kinds.keys() & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        )
         outcomes[outcome] += 1
         if outcome == "skipped":
             reasons[kinds["skipped"].get("message", "")] += 1
@@ -84,7 +91,10 @@ def run_benchmark(file: Path) -> Row:
     print(printed, flush=True)
     last = printed.strip().rpartition("\n\n")[2].splitlines()
     return Row(
-        _name(file), passed=int(status == 0), failed=int(status != 0), numbers=last if status == 0 else [f"ended with {status}", *last]
+        _name(file),
+        passed=int(status == 0),
+        failed=int(status != 0),
+        numbers=last if status == 0 else [f"ended with {status}", *last],
     )
 
 
@@ -114,7 +124,9 @@ def show(rows: Sequence[Row]) -> str:
 
 def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 where something failed. Without a GPU everything is left out, and that is no failure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU")
     rehearses = parser.parse_args(options).rehearse
     import torch

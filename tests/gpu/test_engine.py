@@ -21,7 +21,15 @@ from megarl.config.schema import Device, Layers, OptimConfig, ParallelConfig, Re
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from tests.unit.engine.comparison import assert_same, max_difference
-from tests.unit.engine.models import FAMILIES, load_lm, make_batch, reference_logits, save_model, scores_of, with_one_prompt
+from tests.unit.engine.models import (
+    FAMILIES,
+    load_lm,
+    make_batch,
+    reference_logits,
+    save_model,
+    scores_of,
+    with_one_prompt,
+)
 from tests.unit.engine.rank_side import Tensors, build, hf_gradients, weighted_sum
 
 KEYS = ("log_probs", "entropy")
@@ -29,9 +37,11 @@ MICRO_BATCHES = [[0, 3, 2], [1, 4], [5], [6]]
 OUTPUT_TOLERANCE = 1e-4  # absolute, in float32
 GRADIENT_TOLERANCE = 1e-3  # of the tensor's norm, in float32
 GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
-ROUNDING = 1.5  # in bfloat16 the engine may be so many times as far from float32 as Hugging Face is on the same device
+# in bfloat16 the engine may be so many times as far from float32 as Hugging Face is on the same device
+ROUNDING = 1.5
 
-Run = Callable[..., Any]  # run(function, **arguments): what function(groups=..., **arguments) returns in a process on the device
+# run(function, **arguments): what function(groups=..., **arguments) returns in a process on the device
+Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +58,8 @@ def run(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Compared(NamedTuple):
-    """Outputs (B, R), and the gradients of a weighted sum of them by Hugging Face's names: float32, on the host."""
+    """Outputs (B, R), and the gradients of a weighted sum of them by Hugging Face's names: float32, on the
+    host."""
 
     outputs: Tensors
     gradients: Tensors
@@ -59,11 +70,14 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry. Of some micro-batches rows share a prompt."""
+    """A weight per token and output, so that no two gradients are the same by symmetry. Of some micro-batches
+    rows share a prompt."""
     batch = with_one_prompt(make_batch(), (0, 2), (1, 4))
     generator = torch.Generator().manual_seed(2)
     for key in KEYS:
-        batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+        batch[f"weight/{key}"] = (
+            torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+        )
     return batch
 
 
@@ -76,10 +90,14 @@ def run_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> 
     model = load_lm(folder, dtype).to(device)
     outputs = scores_of(reference_logits(model, batch).float(), batch)
     sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in KEYS).backward()
-    return Compared(on_host(outputs), on_host({name: parameter.grad for name, parameter in model.named_parameters()}))
+    return Compared(
+        on_host(outputs), on_host({name: parameter.grad for name, parameter in model.named_parameters()})
+    )
 
 
-def run_engine(folder: Path, dtype: torch.dtype, layers: Layers, packing: bool, recompute: Recompute, groups: Any) -> Compared:
+def run_engine(
+    folder: Path, dtype: torch.dtype, layers: Layers, packing: bool, recompute: Recompute, groups: Any
+) -> Compared:
     engine = build(
         groups,
         str(folder),
@@ -124,11 +142,18 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ],
 )
 def test_log_probs_and_gradients_are_those_of_hugging_face(
-    family: tuple[Path, Compared], layers: Layers, packing: bool, recompute: Recompute, device: torch.device, run: Run
+    family: tuple[Path, Compared],
+    layers: Layers,
+    packing: bool,
+    recompute: Recompute,
+    device: torch.device,
+    run: Run,
 ) -> None:
     need(layers, device)
     folder, want = family
-    got: Compared = run(run_engine, folder=folder, dtype=torch.float32, layers=layers, packing=packing, recompute=recompute)
+    got: Compared = run(
+        run_engine, folder=folder, dtype=torch.float32, layers=layers, packing=packing, recompute=recompute
+    )
     for key in KEYS:
         assert max_difference(got.outputs[key], want.outputs[key]) <= OUTPUT_TOLERANCE, key
     assert_same(got.gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
@@ -156,7 +181,9 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
 ) -> None:
     need(layers, device)
     folder, want = family
-    got: Compared = run(run_engine, folder=folder, dtype=torch.bfloat16, layers=layers, packing=packing, recompute=recompute)
+    got: Compared = run(
+        run_engine, folder=folder, dtype=torch.bfloat16, layers=layers, packing=packing, recompute=recompute
+    )
     peer = run_hugging_face(folder, torch.bfloat16, device)
     ours, theirs = (distances(side, want) for side in (got, peer))
     said = ", ".join(f"{name} {ours[name]:.2e} and {theirs[name]:.2e}" for name in ours)
@@ -166,14 +193,19 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
 
 
 def distances(got: Compared, want: Compared) -> dict[str, float]:
-    """Of each output the mean of absolute differences over response tokens; of all gradients the norm of differences, to their norm."""
+    """Of each output the mean of absolute differences over response tokens; of all gradients the norm of
+    differences, to their norm."""
     mask = weighted_batch()["response_mask"]
     means = {key: float((got.outputs[key] - want.outputs[key])[mask].abs().mean()) for key in KEYS}
-    norms = torch.stack([(got.gradients[name] - gradient).norm() for name, gradient in want.gradients.items()])
+    norms = torch.stack(
+        [(got.gradients[name] - gradient).norm() for name, gradient in want.gradients.items()]
+    )
     return {**means, "gradients": float(norms.norm()) / want.grad_norm}
 
 
-def mean_log_prob(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+def mean_log_prob(
+    outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Metric]]:
     value = -(outputs["log_probs"] * rows["response_mask"]).sum() / 40
     return value, {"loss": Metric.sum(value)}
 
@@ -192,7 +224,9 @@ def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: 
     batch = make_batch()
     trained = Trained([], [], {}, [])
     for _ in range(num_steps):
-        trained.losses.append(engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], mean_log_prob)["loss"].value)
+        trained.losses.append(
+            engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], mean_log_prob)["loss"].value
+        )
         trained.norms.append(engine.step().grad_norm)
         if away:
             before = torch.cuda.memory_allocated() if on_cuda else 0
@@ -205,7 +239,9 @@ def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: 
 
 
 @pytest.mark.parametrize("layers", [Layers.local, Layers.transformer_engine])
-def test_bfloat16_training_lowers_the_loss(layers: Layers, device: torch.device, run: Run, tmp_path: Path) -> None:
+def test_bfloat16_training_lowers_the_loss(
+    layers: Layers, device: torch.device, run: Run, tmp_path: Path
+) -> None:
     need(layers, device)
     save_model("qwen2-tied", tmp_path)
     losses = run(train, folder=tmp_path, layers=layers, away=(), num_steps=10).losses
@@ -214,8 +250,12 @@ def test_bfloat16_training_lowers_the_loss(layers: Layers, device: torch.device,
 
 def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(run: Run, tmp_path: Path) -> None:
     save_model("qwen2", tmp_path)
-    stayed, moved = (run(train, folder=tmp_path, layers=Layers.local, away=away, num_steps=3) for away in ((), tuple(StatePart)))
-    assert moved.norms == pytest.approx(stayed.norms, rel=1e-2)  # what a GPU adds in another order each time, rounded to bfloat16
+    stayed, moved = (
+        run(train, folder=tmp_path, layers=Layers.local, away=away, num_steps=3)
+        for away in ((), tuple(StatePart))
+    )
+    # what a GPU adds in another order each time, rounded to bfloat16
+    assert moved.norms == pytest.approx(stayed.norms, rel=1e-2)
     assert all(part >= 0.9 for part in moved.given_back)
     for name, weight in stayed.weights.items():
         torch.testing.assert_close(moved.weights[name], weight, atol=1e-2, rtol=1e-2)
@@ -233,4 +273,9 @@ def test_torch_has_what_the_layers_for_cuda_call() -> None:
     assert parameters["window_size"].default == (-1, -1)
     for function in (pin_memory, unpin_memory):
         assert list(inspect.signature(function).parameters)[0] == "data_ptr"
-    assert list(inspect.signature(torch.nn.functional.rms_norm).parameters) == ["input", "normalized_shape", "weight", "eps"]
+    assert list(inspect.signature(torch.nn.functional.rms_norm).parameters) == [
+        "input",
+        "normalized_shape",
+        "weight",
+        "eps",
+    ]

@@ -1,5 +1,6 @@
-"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back and taken again by its tags, log-probs against transformers.
-It needs SGLang's own packages: CUDA graphs, flash attention and torch_memory_saver are in use."""
+"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back and taken again by its tags,
+log-probs against transformers. It needs SGLang's own packages: CUDA graphs, flash attention and
+torch_memory_saver are in use."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> It
     sglang = SGLangConfig(mode=SGLangMode.server, server_args={"mem_fraction_static": 0.3})
     rollout = RolloutConfig(max_concurrency=16, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.bfloat16)
-    engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cuda, release_memory=True))
+    engine = SGLangEngine(
+        RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cuda, release_memory=True)
+    )
     engine.wake_cache()  # it starts without
     yield engine
     engine.close()
@@ -66,8 +69,17 @@ def mean_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) 
     gaps = []
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.token_ids.tolist()], device="cuda")).logits[0, len(prompt) - 1 : -1].float().cpu()
-        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
+            logits = (
+                model(torch.tensor([prompt + sample.token_ids.tolist()], device="cuda"))
+                .logits[0, len(prompt) - 1 : -1]
+                .float()
+                .cpu()
+            )
+        expected = (
+            (logits / temperature)
+            .log_softmax(-1)
+            .gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
+        )
         gaps.append((expected - torch.tensor(sample.log_probs)).abs())
     return float(torch.cat(gaps).mean())
 
@@ -76,8 +88,12 @@ def mean_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) 
 def test_weights_by_cuda_ipc_give_the_models_log_probs(engine: SGLangEngine, temperature: float) -> None:
     model = cuda_model(seed=int(temperature * 10))
     push(model, engine, version=int(temperature * 10))
-    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
-    samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=32, seed=0, temperature=temperature, ignore_eos=True))
+    assert engine.checksums() == {
+        name: checksum(parameter.detach()) for name, parameter in model.named_parameters()
+    }
+    samples = engine.generate(
+        PROMPTS, SamplingParameters(max_new_tokens=32, seed=0, temperature=temperature, ignore_eos=True)
+    )
     assert mean_gap(model, samples, temperature) < TOLERANCE
 
 
@@ -95,7 +111,9 @@ def test_memory_is_given_back_and_taken_again_the_weights_first(
     with_weights = free_bytes()
     assert weight_bytes / 2 < asleep - with_weights < weight_bytes + 512 * 2**20  # neither cache nor graphs
     push(model, engine, version=4)
-    assert engine.checksums() == {name: checksum(parameter.detach()) for name, parameter in model.named_parameters()}
+    assert engine.checksums() == {
+        name: checksum(parameter.detach()) for name, parameter in model.named_parameters()
+    }
     with pytest.raises(EngineStateError, match="wake_cache first"):
         engine.generate(PROMPTS, SamplingParameters(max_new_tokens=8, seed=0))
     engine.wake_cache()

@@ -1,5 +1,6 @@
-"""Weights from a trainer process to an engine process on one GPU, by CUDA IPC, and what is left when the engine is killed; between two
-GPUs, where they are there, by NCCL. tests/unit/weights/test_shared_device.py runs these tests on the CPU, so that they cannot rot."""
+"""Weights from a trainer process to an engine process on one GPU, by CUDA IPC, and what is left when the
+engine is killed; between two GPUs, where they are there, by NCCL. tests/unit/weights/test_shared_device.py
+runs these tests on the CPU, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def slack(device: torch.device) -> int:
 
 
 def is_counted(device: torch.device, seed: int) -> bool:
-    """Whether a push takes no more than its messages: on a CPU a model's memory is taken when it is first written to."""
+    """Whether a push takes no more than its messages: on a CPU a model's memory is taken when it is first
+    written to."""
     return device.type == "cuda" or seed > 1
 
 
@@ -55,7 +57,10 @@ def test_ipc_buffers_carry_weights_to_the_bit_in_the_memory_of_two_buckets(
     device: torch.device, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     spec = spec_of(tmp_path, device)
-    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
+    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (
+        trainer,
+        engine,
+    ):
         before = ask(trainer, "held")
         ask(engine, "join", ask(trainer, "serve", 0, ask(engine, "start")))
         seen = set()
@@ -66,10 +71,14 @@ def test_ipc_buffers_carry_weights_to_the_bit_in_the_memory_of_two_buckets(
             if is_counted(device, seed):
                 assert report.measured_extra_bytes <= 2 * spec.bucket_bytes + slack(device)
                 assert engine_bytes <= 2 * spec.bucket_bytes + slack(device)
-            assert report.nbytes > 2 * spec.bucket_bytes + slack(device)  # it would be seen if all were there at once
+            # it would be seen if all were there at once
+            assert report.nbytes > 2 * spec.bucket_bytes + slack(device)
             check_weights(trainer, engine, seed)
             seen.add(tuple(ask(engine, "checksums").values()))
-            record_property("extra MB of trainer and engine", f"{report.measured_extra_bytes / MB:.1f} and {engine_bytes / MB:.1f}")
+            record_property(
+                "extra MB of trainer and engine",
+                f"{report.measured_extra_bytes / MB:.1f} and {engine_bytes / MB:.1f}",
+            )
         assert len(seen) == 2
         assert ask(trainer, "held").of_process - before.of_process >= spec.bucket_bytes
         ask(engine, "close")
@@ -86,7 +95,8 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
     serving = [partial(serve_trainer, spec), *[partial(serve_engine, spec)] * 3]
     with mortal_ranks(tmp_path, serving) as (trainer, first, doomed, spare):
         ask(first, "join", ask(trainer, "serve", 0, ask(first, "start")))
-        push(trainer, first, 1)  # what the device keeps from its first use on, as kernels, is there from now on
+        # what the device keeps from its first use on, as kernels, is there from now on
+        push(trainer, first, 1)
         ask(first, "close")
         ask(trainer, "leave", 0)
         end(first, device)
@@ -125,25 +135,37 @@ def end(rank: MortalRank, device: torch.device) -> None:
     time.sleep(1.0 if device.type == "cuda" else 0.0)  # the driver takes a moment to clear up behind it
 
 
-def test_two_ranks_on_one_device_are_refused_within_the_limit(device: torch.device, one_device_backend: str, tmp_path: Path) -> None:
+def test_two_ranks_on_one_device_are_refused_within_the_limit(
+    device: torch.device, one_device_backend: str, tmp_path: Path
+) -> None:
     spec = spec_of(tmp_path, device)
     with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as ranks:
-        address = P2PAddress("replica-0", "127.0.0.1", ask(ranks[0], "reserve"), 2, one_device_backend, MEETING_LIMIT_S)
+        address = P2PAddress(
+            "replica-0", "127.0.0.1", ask(ranks[0], "reserve"), 2, one_device_backend, MEETING_LIMIT_S
+        )
         start_s = time.monotonic()  # of two processes that have started
         for number, rank in enumerate(ranks):
             rank.tell(("meet", address, number))
         reasons = []
         for number, rank in enumerate(ranks):
-            with pytest.raises(WeightTransferError, match=f"replica-0.*rank {number} could not join") as caught:
+            with pytest.raises(
+                WeightTransferError, match=f"replica-0.*rank {number} could not join"
+            ) as caught:
                 answer(rank)
             reasons.append(str(caught.value))
-        assert re.search("Duplicate GPU|invalid usage", "\n".join(reasons)), reasons  # who comes second may find the first gone
+        # who comes second may find the first gone
+        assert re.search("Duplicate GPU|invalid usage", "\n".join(reasons)), reasons
         assert time.monotonic() - start_s < MEETING_LIMIT_S
 
 
-def test_a_group_carries_weights_to_another_device(two_devices: tuple[torch.device, torch.device], backend: str, tmp_path: Path) -> None:
+def test_a_group_carries_weights_to_another_device(
+    two_devices: tuple[torch.device, torch.device], backend: str, tmp_path: Path
+) -> None:
     spec = spec_of(tmp_path, *two_devices)
-    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
+    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (
+        trainer,
+        engine,
+    ):
         needed = ask(engine, "start")
         address = P2PAddress("replica-0", "127.0.0.1", ask(trainer, "reserve"), 2, backend, LIMIT_S)
         engine.tell(("join", ask(trainer, "group_link", address, needed)))
@@ -165,12 +187,16 @@ def test_a_group_carries_weights_to_another_device(two_devices: tuple[torch.devi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(), (5, 0), (7,), (300, 1000), (3, 40_000)])
-def test_checksums_are_those_of_the_cpu(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_checksums_are_those_of_the_cpu(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_device = tensor.to(device)
     assert checksum(on_device) == checksum(tensor)
     if tensor.dim() == 2 and tensor.numel():
-        assert checksum(on_device.t().contiguous().t(), 9, (5 * shape[1], 2)) == checksum(tensor, 9, (5 * shape[1], 2))
+        assert checksum(on_device.t().contiguous().t(), 9, (5 * shape[1], 2)) == checksum(
+            tensor, 9, (5 * shape[1], 2)
+        )
 
 
 def test_a_checksum_of_several_blocks_is_that_of_the_cpu(device: torch.device) -> None:

@@ -1,7 +1,9 @@
-"""Runs the instructions of a Dockerfile in a folder, without Docker: what an image would hold, and what its command does.
+"""Runs the instructions of a Dockerfile in a folder, without Docker: what an image would hold, and what its
+command does.
 
-The folder stands for the image's WORKDIR, wherever the Dockerfile names it. What would change the whole system is not done: users, and
-packages of the distribution. An instruction that is not known here is an error, so that no step is left out in silence.
+The folder stands for the image's WORKDIR, wherever the Dockerfile names it. What would change the whole
+system is not done: users, and packages of the distribution. An instruction that is not known here is an
+error, so that no step is left out in silence.
 """
 
 from __future__ import annotations
@@ -24,11 +26,22 @@ ROOT = Path(__file__).parents[2]
 _FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
 _OF_THE_SYSTEM = ("apt-get", "install", "rm", "useradd", "userdel")
 # Where pip finds packages and certificates on this machine; and its home, which has pip's own files.
-_FROM_OUTSIDE = ("HOME", "LANG", "PIP_", "SSL_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy")
+_FROM_OUTSIDE = (
+    "HOME",
+    "LANG",
+    "PIP_",
+    "SSL_",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+)
 
 
 def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
-    """docker/Dockerfile.cpu, in `folder`/image. `python` of the image's base is this machine's, of the same version."""
+    """docker/Dockerfile.cpu, in `folder`/image. `python` of the image's base is this machine's, of the same
+    version."""
     for name in ("image", "programs"):
         (folder / name).mkdir()
     (folder / "programs" / "python").symlink_to(Path(sys.executable).resolve())
@@ -37,9 +50,12 @@ def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
 
 
 class DockerfileSteps:
-    """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg` does."""
+    """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg`
+    does."""
 
-    def __init__(self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str) -> None:
+    def __init__(
+        self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str
+    ) -> None:
         self._context = context
         self.folder = folder
         self._steps = DockerfileParser(fileobj=io.BytesIO(dockerfile.read_bytes())).structure
@@ -95,25 +111,40 @@ class DockerfileSteps:
     def _run(self, command: str) -> None:
         programs = {part.split()[0] for part in command.split("&&")}
         if programs & {"apt-get", "useradd", "userdel"}:
-            assert programs <= set(_OF_THE_SYSTEM), f"only a part of this step could be run without Docker: RUN {command}"
+            assert programs <= set(_OF_THE_SYSTEM), (
+                f"only a part of this step could be run without Docker: RUN {command}"
+            )
             return
-        environment = {**self._arguments, **self._environment}  # a build argument is a variable of RUN, not of what the image starts
+        # a build argument is a variable of RUN, not of what the image starts
+        environment = {**self._arguments, **self._environment}
         ended = self._process(self._here(command), environment, shell=True)
         assert ended.returncode == 0, f"RUN {command}\n{ended.stdout}\n{ended.stderr}"
 
-    def _process(self, command: str | Sequence[str], environment: Mapping[str, str], shell: bool) -> subprocess.CompletedProcess[str]:
+    def _process(
+        self, command: str | Sequence[str], environment: Mapping[str, str], shell: bool
+    ) -> subprocess.CompletedProcess[str]:
         if not shell:  # found as the image finds it, by its own PATH
             program = shutil.which(command[0], path=environment["PATH"])
             assert program is not None, f"{command[0]} is not on the image's PATH"
             command = [program, *command[1:]]
-        return subprocess.run(command, shell=shell, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command,
+            shell=shell,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     def _copy(self, value: str) -> None:
         *sources, target = [word for word in shlex.split(value) if not word.startswith("--")]
         for source in sources:
             place = self.folder / target
             if (self._context / source).is_dir():
-                shutil.copytree(self._context / source, place, ignore=self._ignored, dirs_exist_ok=True, symlinks=True)
+                shutil.copytree(
+                    self._context / source, place, ignore=self._ignored, dirs_exist_ok=True, symlinks=True
+                )
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self._context / source, place)
@@ -122,7 +153,9 @@ class DockerfileSteps:
         """What .dockerignore leaves out: names at the top, and names anywhere (`**/`)."""
         lines = (line.strip() for line in (self._context / ".dockerignore").read_text().splitlines())
         patterns = [line for line in lines if line and not line.startswith("#")]
-        assert not any("/" in pattern.removeprefix("**/") or pattern.startswith("!") for pattern in patterns), "not known here"
+        assert not any(
+            "/" in pattern.removeprefix("**/") or pattern.startswith("!") for pattern in patterns
+        ), "not known here"
         is_top = Path(folder) == self._context
         wanted = [pattern.removeprefix("**/") for pattern in patterns if is_top or pattern.startswith("**/")]
         return set(shutil.ignore_patterns(*wanted)(folder, names))

@@ -1,4 +1,5 @@
-"""A driver for test_failures.py: starts a worker with a child and a grandchild, says who is there, and then waits or ends.
+"""A driver for test_failures.py: starts a worker with a child and a grandchild, says who is there, and then
+waits or ends.
 
 python driver_to_kill.py wait|end
 """

@@ -1,4 +1,5 @@
-"""`megarl` with a clock of the day that is set by hours, back and forth: python driver_with_a_set_clock.py ARGUMENTS"""
+"""`megarl` with a clock of the day that is set by hours, back and forth: python driver_with_a_set_clock.py
+ARGUMENTS"""
 
 import itertools
 import sys

@@ -1,10 +1,12 @@
-"""Golden runs: three short trainings whose batches, metrics and final states are compared with a record, bit for bit.
+"""Golden runs: three short trainings whose batches, metrics and final states are compared with a record, bit
+for bit.
 
 python -m tests.integration.golden [--write] [--tensors FOLDER]
 
-Says what differs from the record of this platform; `--write` makes that record anew. `--tensors` keeps the tensors themselves, one
-safetensors file a run, so that two versions of the code can be compared element by element. A record holds for one platform
-(`platform_key`): another processor rounds otherwise, so that only metrics can be compared there, and loosely.
+Says what differs from the record of this platform; `--write` makes that record anew. `--tensors` keeps the
+tensors themselves, one safetensors file a run, so that two versions of the code can be compared element by
+element. A record holds for one platform (`platform_key`): another processor rounds otherwise, so that only
+metrics can be compared there, and loosely.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ LAYOUTS = {
     "grpo": ParallelConfig(tensor_parallel_size=2),
     "dapo": ParallelConfig(pipeline_parallel_size=2),
 }
-# This one's samples are episodes of one turn, which are to the last bit those without an environment, of which the record is.
+# This one's samples are episodes of one turn, which are to the last bit those without an environment, of
+# which the record is.
 OF_EPISODES = "grpo"
 ENVIRONMENT = """
 from megarl.agents.protocol import Reply
@@ -63,16 +66,19 @@ UPDATES_PER_STEP = 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "configs"
 # What a clock says, and no computation; and what is of episodes alone.
-_TIMED = re.compile(r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s|val/(.+/)?turns/mean")
+_TIMED = re.compile(
+    r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s|val/(.+/)?turns/mean"
+)
 _EPISODES_ALONE = ("answer_mask", "environment_rewards")
 
 See = Callable[[int, DataProto], None]  # step and batch
 
 
 class Observed(NamedTuple):
-    """What a run has computed. metrics: the lines of metrics.jsonl, timings left out. tensors: `step_N/KEY` is a column of the batch that
-    the updates of step N were given, in its order of rows; `policy/NAME` a weight of the Hugging Face folder; `actor/NAME` and
-    `critic/NAME` a weight, a master or a moment of the last checkpoint."""
+    """What a run has computed. metrics: the lines of metrics.jsonl, timings left out. tensors: `step_N/KEY`
+    is a column of the batch that the updates of step N were given, in its order of rows; `policy/NAME` a
+    weight of the Hugging Face folder; `actor/NAME` and `critic/NAME` a weight, a master or a moment of the
+    last checkpoint."""
 
     metrics: list[dict[str, float]]
     tensors: dict[str, torch.Tensor]
@@ -109,7 +115,9 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
             watch_updates(roles, see)
 
     finished = run_ppo(golden_config(name, inputs, output_dir), look)
-    metrics = [{key: value for key, value in line.items() if not _TIMED.fullmatch(key)} for line in finished.metrics]
+    metrics = [
+        {key: value for key, value in line.items() if not _TIMED.fullmatch(key)} for line in finished.metrics
+    ]
     for file in sorted(finished.policy.glob("*.safetensors")):
         tensors |= {f"policy/{key}": value for key, value in load_file(file).items()}
     (checkpoint,) = (output_dir / "checkpoints").glob("step_*")
@@ -126,7 +134,9 @@ def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
         inputs,
         output_dir,
         data={"max_response_length": RESPONSE_LENGTH},
-        agent=AgentConfig(environment=EnvironmentConfig(path=str(environment) if name == OF_EPISODES else None), max_turns=1),
+        agent=AgentConfig(
+            environment=EnvironmentConfig(path=str(environment) if name == OF_EPISODES else None), max_turns=1
+        ),
         algorithm=_preset(name),
         actor={"parallel": LAYOUTS[name]},
         rollout={"n": SAMPLES_PER_PROMPT},
@@ -144,7 +154,9 @@ def _checkpointed(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a role's distributed checkpoint, whole, as torch itself reads it."""
     items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
-        key: torch.empty(item.size, dtype=item.properties.dtype) for key, item in items.items() if isinstance(item, TensorStorageMetadata)
+        key: torch.empty(item.size, dtype=item.properties.dtype)
+        for key, item in items.items()
+        if isinstance(item, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
@@ -160,9 +172,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
     """One line for each metric and tensor that is not the recorded one to the last bit."""
-    before = {f"metrics/{line['step']}/{key}": value for line in recorded.metrics for key, value in line.items()}
-    after = {f"metrics/{line['step']}/{key}": value for line in observed.metrics for key, value in line.items()}
-    pairs = [(before, after), (recorded.tensors, {key: digest(tensor) for key, tensor in observed.tensors.items()})]
+    before = {
+        f"metrics/{line['step']}/{key}": value for line in recorded.metrics for key, value in line.items()
+    }
+    after = {
+        f"metrics/{line['step']}/{key}": value for line in observed.metrics for key, value in line.items()
+    }
+    pairs = [
+        (before, after),
+        (recorded.tensors, {key: digest(tensor) for key, tensor in observed.tensors.items()}),
+    ]
     return [
         f"{name}: {key} is {now.get(key, 'missing')}, the record has {then.get(key, 'nothing')}"
         for then, now in pairs
@@ -175,13 +194,15 @@ def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
 
 
 def platform_key() -> str:
-    """What the bits of a run depend on but the code: torch, the kernels that it has chosen, and the processor, by which the libraries of
-    matrix products choose theirs."""
+    """What the bits of a run depend on but the code: torch, the kernels that it has chosen, and the
+    processor, by which the libraries of matrix products choose theirs."""
     facts: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         facts.setdefault(name.strip(), value.strip())
-    processor = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [platform.machine()]
+    processor = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [
+        platform.machine()
+    ]
     return f"torch-{torch.__version__}_{torch.backends.cpu.get_cpu_capability()}_{'-'.join(processor)}"
 
 
@@ -197,7 +218,10 @@ def own_record() -> Path:
 
 def write_record(runs: Mapping[str, Observed]) -> None:
     record = {
-        name: {"metrics": run.metrics, "tensors": {key: digest(tensor) for key, tensor in run.tensors.items()}}
+        name: {
+            "metrics": run.metrics,
+            "tensors": {key: digest(tensor) for key, tensor in run.tensors.items()},
+        }
         for name, run in runs.items()
     }
     RECORDS.mkdir(exist_ok=True)
@@ -205,7 +229,9 @@ def write_record(runs: Mapping[str, Observed]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="make the record of this platform anew")
     parser.add_argument("--tensors", type=Path, metavar="FOLDER", help="keep the tensors in this folder")
     arguments = parser.parse_args()
@@ -217,7 +243,10 @@ def main() -> int:
     if arguments.tensors:
         arguments.tensors.mkdir(parents=True, exist_ok=True)
         for name, run in runs.items():
-            save_file({key: tensor.contiguous() for key, tensor in run.tensors.items()}, arguments.tensors / f"{name}.safetensors")
+            save_file(
+                {key: tensor.contiguous() for key, tensor in run.tensors.items()},
+                arguments.tensors / f"{name}.safetensors",
+            )
     if arguments.write:
         write_record(runs)
         print(f"written: {own_record()}")

@@ -22,12 +22,16 @@ from tests.command import ROOT
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 STEPS = 3
-FAILING_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['answer']\n"
+FAILING_REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+    "extra_info['answer']\n"
+)
 _STORE_BYTES = str(100 * 2**20)
 
 
 def save_ppo_run(folder: Path) -> Path:
-    """Actor and rollout on one node, the critic on another. The run's own folder is `folder/run`; `failing.py` is a reward that raises."""
+    """Actor and rollout on one node, the critic on another. The run's own folder is `folder/run`;
+    `failing.py` is a reward that raises."""
     save_inputs(folder)
     (folder / "failing.py").write_text(FAILING_REWARD)
     config = tiny_config(
@@ -58,7 +62,11 @@ def save_sft_run(folder: Path) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     """Of this repository's code, and of its interpreter: what runs elsewhere starts `python`."""
-    own = {"PATH": warm.search_path(), "PYTHONPATH": str(ROOT), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES}
+    own = {
+        "PATH": warm.search_path(),
+        "PYTHONPATH": str(ROOT),
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES,
+    }
     return {**os.environ, **own, **more}
 
 
@@ -83,12 +91,25 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
     nodes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
-        nodes.append(subprocess.Popen([*node, *arguments], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        nodes.append(
+            subprocess.Popen(
+                [*node, *arguments],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
         assert nodes[-1].stdout is not None
         return nodes[-1].stdout.readline().strip()
 
-    # Of each node its own: the agent of one node removes a job's files when its own node has no more use for them. Short: for sockets.
-    with tempfile.TemporaryDirectory(prefix="ray") as first, tempfile.TemporaryDirectory(prefix="ray") as second:
+    # Of each node its own: the agent of one node removes a job's files when its own node has no more use for
+    # them. Short: for sockets.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray") as first,
+        tempfile.TemporaryDirectory(prefix="ray") as second,
+    ):
         try:
             gcs_address = start("--dashboard-port", str(port), "--temp-dir", first)
             assert start("--head", gcs_address, "--temp-dir", second) == gcs_address

@@ -1,7 +1,9 @@
-"""Wheels of what is installed here, by reference: pip resolves and installs them as it would the real ones, in seconds and without copies.
+"""Wheels of what is installed here, by reference: pip resolves and installs them as it would the real ones,
+in seconds and without copies.
 
-A wheel has the name, version, requirements and entry points of an installed distribution; in the place of its files it holds a `.pth` that
-leads to a folder of links to them. So an environment that pip makes of such wheels has what its requirements name, and nothing else.
+A wheel has the name, version, requirements and entry points of an installed distribution; in the place of its
+files it holds a `.pth` that leads to a folder of links to them. So an environment that pip makes of such
+wheels has what its requirements name, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-n
 
 
 def make_wheels(folder: Path, without: str) -> Path:
-    """Of all distributions of this environment but `without`; the folder with the wheels, which is in `folder` as the links are."""
+    """Of all distributions of this environment but `without`; the folder with the wheels, which is in
+    `folder` as the links are."""
     found = {name_of(each): each for each in distributions() if each.metadata["Name"] != without}
     owners: defaultdict[PurePath, set[str]] = defaultdict(set)
     for name, distribution in found.items():

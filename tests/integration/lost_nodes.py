@@ -30,8 +30,8 @@ from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
-# A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, of which none is slow here: they are
-# asked, and answer, in threads of their own.
+# A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, of which none
+# is slow here: they are asked, and answer, in threads of their own.
 NOTICED_SOON = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
@@ -67,7 +67,12 @@ def told(call: Callable[[], Any]) -> dict[str, Any]:
         kind = getattr(error, "kind", None)
         summary = getattr(error, "summary", str(error).splitlines()[0])
         page = last_page(error, "train", RunContext(PPOConfig()))
-        return {"error": type(error).__name__, "kind": None if kind is None else kind.name, "summary": summary, "page": page}
+        return {
+            "error": type(error).__name__,
+            "kind": None if kind is None else kind.name,
+            "summary": summary,
+            "page": page,
+        }
     return {"error": None}
 
 
@@ -80,7 +85,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     folder = tempfile.mkdtemp()
     try:
-        pools = ResourcePoolManager({"pool": [2], "rollout": [1]}, {}, use_gpu=False, nodes={"pool": [0], "rollout": [0]})
+        pools = ResourcePoolManager(
+            {"pool": [2], "rollout": [1]}, {}, use_gpu=False, nodes={"pool": [0], "rollout": [0]}
+        )
         pools.create_resource_pool()
         pool = pools.resource_pools["pool"]
 
@@ -91,7 +98,9 @@ def main() -> None:
                 group.call(MortalWorker.pid)
 
         def started() -> RayWorkerGroup:
-            group = RayWorkerGroup(pool, RayClassWithInitArgs(MortalWorker), role="actor", phase_time_limit_s=10_000)
+            group = RayWorkerGroup(
+                pool, RayClassWithInitArgs(MortalWorker), role="actor", phase_time_limit_s=10_000
+            )
             group.call(MortalWorker.pid)
             return group
 
@@ -102,7 +111,9 @@ def main() -> None:
 
         spec = FakeSpec(folder=Path(folder), manifest=MANIFEST)
         [place] = pools.resource_pools["rollout"].split()
-        replicas = Replicas([ReplicaPlace(place)], lambda: FakeEngine(spec), restart_limit=3, phase_time_limit_s=10_000)
+        replicas = Replicas(
+            [ReplicaPlace(place)], lambda: FakeEngine(spec), restart_limit=3, phase_time_limit_s=10_000
+        )
         replicas.groups[0].ready.get()
         group = started()
         large = group.call(MortalWorker.large)

@@ -1,4 +1,5 @@
-"""Losses that wait for each other: actor's and critic's updates that meet have run at the same time, however slow the machine is."""
+"""Losses that wait for each other: actor's and critic's updates that meet have run at the same time, however
+slow the machine is."""
 
 from __future__ import annotations
 
@@ -44,12 +45,17 @@ def _meet(folder: Path, me: str, other: str) -> None:
         time.sleep(0.01)
 
 
-def meeting_in_step(step: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, PPORoles], None]:
-    """What `run_ppo` looks at. In `step`, the first that trains both, neither's update ends before the other's has begun."""
+def meeting_in_step(
+    step: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int, PPORoles], None]:
+    """What `run_ppo` looks at. In `step`, the first that trains both, neither's update ends before the
+    other's has begun."""
 
     def look(current: int, roles: PPORoles) -> None:
         if current == step:
             for loss, waits in ((ActorLoss, MeetingActorLoss), (CriticLoss, MeetingCriticLoss)):
-                monkeypatch.setattr(f"megarl.roles.models.{loss.__name__}", functools.partial(waits, folder=folder))
+                monkeypatch.setattr(
+                    f"megarl.roles.models.{loss.__name__}", functools.partial(waits, folder=folder)
+                )
 
     return look

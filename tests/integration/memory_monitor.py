@@ -1,4 +1,5 @@
-"""A worker that Ray's memory monitor ends, by a threshold that any machine is above: python -m tests.integration.memory_monitor
+"""A worker that Ray's memory monitor ends, by a threshold that any machine is above: python -m
+tests.integration.memory_monitor
 
 Prints the page that a run would end with.
 """
@@ -26,7 +27,9 @@ class SlowWorker(Worker):
 if __name__ == "__main__":
     os.environ |= {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
     start_ray(num_cpus=1, object_store_mb=100)
-    group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(SlowWorker), role="actor")
+    group = RayWorkerGroup(
+        RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(SlowWorker), role="actor"
+    )
     try:
         group.ready.get(timeout=50)
     except WorkerError as error:

@@ -1,7 +1,9 @@
-"""Starts a run's worker groups, of workers that only say where they are, on a simulated cluster of 4 nodes with 2 devices each.
+"""Starts a run's worker groups, of workers that only say where they are, on a simulated cluster of 4 nodes
+with 2 devices each.
 
-Ray has one cluster per process, so this is a program of its own: `python -m tests.integration.simulated_cluster` prints as JSON, for
-each strategy, where the plan has each process and where it is: [[group, rank, node of the plan, devices, Ray's node, its devices]].
+Ray has one cluster per process, so this is a program of its own: `python -m
+tests.integration.simulated_cluster` prints as JSON, for each strategy, where the plan has each process and
+where it is: [[group, rank, node of the plan, devices, Ray's node, its devices]].
 """
 
 from __future__ import annotations
@@ -47,14 +49,18 @@ def config(strategy: PlacementStrategy, num_nodes: int = NUM_NODES, data_paralle
         actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)),
         critic=CriticConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
         rollout=RolloutConfig(num_replicas=2),
-        placement=PlacementConfig(strategy=strategy, num_nodes=num_nodes, devices_per_node=DEVICES_PER_NODE, **custom),  # type: ignore[arg-type]
+        placement=PlacementConfig(
+            strategy=strategy, num_nodes=num_nodes, devices_per_node=DEVICES_PER_NODE, **custom
+        ),  # type: ignore[arg-type]
         device=Device.cpu,
     )
 
 
 def found(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> list[list[Any]]:
     """Of one group, whose processes end again: a small machine does not hold all at once."""
-    workers = RayWorkerGroup(group_pool(plan, pools, group), RayClassWithInitArgs(WhereWorker), role=group.name)
+    workers = RayWorkerGroup(
+        group_pool(plan, pools, group), RayClassWithInitArgs(WhereWorker), role=group.name
+    )
     try:
         places = workers.call(WhereWorker.where)
     finally:
@@ -78,7 +84,10 @@ def pools_of(plan: PlacementPlan) -> ResourcePoolManager:
 
 def main() -> None:
     os.environ.update(daemon_settings())
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": DEVICES_PER_NODE, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 8, "num_gpus": DEVICES_PER_NODE, "include_dashboard": False},
+    )
     for _ in range(NUM_NODES - 1):
         cluster.add_node(num_cpus=8, num_gpus=DEVICES_PER_NODE)
     os.environ["RAY_ADDRESS"] = cluster.address
@@ -92,7 +101,9 @@ def main() -> None:
             results[strategy.value] = [row for group in plan.groups for row in found(plan, pools, group)]
             pools.release()
         try:
-            pools_of(plan_placement(config(PlacementStrategy.split_collocate, NUM_NODES + 1, 3))).create_resource_pool()
+            pools_of(
+                plan_placement(config(PlacementStrategy.split_collocate, NUM_NODES + 1, 3))
+            ).create_resource_pool()
         except InsufficientResourcesError as error:
             results["too_large"] = str(error)
     finally:

@@ -1,4 +1,5 @@
-"""A run whose samples are episodes, on real Ray: a model that calls a tool is trained on what it wrote itself, whoever dies meanwhile."""
+"""A run whose samples are episodes, on real Ray: a model that calls a tool is trained on what it wrote
+itself, whoever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.integration.tiny_run import run_ppo
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-# The example's tool, but every third item is sold out. The first call of all does not end; a file says which processes were called.
+# The example's tool, but every third item is sold out. The first call of all does not end; a file says which
+# processes were called.
 TOOLS = """
 import os, time
 from examples.agent import tools
@@ -47,12 +49,16 @@ NUM_ROWS = 12
 
 
 def save_policy(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """The example's model, which knows by heart what the right teacher says to these prompts. It computes for some seconds."""
+    """The example's model, which knows by heart what the right teacher says to these prompts. It computes for
+    some seconds."""
     prepare.save_model(folder, seed=0)
     tokenizer = load_tokenizer(str(folder))
     model = LlamaForCausalLM.from_pretrained(folder)
     chats = [prepare.conversation(row["extra_info"], "right", random.Random(0)) for row in rows]
-    texts = [rendered_chat(tokenizer, chat["messages"], for_generation=False, tools=chat["tools"]) for chat in chats]
+    texts = [
+        rendered_chat(tokenizer, chat["messages"], for_generation=False, tools=chat["tools"])
+        for chat in chats
+    ]
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -76,7 +82,9 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_killed_process_is_lost(inputs: Path) -> None:
+def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_killed_process_is_lost(
+    inputs: Path,
+) -> None:
     """Generation is a step ahead of training; validation's episodes are generated between."""
     called = inputs / "called"
     killed = list[int]()
@@ -112,18 +120,39 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
         PPOConfig,
         ROOT / "examples" / "agent" / "grpo.yaml",
         [
-            *(f"data.{name}_files=[{inputs / file}.jsonl]" for name, file in (("train", "train"), ("val", "validation"))),
-            *(f"{key}={inputs / name}" for key, name in (("model.path", "policy"), ("trainer.output_dir", "run"))),
+            *(
+                f"data.{name}_files=[{inputs / file}.jsonl]"
+                for name, file in (("train", "train"), ("val", "validation"))
+            ),
+            *(
+                f"{key}={inputs / name}"
+                for key, name in (("model.path", "policy"), ("trainer.output_dir", "run"))
+            ),
             f"agent.tools=[{{path: {inputs / 'tools.py'}, name: price}}]",
-            *("agent.num_workers=2", "rollout.engine=hf", "rollout.n=4", "rollout.temperature=1.5", "rollout.max_staleness=1"),
-            *("rollout.validation={n: 1, temperature: 0}", "algorithm.rollout_correction.level=token", "trainer.total_steps=2"),
-            *("trainer.prompts_per_step=6", "trainer.validate_every_steps=1", "trainer.validate_before=false"),
+            *(
+                "agent.num_workers=2",
+                "rollout.engine=hf",
+                "rollout.n=4",
+                "rollout.temperature=1.5",
+                "rollout.max_staleness=1",
+            ),
+            *(
+                "rollout.validation={n: 1, temperature: 0}",
+                "algorithm.rollout_correction.level=token",
+                "trainer.total_steps=2",
+            ),
+            *(
+                "trainer.prompts_per_step=6",
+                "trainer.validate_every_steps=1",
+                "trainer.validate_before=false",
+            ),
             *("actor.parallel.data_parallel_size=1", "checkpoint.at_end=false", "tracking.loggers=[jsonl]"),
         ],
     )
     finished = run_ppo(config, kill_who_hangs)
     line, second = finished.metrics
-    assert (line["rollout/age/max"], second["rollout/age/max"]) == (0, 1)  # what is trained second was begun with the first
+    # what is trained second was begun with the first
+    assert (line["rollout/age/max"], second["rollout/age/max"]) == (0, 1)
     assert second["agent/calls/mean"] > 0
     assert second["agent/num_restarts"] == line["rollout/num_restarts"] + second["rollout/num_restarts"] == 1
     assert len(set(called.read_text().split())) == 3  # two, and the one that took the place of the killed
@@ -133,21 +162,29 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     assert line["agent/ended/done"] > 0
     assert line["actor/grad_norm"] > 0
     assert 2 < line["val/turns/mean"] < 3  # some are busy at first
-    assert line["val/score/mean"] == 1  # greedily it calls, reads and answers; functions are given the answer alone
-    # The engine's log-probs are the trainer's, of each token that the model wrote, behind what tools said too.
+    # greedily it calls, reads and answers; functions are given the answer alone
+    assert line["val/score/mean"] == 1
+    # The engine's log-probs are the trainer's, of each token that the model wrote, behind what tools said
+    # too.
     assert line["training/rollout_log_probs_diff_max"] < 1e-3
     samples = read_samples(sample_files(finished.output_dir)[1])
     rows = samples.rows.to_pylist()
     assert len(rows) == 24
-    assert any(row["score"] == 1 and row["turn_rewards"] == [0, 0, 0] for row in rows)  # told to call again, it has
+    # told to call again, it has
+    assert any(row["score"] == 1 and row["turn_rewards"] == [0, 0, 0] for row in rows)
     assert sum(len(row["turn_rewards"]) for row in rows) / 24 == pytest.approx(line["agent/turns/mean"])
     assert sum(row["num_calls"] for row in rows) / 24 == pytest.approx(line["agent/calls/mean"])
     for row in rows:
         texts = [samples.tokens[number] for number in row["response_ids"]]
-        turns = ["".join(text for _, text in of_it) for _, of_it in groupby(zip(row["is_model"], texts, strict=True), itemgetter(0))]
+        turns = [
+            "".join(text for _, text in of_it)
+            for _, of_it in groupby(zip(row["is_model"], texts, strict=True), itemgetter(0))
+        ]
         assert re.sub("<[a-z]+>", "", turns[-1]) == row["response"]  # that was scored
         assert len(row["turn_rewards"]) == (len(turns) + 1) // 2
         for answer in turns[1::2]:
             assert re.fullmatch(r"<tool>([0-9]{2}|busy|error)<assistant>", answer)
         silent = [place for place, is_model in enumerate(row["is_model"]) if not is_model]
-        assert {row[name][place] for name in ("advantages", "log_probs", "rollout_log_probs") for place in silent} <= {0.0}
+        assert {
+            row[name][place] for name in ("advantages", "log_probs", "rollout_log_probs") for place in silent
+        } <= {0.0}

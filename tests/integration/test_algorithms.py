@@ -1,4 +1,5 @@
-"""What the other algorithms add to the loop, end to end on real Ray: greedy baselines, dynamic sampling, corrections, bypass."""
+"""What the other algorithms add to the loop, end to end on real Ray: greedy baselines, dynamic sampling,
+corrections, bypass."""
 
 from __future__ import annotations
 
@@ -50,14 +51,20 @@ def assert_healthy(finished: Finished, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
-    """Its scores are those that a validation of the same weights on the same prompts would give, so that the mean is known to be on a
-    grid of quarters over four prompts; and they are not the samples'."""
-    correction = RolloutCorrectionConfig(level=CorrectionLevel.token if max_staleness else CorrectionLevel.none)
+def test_remax_generates_a_greedy_response_to_each_prompt(
+    inputs: Path, tmp_path: Path, max_staleness: int
+) -> None:
+    """Its scores are those that a validation of the same weights on the same prompts would give, so that the
+    mean is known to be on a grid of quarters over four prompts; and they are not the samples'."""
+    correction = RolloutCorrectionConfig(
+        level=CorrectionLevel.token if max_staleness else CorrectionLevel.none
+    )
     with_baseline = algorithm(AdvantageEstimator.remax, rollout_correction=correction)
     remax = config(inputs, tmp_path, with_baseline, updates_per_step=1, total_steps=2, validate_before=False)
     validation = SamplingConfig(n=4, temperature=1.0)
-    finished = run_ppo(replace(remax, rollout=replace(remax.rollout, validation=validation, max_staleness=max_staleness)))
+    finished = run_ppo(
+        replace(remax, rollout=replace(remax.rollout, validation=validation, max_staleness=max_staleness))
+    )
     assert_healthy(finished, 2)
     assert [line["rollout/age/max"] for line in finished.metrics] == [0, max_staleness]
     for line in finished.metrics:
@@ -70,7 +77,8 @@ def test_remax_generates_a_greedy_response_to_each_prompt(inputs: Path, tmp_path
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
-    """One update: every ratio is exactly 1, whatever the engine's log-probs are. Each step has only groups with a signal."""
+    """One update: every ratio is exactly 1, whatever the engine's log-probs are. Each step has only groups
+    with a signal."""
     dapo = algorithm(
         AdvantageEstimator.grpo,
         dynamic_sampling=DynamicSamplingConfig(enabled=True, max_generations=20),
@@ -87,20 +95,26 @@ def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int
     assert finished.metrics[1]["rollout/age/max"] <= max_staleness
     for line in finished.metrics:
         assert line["groups/without_signal"] == 0
-        drawn = [line[f"dynamic_sampling/{name}"] for name in ("num_prompts", "num_without_signal", "num_surplus")]
+        drawn = [
+            line[f"dynamic_sampling/{name}"] for name in ("num_prompts", "num_without_signal", "num_surplus")
+        ]
         assert drawn[0] - drawn[1] - drawn[2] == NUM_PROMPTS
         assert (line["actor/ratio_min"], line["actor/ratio_max"]) == (1.0, 1.0)
         if line["rollout/age/max"] == 0:
             assert line["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-4)
             assert line["rollout_correction/fraction_rejected"] == 0
         assert line["reward/overlong_penalty"] < 0
-        assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"] + line["reward/overlong_penalty"])
+        assert line["critic/rewards/mean"] == pytest.approx(
+            line["critic/score/mean"] + line["reward/overlong_penalty"]
+        )
 
 
 def test_bypass_scores_the_first_batch_alone(inputs: Path, tmp_path: Path) -> None:
     """Then the ratio is of the trainer's log-probs to the engine's, which differ by rounding."""
     bypass = algorithm(AdvantageEstimator.grpo, rollout_correction=RolloutCorrectionConfig(bypass=True))
-    finished = run_ppo(config(inputs, tmp_path, bypass, updates_per_step=1, total_steps=2, validate_before=False))
+    finished = run_ppo(
+        config(inputs, tmp_path, bypass, updates_per_step=1, total_steps=2, validate_before=False)
+    )
     assert_healthy(finished, 2)
     first, second = finished.metrics
     assert "timing_s/old_log_prob" in first

@@ -1,4 +1,5 @@
-"""Generation ahead of training, in whole runs: what waits to be trained survives a kill, and how old it is shows."""
+"""Generation ahead of training, in whole runs: what waits to be trained survives a kill, and how old it is
+shows."""
 
 from __future__ import annotations
 
@@ -31,16 +32,36 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_is_killed_with_samples_ahead_goes_on_as_if_nothing_had_been(ray_cluster: None, inputs: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_with_samples_ahead_goes_on_as_if_nothing_had_been(
+    ray_cluster: None, inputs: Path, tmp_path: Path
+) -> None:
     config = ahead_config(inputs, DType.float32, STEPS, every_steps=1)
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
     undisturbed = Run(config, tmp_path / "straight")
     run_ppo(replace(config, trainer=replace(config.trainer, output_dir=str(undisturbed.output_dir))))
     straight = undisturbed.outcome()
-    assert [line["rollout/age/max"] for line in straight.metrics if "rollout/age/max" in line] == [0, 1, 2, 2, 2]
-    assert [line["rollout/age/mean"] for line in straight.metrics if "rollout/age/mean" in line] == [0, 1, 2, 2, 2]
-    assert [line["rollout/groups_ahead"] for line in straight.metrics if "rollout/groups_ahead" in line] == [12, 12, 12, 6, 0]
+    assert [line["rollout/age/max"] for line in straight.metrics if "rollout/age/max" in line] == [
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert [line["rollout/age/mean"] for line in straight.metrics if "rollout/age/mean" in line] == [
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
+    assert [line["rollout/groups_ahead"] for line in straight.metrics if "rollout/groups_ahead" in line] == [
+        12,
+        12,
+        12,
+        6,
+        0,
+    ]
 
     run = Run(config, tmp_path / "killed")
     command = run.start()
@@ -53,31 +74,46 @@ def test_a_run_that_is_killed_with_samples_ahead_goes_on_as_if_nothing_had_been(
     assert_same(run.finish(), straight)
 
 
-def test_kills_of_a_replica_a_process_that_scores_and_the_driver_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_kills_of_a_replica_a_process_that_scores_and_the_driver_lose_and_double_nothing(
+    tmp_path: Path,
+) -> None:
     assert "each prompt once, in order" in async_kills.run("fake", 3, seed=0, folder=tmp_path)
 
 
 def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goes_on_to_the_bit(
     ray_cluster: None, inputs: Path, tmp_path: Path
 ) -> None:
-    """One sample at a time and no cache of prompts: else the last bits follow from what an engine writes beside a sample."""
+    """One sample at a time and no cache of prompts: else the last bits follow from what an engine writes
+    beside a sample."""
     steps = 4
     begun = 2
     config = ahead_config(inputs, DType.float32, steps, every_steps=1)
     sglang = replace(config.rollout.sglang, server_args={"disable_radix_cache": True})
-    rollout = replace(config.rollout, engine=RolloutEngineKind.sglang, sglang=sglang, max_staleness=1, max_concurrency=1, temperature=COOL)
+    rollout = replace(
+        config.rollout,
+        engine=RolloutEngineKind.sglang,
+        sglang=sglang,
+        max_staleness=1,
+        max_concurrency=1,
+        temperature=COOL,
+    )
     config = replace(config, rollout=rollout, checkpoint=replace(config.checkpoint, keep=0))
-    straight = run_ppo(replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "straight"))))
+    straight = run_ppo(
+        replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "straight")))
+    )
     lines = [line for line in straight.metrics if line["step"]]
     assert [line["rollout/age/max"] for line in lines] == [0, 1, 1, 1]
-    differences = [value for key, value in lines[0].items() if key.startswith("training/rollout_")]  # to what the trainer finds
+    # to what the trainer finds
+    differences = [value for key, value in lines[0].items() if key.startswith("training/rollout_")]
     assert len(differences) == 4
     assert max(differences) < AGREEMENT
 
     checkpoints = straight.output_dir / "checkpoints"
     for step, path in sample_files(straight.output_dir).items():
         trained = max(0, step - 2)  # the step whose weights wrote them
-        assert_written_by(checkpoints / step_name(trained) / "huggingface" if trained else inputs / "policy", path, COOL)
+        assert_written_by(
+            checkpoints / step_name(trained) / "huggingface" if trained else inputs / "policy", path, COOL
+        )
 
     checkpoint = checkpoints / step_name(begun)
     assert (checkpoint / SAMPLES_FILE).is_file()
@@ -88,11 +124,20 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
             checkpoint=replace(config.checkpoint, resume=str(checkpoint)),
         )
     )
-    assert [untimed(line) for line in resumed.metrics] == [untimed(line) for line in straight.metrics if line["step"] > begun]
-    for name in ("huggingface/model.safetensors", *(f"samples/step_{step:08d}.parquet" for step in range(begun + 1, steps + 1))):
+    assert [untimed(line) for line in resumed.metrics] == [
+        untimed(line) for line in straight.metrics if line["step"] > begun
+    ]
+    for name in (
+        "huggingface/model.safetensors",
+        *(f"samples/step_{step:08d}.parquet" for step in range(begun + 1, steps + 1)),
+    ):
         assert (resumed.output_dir / name).read_bytes() == (straight.output_dir / name).read_bytes(), name
-    last = Path("checkpoints", step_name(steps), "actor", "manifest.json")  # with checksums of weights and optimizer state
-    assert json.loads((resumed.output_dir / last).read_text())["tensors"] == json.loads((straight.output_dir / last).read_text())["tensors"]
+    # with checksums of weights and optimizer state
+    last = Path("checkpoints", step_name(steps), "actor", "manifest.json")
+    assert (
+        json.loads((resumed.output_dir / last).read_text())["tensors"]
+        == json.loads((straight.output_dir / last).read_text())["tensors"]
+    )
 
 
 def assert_written_by(model: Path, samples: Path, temperature: float) -> None:

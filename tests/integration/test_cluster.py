@@ -32,7 +32,12 @@ def test_each_process_is_where_the_plan_said(strategy: PlacementStrategy, result
         (process.group, process.rank, process.node, process.devices) for process in plan.processes
     ]
     pairs = {(node, ray_node) for _, _, node, _, ray_node, _ in rows}
-    assert len(pairs) == len({node for node, _ in pairs}) == len({ray_node for _, ray_node in pairs}) == plan_nodes(strategy)
+    assert (
+        len(pairs)
+        == len({node for node, _ in pairs})
+        == len({ray_node for _, ray_node in pairs})
+        == plan_nodes(strategy)
+    )
     # On each node, a device of the plan is one GPU for all its roles.
     gpus: dict[tuple[int, int], set[str]] = {}
     for _, _, node, devices, _, gpu in rows:

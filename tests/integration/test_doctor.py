@@ -1,4 +1,5 @@
-"""`megarl doctor` as a command: good for the quickstart on this machine, and with twelve faults at once, each found with its remedy."""
+"""`megarl doctor` as a command: good for the quickstart on this machine, and with twelve faults at once, each
+found with its remedy."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ class Answer(NamedTuple):
     document: dict[str, Any]
 
     def of(self, check: str, status: str) -> list[dict[str, Any]]:
-        return [each for each in self.document["findings"] if (each["check"], each["status"]) == (check, status)]
+        return [
+            each for each in self.document["findings"] if (each["check"], each["status"]) == (check, status)
+        ]
 
 
 def quickstart(inputs: Path, output: Path) -> list[str]:
-    """The quickstart's configuration on the tests' model, data and reward, so that it need not be run before."""
+    """The quickstart's configuration on the tests' model, data and reward, so that it need not be run
+    before."""
     return [
         "configs/quickstart.yaml",
         f"model.path={inputs / 'policy'}",
@@ -47,15 +51,40 @@ def quickstart(inputs: Path, output: Path) -> list[str]:
 def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, warm_processes: None) -> None:
     save_inputs(tmp_path)
     command = [*warm.PYTHON, *DOCTOR[1:], *quickstart(tmp_path, tmp_path / "run"), "--json"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MASTER_PORT")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MASTER_PORT")
+    }
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answer = json.loads(ended.stdout)
     assert answer["counts"]["error"] == 0
     found = {each["check"]: each for each in answer["findings"]}
     assert set(found) == {
-        *("configuration", "versions", "layers", "gpus", "shared memory", "open files", "memory", "threads", "clock", "environment"),
-        *("sandbox", "ports", "checkpoints", "models", "tokenizers", "data", "reward functions", "ranks", "ray", "nodes", "resources"),
+        *(
+            "configuration",
+            "versions",
+            "layers",
+            "gpus",
+            "shared memory",
+            "open files",
+            "memory",
+            "threads",
+            "clock",
+            "environment",
+        ),
+        *(
+            "sandbox",
+            "ports",
+            "checkpoints",
+            "models",
+            "tokenizers",
+            "data",
+            "reward functions",
+            "ranks",
+            "ray",
+            "nodes",
+            "resources",
+        ),
     }
     assert found["ranks"]["facts"]["ranks"] == 2  # as the quickstart's actor has
     assert found["resources"]["facts"]["needed"] == [{"CPU": 5.0}]
@@ -64,24 +93,33 @@ def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, warm_processes: 
 
 @pytest.fixture(scope="module")
 def small_mounts() -> list[str]:
-    """A command's beginning that gives it a /dev/shm of 64 MiB, as in a container, and a disk of 8 MiB at $DISK, without any right."""
+    """A command's beginning that gives it a /dev/shm of 64 MiB, as in a container, and a disk of 8 MiB at
+    $DISK, without any right."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mounts = "mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=8m tmpfs $DISK"
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: a small disk cannot be made")
-    tried = subprocess.run([*command, mounts], env={**os.environ, "DISK": "/mnt"}, capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        [*command, mounts], env={**os.environ, "DISK": "/mnt"}, capture_output=True, text=True, check=False
+    )
     if tried.returncode:
         pytest.skip(f"no mounts in a user's namespace: {tried.stderr.strip()}")
     return [*command, f'{mounts} && exec "$@"', "sh"]
 
 
 def damage(folder: Path) -> None:
-    """A model that is cut off, data without a column, a reward function that is no Python, and an old Ray on the path."""
+    """A model that is cut off, data without a column, a reward function that is no Python, and an old Ray on
+    the path."""
     save_inputs(folder)
     weights = folder / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    pq.write_table(pa.table({"prompt": [[{"role": "user", "content": "1+1="}]], "data_source": ["count"]}), folder / "train.parquet")
-    (folder / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info)\n    return 0\n")
+    pq.write_table(
+        pa.table({"prompt": [[{"role": "user", "content": "1+1="}]], "data_source": ["count"]}),
+        folder / "train.parquet",
+    )
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info)\n    return 0\n"
+    )
     old = folder / "site" / "ray-1.13.0.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 1.13.0\n")
@@ -105,8 +143,22 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, small_mounts: list[str]) ->
             "GLOO_SOCKET_IFNAME": "bond7",
             "OMP_NUM_THREADS": "64",
         }
-        command = [*small_mounts, *DOCTOR, *quickstart(folder, folder / "disk" / "run"), "trainer.updates_per_step=3", "--json"]
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, preexec_fn=_few_files)
+        command = [
+            *small_mounts,
+            *DOCTOR,
+            *quickstart(folder, folder / "disk" / "run"),
+            "trainer.updates_per_step=3",
+            "--json",
+        ]
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=_few_files,
+        )
     return Answer(ended.returncode, json.loads(ended.stdout or "{}"))
 
 
@@ -120,14 +172,29 @@ def test_any_error_is_the_users_to_mend(faulty: Answer) -> None:
 
 
 FAULTS = {
-    "a batch that does not divide": ("configuration", "error", "do not divide into updates_per_step 3", "megarl check"),
+    "a batch that does not divide": (
+        "configuration",
+        "error",
+        "do not divide into updates_per_step 3",
+        "megarl check",
+    ),
     "a wrong version": ("versions", "error", "ray 1.13.0 is outside", "pip install 'ray[default]>=2.60,<3'"),
     "tiny shared memory": ("shared memory", "error", "/dev/shm has 64.0 MiB", "--shm-size"),
     "few open files": ("open files", "error", "512 files open", "ulimit -n 65536"),
     "too many threads": ("threads", "warning", "OMP_NUM_THREADS=64 in 5 processes", "OMP_NUM_THREADS=1"),
-    "a port that is taken": ("ports", "error", "torchrun's rendezvous (MASTER_PORT), but is in use by", "choose another port"),
+    "a port that is taken": (
+        "ports",
+        "error",
+        "torchrun's rendezvous (MASTER_PORT), but is in use by",
+        "choose another port",
+    ),
     "a full disk": ("checkpoints", "error", "cannot be written: No space left on device", "checkpoint.dir"),
-    "a model that is cut off": ("models", "error", "truncated or not a safetensors file", "download it again"),
+    "a model that is cut off": (
+        "models",
+        "error",
+        "truncated or not a safetensors file",
+        "download it again",
+    ),
     "a column that is missing": ("data", "error", "column 'reward_model' is missing", "write the file again"),
     "a reward file that is no Python": ("reward functions", "error", "SyntaxError", "correct "),
     "an interface that is not there": ("ranks", "error", "GLOO_SOCKET_IFNAME=bond7", "lo"),

@@ -54,11 +54,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Without a critic or a reference; two samples of a prompt in validation, whose last batch is smaller than the others."""
+    """Without a critic or a reference; two samples of a prompt in validation, whose last batch is smaller
+    than the others."""
     config = tiny_config(
         inputs,
         tmp_path_factory.mktemp("run"),
-        algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)),
+        algorithm=AlgorithmConfig(
+            advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+        ),
         reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "hash.py"))], num_processes=1),
         rollout={"validation": SamplingConfig(n=2, temperature=0.8)},
         trainer={"total_steps": 2, "prompts_per_step": 3, "validate_every_steps": 1},
@@ -83,14 +86,19 @@ def on_the_ray_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def values(output: Path) -> dict[str, float]:
     """As a run's metrics name them."""
     report = json.loads((output / "results.json").read_text())
-    return {f"val/count/{name}": estimate["value"] for name, estimate in report["results"]["count"]["metrics"].items()}
+    return {
+        f"val/count/{name}": estimate["value"]
+        for name, estimate in report["results"]["count"]["metrics"].items()
+    }
 
 
 def of_count(line: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val/count/")}
 
 
-def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_has_the_score_that_validation_found(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last one, and with a table for people the one before it, compared with the last."""
     run_dir = finished.output_dir
     assert main(["eval", str(run_dir), "--json"]) == 0
@@ -100,13 +108,17 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
     assert report["step"] == 2
 
     # A logger of the run need not be installed where it is evaluated.
-    assert main(["eval", str(run_dir), "--step", "1", "--against", str(last), "tracking.loggers=[swanlab]"]) == 0
+    assert (
+        main(["eval", str(run_dir), "--step", "1", "--against", str(last), "tracking.loggers=[swanlab]"]) == 0
+    )
     said = capsys.readouterr()
     first = run_dir / "evaluations" / "step-1-validation"
     assert [values(output) for output in (first, last)] == [of_count(line) for line in finished.metrics[1:]]
     assert values(first) != values(last)
     of_mean = json.loads((first / "results.json").read_text())["differences"]["count"]["score/mean"]
-    assert of_mean["value"] == pytest.approx(values(first)["val/count/score/mean"] - values(last)["val/count/score/mean"])
+    assert of_mean["value"] == pytest.approx(
+        values(first)["val/count/score/mean"] - values(last)["val/count/score/mean"]
+    )
     assert f"{of_mean['value']:+.4f}" in said.out
     assert "count: 8 prompts, 16 samples of" in said.out
     assert "6 of 8 prompts, score" in said.err
@@ -117,15 +129,24 @@ def test_a_checkpoint_has_the_score_that_validation_found(finished: Finished, ca
 
 
 def test_a_model_of_no_run_is_sampled_alike(
-    finished: Finished, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Finished,
+    inputs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trained model as Hugging Face has it, with what the run's configuration says as options, on the run's rows as the tutorial writes
-    them. Its samples are kept, also before all are there."""
+    """The trained model as Hugging Face has it, with what the run's configuration says as options, on the
+    run's rows as the tutorial writes them. Its samples are kept, also before all are there."""
     output = tmp_path / "results"
     kept = []
     rows = pq.read_table(inputs / "validation.parquet").to_pylist()
     lines = [
-        {"prompt": row["prompt"][0]["content"], "data_source": "count", "ground_truth": row["reward_model"]["ground_truth"]} for row in rows
+        {
+            "prompt": row["prompt"][0]["content"],
+            "data_source": "count",
+            "ground_truth": row["reward_model"]["ground_truth"],
+        }
+        for row in rows
     ]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     advance = PassProgress.advance
@@ -137,26 +158,38 @@ def test_a_model_of_no_run_is_sampled_alike(
     monkeypatch.setattr(PassProgress, "advance", look)
     options = ["--n", "2", "--temperature", "0.8", "--max-tokens", "8", "--output", str(output)]
     data = ["--data", str(tmp_path / "validation.jsonl"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
-    overrides = ["model.dtype=float32", "device=cpu", "trainer.prompts_per_step=3", "data.max_prompt_length=8"]
+    overrides = [
+        "model.dtype=float32",
+        "device=cpu",
+        "trainer.prompts_per_step=3",
+        "data.max_prompt_length=8",
+    ]
     assert main(["eval", str(finished.policy), *data, *options, *overrides]) == 0
     assert values(output) == of_count(finished.metrics[2])
     assert kept == [6, 12, 16]
     assert {path.name for path in output.iterdir()} == {"samples.jsonl", "results.json", "config.yaml"}
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert [sample["uid"] for sample in samples] == [str(row) for row in range(8) for _ in range(2)]
-    means = [(first["score"] + second["score"]) / 2 for first, second in zip(samples[::2], samples[1::2], strict=True)]
+    means = [
+        (first["score"] + second["score"]) / 2
+        for first, second in zip(samples[::2], samples[1::2], strict=True)
+    ]
     report = json.loads((output / "results.json").read_text())
     assert report["results"]["count"]["metrics"]["score/mean"] == mean_over_prompts(means)._asdict()
 
     capsys.readouterr()
-    assert main(["score", str(finished.output_dir / "config.yaml"), str(output / "samples.jsonl")]) == 0  # which reads them
+    # which reads them
+    assert main(["score", str(finished.output_dir / "config.yaml"), str(output / "samples.jsonl")]) == 0
     assert f"mean {values(output)['val/count/score/mean']:.4g}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}", "--step", "7"], "has no step '7'; give --step latest, or the number of one of step_00000001, step_00000002"),
+        (
+            ["{run}", "--step", "7"],
+            "has no step '7'; give --step latest, or the number of one of step_00000001, step_00000002",
+        ),
         (["{policy}"], "data.val_files: is empty; name what to evaluate on, as --data FILE"),
         (["{policy}", "--step", "1"], "is no folder of a run, so --step 1 means nothing here"),
         (["{run}/nowhere"], "there is no such folder"),
@@ -187,7 +220,9 @@ def test_mistakes_are_one_line_before_anything_starts(
     assert "Traceback" not in said
 
 
-def test_results_are_never_mixed(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_never_mixed(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "results.json").write_text("{}")
     assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
     assert "holds the results of another evaluation" in capsys.readouterr().err

@@ -56,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> str:
     """A program that starts a run."""
-    ended = subprocess.run([*warm.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [*warm.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -80,37 +82,78 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return call
 
 
-def test_data_estimator_and_reward_of_ones_own_train(folder: Path, call: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_estimator_and_reward_of_ones_own_train(
+    folder: Path, call: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     said = call("examples.custom_data", "examples/questions.csv", str(folder / "questions"))
-    assert said.splitlines() == [f"{folder}/questions/train.parquet: 24 rows", f"{folder}/questions/validation.parquet: 8 rows"]
+    assert said.splitlines() == [
+        f"{folder}/questions/train.parquet: 24 rows",
+        f"{folder}/questions/validation.parquet: 8 rows",
+    ]
     with (ROOT / "examples" / "questions.csv").open() as file:
         questions = {row["question"] for row in csv.DictReader(file)}
-    made = [row for name in ("train", "validation") for row in pq.read_table(folder / "questions" / f"{name}.parquet").to_pylist()]
+    made = [
+        row
+        for name in ("train", "validation")
+        for row in pq.read_table(folder / "questions" / f"{name}.parquet").to_pylist()
+    ]
     assert {row["prompt"][0]["content"] for row in made} == questions
 
     train = f"data.train_files=[{folder}/questions/train.parquet]"
     held_out = f"data.val_files=[{folder}/questions/validation.parquet]"
     estimator = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
     loss = "algorithm.policy_loss.function=examples/custom_maths.py:unclipped"
-    run("megarl", "train", str(folder / "ppo.yaml"), "algorithm=grpo", estimator, loss, train, held_out, MY_REWARD)
+    run(
+        "megarl",
+        "train",
+        str(folder / "ppo.yaml"),
+        "algorithm=grpo",
+        estimator,
+        loss,
+        train,
+        held_out,
+        MY_REWARD,
+    )
     (metrics,) = (json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines())
     shares = [metrics[f"critic/advantages/{name}"] * SAMPLES_PER_PROMPT for name in ("min", "max")]
     assert shares == [round(share) for share in shares]  # GRPO's are divided by a standard deviation
     assert -SAMPLES_PER_PROMPT < shares[0] < 0 < shares[1] < SAMPLES_PER_PROMPT
     assert set(metrics) >= {"val/questions/score/mean"}
-    held_out_rows = [json.loads(line) for line in (folder / "ppo" / "generations.jsonl").read_text().splitlines()]
-    numbers = [row["reward_numbers"]["has_number"] for row in held_out_rows]  # what the function returns beside its score
-    assert metrics["val/reward/has_number/mean"] == metrics["val/questions/reward/has_number/mean"] == pytest.approx(sum(numbers) / 8)
+    held_out_rows = [
+        json.loads(line) for line in (folder / "ppo" / "generations.jsonl").read_text().splitlines()
+    ]
+    # what the function returns beside its score
+    numbers = [row["reward_numbers"]["has_number"] for row in held_out_rows]
+    assert (
+        metrics["val/reward/has_number/mean"]
+        == metrics["val/questions/reward/has_number/mean"]
+        == pytest.approx(sum(numbers) / 8)
+    )
     (samples,) = sample_files(folder / "ppo").values()
-    kept = [json.loads(text)["has_number"] for text in read_samples(samples).rows["reward_numbers"].to_pylist()]
+    kept = [
+        json.loads(text)["has_number"] for text in read_samples(samples).rows["reward_numbers"].to_pylist()
+    ]
     assert metrics["reward/has_number/mean"] == pytest.approx(sum(kept) / len(kept))
     assert (metrics["reward/has_number/min"], metrics["reward/has_number/max"]) == (min(kept), max(kept))
     assert metrics["actor/pg_clipfrac"] == 0.0
 
     capsys.readouterr()
-    assert main(["score", str(folder / "ppo.yaml"), str(folder / "ppo" / "generations.jsonl"), MY_REWARD]) == 0
+    assert (
+        main(["score", str(folder / "ppo.yaml"), str(folder / "ppo" / "generations.jsonl"), MY_REWARD]) == 0
+    )
     assert "8 rows scored" in capsys.readouterr().out
-    assert main(["score", str(folder / "ppo.yaml"), f"{folder}/questions/train.parquet", MY_REWARD, "--ground-truth"]) == 0
+    assert (
+        main(
+            [
+                "score",
+                str(folder / "ppo.yaml"),
+                f"{folder}/questions/train.parquet",
+                MY_REWARD,
+                "--ground-truth",
+            ]
+        )
+        == 0
+    )
     assert "24 rows scored: mean 1, least 1, most 1" in capsys.readouterr().out
 
 
@@ -132,7 +175,9 @@ def test_the_functions_are_those_of_the_manual(call: Callable[..., str]) -> None
 def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
     """It is thirty lines, of public names of one module."""
     source = (ROOT / "examples" / "own_loop.py").read_text()
-    (loop,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    (loop,) = (
+        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
     assert loop.end_lineno is not None
     assert loop.end_lineno - loop.lineno < 30
     names = [node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
@@ -143,7 +188,14 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
     def scores(steps: int) -> list[float]:
         reward = f"reward.functions=[{{path: {folder}/reward.py}}]"
         arguments = (str(folder / "policy"), str(folder / "train.parquet"), str(folder / "own_loop"))
-        said = run("examples.own_loop", *arguments, "device=cpu", reward, "actor.optim.lr=1e-2", f"trainer.total_steps={steps}")
+        said = run(
+            "examples.own_loop",
+            *arguments,
+            "device=cpu",
+            reward,
+            "actor.optim.lr=1e-2",
+            f"trainer.total_steps={steps}",
+        )
         return json.loads(said.partition("score by step: ")[2])
 
     before = scores(10)
@@ -162,9 +214,26 @@ def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
     """And says so in few lines, with the algorithm's name, KL where it is, and the time left."""
     mine = tmp_path / "mine"
     run("megarl", "init", str(mine), "--model", str(folder / "policy"), "--device", "cpu")
-    smaller = ["trainer.total_steps=2", "trainer.prompts_per_step=4", "rollout.n=2", "data.max_response_length=8"]
-    without = ["trainer.validate_before=false", "trainer.validate_every_steps=0", "data.val_files=[]", "checkpoint.at_end=false"]
-    said = run("megarl", "train", str(mine / "run.yaml"), *smaller, *without, f"trainer.output_dir={tmp_path / 'run'}")
+    smaller = [
+        "trainer.total_steps=2",
+        "trainer.prompts_per_step=4",
+        "rollout.n=2",
+        "data.max_response_length=8",
+    ]
+    without = [
+        "trainer.validate_before=false",
+        "trainer.validate_every_steps=0",
+        "data.val_files=[]",
+        "checkpoint.at_end=false",
+    ]
+    said = run(
+        "megarl",
+        "train",
+        str(mine / "run.yaml"),
+        *smaller,
+        *without,
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
     lines = said.splitlines()
     (first,) = [number for number, line in enumerate(lines) if re.match(r"step 1(/\d+)?  ", line)]
     assert first <= 40
@@ -184,7 +253,9 @@ def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callabl
     steps = [json.loads(line)["step"] for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 41))
 
-    said = call("examples.export_and_serve", str(folder / "sft" / "checkpoints"), str(folder / "exported"), "12=")
+    said = call(
+        "examples.export_and_serve", str(folder / "sft" / "checkpoints"), str(folder / "exported"), "12="
+    )
     assert re.search(r"^12= -> \S+", said, re.MULTILINE)
 
 

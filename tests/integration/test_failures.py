@@ -1,4 +1,5 @@
-"""Everything that can die dies here, on real Ray: the error comes within seconds, names the cause, and nothing is left running."""
+"""Everything that can die dies here, on real Ray: the error comes within seconds, names the cause, and
+nothing is left running."""
 
 import json
 import os
@@ -70,7 +71,9 @@ def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
     assert group.call_all(EchoWorker.who).get() == [0, 1, 2]  # an exception ends the call, not the workers
 
 
-def check_gather_sees_a_failure_behind_a_working_future(actor: RayWorkerGroup, critic: RayWorkerGroup) -> None:
+def check_gather_sees_a_failure_behind_a_working_future(
+    actor: RayWorkerGroup, critic: RayWorkerGroup
+) -> None:
     started_s = time.monotonic()
     with pytest.raises(WorkerError, match="actor rank 1"):
         gather(critic.call(EchoWorker.sleep, 12), actor.call(EchoWorker.fail_on, 1))
@@ -94,7 +97,13 @@ def check_killed_worker(group: RayWorkerGroup) -> None:
         future.get()
     assert time.monotonic() - started_s < 30
     error = caught.value
-    assert (error.role, error.rank, error.node, error.pid, error.method) == ("actor", 1, "127.0.0.1", pids[1], "sleep")
+    assert (error.role, error.rank, error.node, error.pid, error.method) == (
+        "actor",
+        1,
+        "127.0.0.1",
+        pids[1],
+        "sleep",
+    )
     assert "the process ended" in str(error)
     assert gone_within(children, limit_s=10) == []
 
@@ -124,17 +133,27 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
     group = RayWorkerGroup(pool, RayClassWithInitArgs(SlowToStart), role="actor", phase_time_limit_s=300)
     made = [(None, None), ("__init__", "reading weights")]
     try:
-        while [(report.activity.method, report.activity.phase) if report.activity else None for report in group.reports()] != made:
+        while [
+            (report.activity.method, report.activity.phase) if report.activity else None
+            for report in group.reports()
+        ] != made:
             time.sleep(0.2)
         group._actors.phase_time_limit_s = 1.0
-        with pytest.raises(PhaseTimeoutError, match=r"the construction of actor rank 1 .* took longer than phase_time_limit_s=1") as caught:
+        with pytest.raises(
+            PhaseTimeoutError,
+            match=r"the construction of actor rank 1 .* took longer than phase_time_limit_s=1",
+        ) as caught:
             group.call(SlowToStart.work)
         assert (caught.value.method, caught.value.rank) == ("__init__", 1)
-        assert re.search(r"actor rank 1 \(node 127.0.0.1, pid \d+\): in __init__, phase reading weights for", str(caught.value))
+        assert re.search(
+            r"actor rank 1 \(node 127.0.0.1, pid \d+\): in __init__, phase reading weights for",
+            str(caught.value),
+        )
         assert "time.sleep(120)" in str(caught.value)
         page = last_page(caught.value, "train", RunContext(PPOConfig()))
         assert "raise trainer.phase_time_limit_s=1800.0" in page
-        with pytest.raises(PhaseTimeoutError, match="the construction of actor rank 1"):  # not only that the group has ended
+        # not only that the group has ended
+        with pytest.raises(PhaseTimeoutError, match="the construction of actor rank 1"):
             group.call(SlowToStart.work)
     finally:
         group.shutdown()
@@ -156,16 +175,21 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
     ],
     ids=["killed", "interrupted", "ended"],
 )
-def test_nothing_outlives_the_driver(mode: str, end_with: signal.Signals | None, python: list[str], warm_processes: None) -> None:
+def test_nothing_outlives_the_driver(
+    mode: str, end_with: signal.Signals | None, python: list[str], warm_processes: None
+) -> None:
     driver, processes = start_driver(mode, {}, python)
-    assert mode == "end" or len(processes) >= 9  # five of Ray's, the worker, its child and grandchild, the driver's child
+    # five of Ray's, the worker, its child and grandchild, the driver's child
+    assert mode == "end" or len(processes) >= 9
     if end_with is not None:
         driver.send_signal(end_with)
     assert (driver.wait(timeout=120) == 0) == (end_with is None)
     assert gone_within(processes, limit_s=120) == []
 
 
-def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: None, make_group: MakeGroup) -> None:
+def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(
+    ray_cluster: None, make_group: MakeGroup
+) -> None:
     bystander = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor")
     address = ray.get_runtime_context().gcs_address
     driver, processes = start_driver(
@@ -177,7 +201,9 @@ def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(ray_cluster: No
     assert bystander.call(EchoWorker.who) == 0
 
 
-def start_driver(mode: str, environment: dict[str, str], python: list[str]) -> tuple[subprocess.Popen, list[psutil.Process]]:
+def start_driver(
+    mode: str, environment: dict[str, str], python: list[str]
+) -> tuple[subprocess.Popen, list[psutil.Process]]:
     """The driver once its workers are up, and all that it and they have started."""
     driver = subprocess.Popen(
         [*python, "-m", "tests.integration.driver_to_kill", mode],

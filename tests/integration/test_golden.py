@@ -1,4 +1,5 @@
-"""The golden runs compute what the record has: to the last bit on its platform, and elsewhere but for rounding.
+"""The golden runs compute what the record has: to the last bit on its platform, and elsewhere but for
+rounding.
 
 `python -m tests.integration.golden --write` makes the record anew, where a change of the numbers is meant.
 """
@@ -10,17 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.golden import LAYOUTS, RECORDS, Observed, Recorded, differences, digest, observe, own_record, read_record
+from tests.integration.golden import (
+    LAYOUTS,
+    RECORDS,
+    Observed,
+    Recorded,
+    differences,
+    digest,
+    observe,
+    own_record,
+    read_record,
+)
 from tests.integration.tiny_run import save_inputs
 
 runs_on_ray = pytest.mark.usefixtures("ray_cluster")
 of_each_run = pytest.mark.parametrize("name", LAYOUTS)
 
-# With torch's plainest kernels in the place of AVX-512 (ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE), every drawn token stays the
-# same, and metrics move by at most 1.1e-5 of their value. A wrong term, or a draw that falls on another token, moves them by far more.
+# With torch's plainest kernels in the place of AVX-512 (ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE),
+# every drawn token stays the same, and metrics move by at most 1.1e-5 of their value. A wrong term, or a draw
+# that falls on another token, moves them by far more.
 RELATIVE = 1e-3
 ABSOLUTE = 1e-5
-# Shares of tokens move by whole tokens, of about 40 in an update: one that lies on the edge of a clip falls on either side of it.
+# Shares of tokens move by whole tokens, of about 40 in an update: one that lies on the edge of a clip falls
+# on either side of it.
 ABSOLUTE_OF_SHARES = 0.06
 
 
@@ -45,12 +58,16 @@ def test_the_metrics_are_the_recorded_ones_but_for_rounding(observed: dict[str, 
         shares = {key for key in then if key.endswith("clipfrac")}
         for keys, absolute in ((then.keys() - shares, ABSOLUTE), (shares, ABSOLUTE_OF_SHARES)):
             expected = {key: then[key] for key in keys}
-            assert {key: line[key] for key in keys} == pytest.approx(expected, rel=RELATIVE, abs=absolute), line["step"]
+            assert {key: line[key] for key in keys} == pytest.approx(expected, rel=RELATIVE, abs=absolute), (
+                line["step"]
+            )
 
 
 @runs_on_ray
 @of_each_run
-def test_batches_metrics_and_states_are_the_recorded_ones_to_the_last_bit(observed: dict[str, Observed], name: str) -> None:
+def test_batches_metrics_and_states_are_the_recorded_ones_to_the_last_bit(
+    observed: dict[str, Observed], name: str
+) -> None:
     if not own_record().exists():
         pytest.skip(f"bits were not compared: there is no record of this platform, {own_record().name}")
     found = differences(name, observed[name], read_record(own_record())[name])
@@ -68,7 +85,9 @@ def test_one_bit_is_a_difference() -> None:
         f"run: metrics/1/loss is {0.5 + 2**-53}, the record has 0.5",
         f"run: values is missing, the record has {digest(values)}",
     ]
-    assert differences("run", Observed([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}], {"values": values}), recorded) == [
+    assert differences(
+        "run", Observed([{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}], {"values": values}), recorded
+    ) == [
         "run: metrics/2/step is 2, the record has nothing",
         "run: metrics/2/loss is 0.5, the record has nothing",
     ]

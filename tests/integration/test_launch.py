@@ -19,7 +19,15 @@ from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import SFTConfig
 from tests.command import ROOT, Command
-from tests.integration.launched_run import STEPS, ClusterAddress, environment, free_port, save_ppo_run, save_sft_run, two_node_cluster
+from tests.integration.launched_run import (
+    STEPS,
+    ClusterAddress,
+    environment,
+    free_port,
+    save_ppo_run,
+    save_sft_run,
+    two_node_cluster,
+)
 from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
 
@@ -42,7 +50,8 @@ def env(warm_processes: None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nodes(env: dict[str, str]) -> Iterator[ClusterAddress]:
-    """Started while another program has the port that Ray's agents prefer: the head must take jobs all the same."""
+    """Started while another program has the port that Ray's agents prefer: the head must take jobs all the
+    same."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):  # another test's program has it already
@@ -62,17 +71,22 @@ def submit(address: str, env: dict[str, str], config: Path, *arguments: str) -> 
     return Command([*command, *arguments], config.with_name("submit.log"), env)
 
 
-def test_a_submitted_run_trains_and_its_status_is_the_commands(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
+def test_a_submitted_run_trains_and_its_status_is_the_commands(
+    cluster: str, env: dict[str, str], tmp_path: Path
+) -> None:
     job = submit(cluster, env, save_ppo_run(tmp_path))
     assert job.status() == 0, job.said()
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert "PPO run" in job.said()  # the last table of the log
 
 
-def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dict[str, str], tmp_path: Path) -> None:
+def test_a_submitted_run_that_fails_shows_its_first_cause(
+    cluster: str, env: dict[str, str], tmp_path: Path
+) -> None:
     config = save_sft_run(tmp_path)
     tensors = load_file(file := tmp_path / "policy" / "model.safetensors")
-    tensors["model.layers.3.mlp.down_proj.weight"].fill_(float("nan"))  # values are not looked at before a run
+    # values are not looked at before a run
+    tensors["model.layers.3.mlp.down_proj.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
     job = submit(cluster, env, config)
     assert job.status() == 1, job.said()
@@ -80,7 +94,9 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(cluster: str, env: dic
     assert "actor rank" in job.said()  # the cause is a worker's
 
 
-def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_said_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = save_ppo_run(tmp_path)
     nobody = f"http://127.0.0.1:{free_port()}"
     assert main(["submit", "--address", nobody, str(config), "actor.optm.lr=1"]) == 2
@@ -89,7 +105,9 @@ def test_what_is_wrong_is_said_before_anything_is_sent(tmp_path: Path, capsys: p
     assert f"no job server answers at {nobody}" in capsys.readouterr().err
 
 
-def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its code must be here, since the job takes it along."""
     config = save_ppo_run(tmp_path)
     nobody = f"http://127.0.0.1:{free_port()}"
@@ -120,8 +138,11 @@ def test_ctrl_c_stops_the_job(cluster: str, env: dict[str, str], tmp_path: Path)
 # ---- a driver in another folder than the cluster's nodes
 
 
-def test_workers_find_what_the_driver_names_relative_to_its_own_folder(nodes: ClusterAddress, env: dict[str, str], tmp_path: Path) -> None:
-    """The nodes were started in the repository's root. Every key that names a file or a folder is relative here."""
+def test_workers_find_what_the_driver_names_relative_to_its_own_folder(
+    nodes: ClusterAddress, env: dict[str, str], tmp_path: Path
+) -> None:
+    """The nodes were started in the repository's root. Every key that names a file or a folder is relative
+    here."""
     save_ppo_run(tmp_path)
     (tmp_path / "own").mkdir()
     (tmp_path / "reward.py").rename(tmp_path / "own" / "reward.py")
@@ -153,7 +174,17 @@ def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Comm
     script = ["-m", "megarl", "launch", str(config), *arguments]
     return [
         Command(
-            [*TORCHRUN, "--nnodes", str(num_nodes), "--node-rank", str(rank), "--nproc-per-node", "1", *meeting, *script],
+            [
+                *TORCHRUN,
+                "--nnodes",
+                str(num_nodes),
+                "--node-rank",
+                str(rank),
+                "--nproc-per-node",
+                "1",
+                *meeting,
+                *script,
+            ],
             config.with_name(f"node{rank}.log"),
             environment(),
         )
@@ -163,7 +194,9 @@ def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Comm
 
 def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) -> None:
     save_ppo_run(tmp_path)
-    nodes = launch_nodes(tmp_path / "run.yaml", *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]")
+    nodes = launch_nodes(
+        tmp_path / "run.yaml", *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]"
+    )
     nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
     everything = [process for node in nodes for process in node.processes()]
     assert len(everything) > 8
@@ -180,18 +213,28 @@ def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: P
     assert "(exitcode: 2)" in node.said()
 
 
-def test_torchrun_starts_ray_on_its_nodes_and_the_losses_are_those_of_a_run_without_it(ray_cluster: None, tmp_path: Path) -> None:
+def test_torchrun_starts_ray_on_its_nodes_and_the_losses_are_those_of_a_run_without_it(
+    ray_cluster: None, tmp_path: Path
+) -> None:
     config = save_sft_run(tmp_path)
     nodes = launch_nodes(config, "checkpoint.every_steps=2")
     assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
     assert "2 nodes are up" in nodes[0].said()
-    on_one_node = ["placement.num_nodes=1", "placement.devices_per_node=2", f"trainer.output_dir={tmp_path / 'alone'}"]
+    on_one_node = [
+        "placement.num_nodes=1",
+        "placement.devices_per_node=2",
+        f"trainer.output_dir={tmp_path / 'alone'}",
+    ]
     run_sft(load_config(SFTConfig, str(config), on_one_node))
     of_torchrun, alone = (
-        [[line.get(name) for name in SAME_LOSS] for line in metrics(run)] for run in (tmp_path / "run", tmp_path / "alone")
+        [[line.get(name) for name in SAME_LOSS] for line in metrics(run)]
+        for run in (tmp_path / "run", tmp_path / "alone")
     )
     assert len(of_torchrun) == 4
     assert of_torchrun == alone
-    weights = [(run / "huggingface" / "model.safetensors").read_bytes() for run in (tmp_path / "run", tmp_path / "alone")]
+    weights = [
+        (run / "huggingface" / "model.safetensors").read_bytes()
+        for run in (tmp_path / "run", tmp_path / "alone")
+    ]
     assert weights[0] == weights[1]
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()

@@ -68,5 +68,8 @@ def test_a_process_of_a_lost_node_does_not_wait_for_it(told: dict[str, dict[str,
 def test_neither_does_a_rollout_replica(told: dict[str, dict[str, Any]]) -> None:
     replica = told["replica"]
     assert replica["error"] == "NodeLostError"
-    assert "is lost: rollout replica 0 of 1 ran there, and the placement of this run has no other place for it" in replica["summary"]
+    assert (
+        "is lost: rollout replica 0 of 1 ran there, and the placement of this run has no other place for it"
+        in replica["summary"]
+    )
     assert "try     is the node up" in replica["page"]

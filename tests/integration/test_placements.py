@@ -1,4 +1,5 @@
-"""The same run in every placement: roles that take turns on shared devices make the run that they make on devices of their own."""
+"""The same run in every placement: roles that take turns on shared devices make the run that they make on
+devices of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 5
 TOLERANCE = 1e-6
-ENGINE_AND_TRAINER = "training/rollout_"  # rounding, and so dependent on what an engine wrote at the same time
+# rounding, and so dependent on what an engine wrote at the same time
+ENGINE_AND_TRAINER = "training/rollout_"
 # Actor and critic take turns, and so do the reference and the engines.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
@@ -48,9 +50,20 @@ SHARING_WITH_ENGINES = {
     PlacementStrategy.fully_collocate: {"memory/actor", "memory/critic", "memory/rollout"},
     PlacementStrategy.custom: {"memory/reference", "memory/rollout"},
 }
-NOT_COMPARED = ("timing_s/", "perf/", "memory/", "rollout/", "rollout_correction/", "resharding/", ENGINE_AND_TRAINER)
+NOT_COMPARED = (
+    "timing_s/",
+    "perf/",
+    "memory/",
+    "rollout/",
+    "rollout_correction/",
+    "resharding/",
+    ENGINE_AND_TRAINER,
+)
 # Metrics of routers by the first step that has them.
-ROUTERS = {"critic/moe/expert_share/max": 1, **{f"actor/moe/{name}": 2 for name in ("expert_share/max", "aux_loss", "z_loss")}}
+ROUTERS = {
+    "critic/moe/expert_share/max": 1,
+    **{f"actor/moe/{name}": 2 for name in ("expert_share/max", "aux_loss", "z_loss")},
+}
 AGREEMENT = 1e-4  # of engine and trainer about the log-probs of the same tokens
 
 
@@ -60,8 +73,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: RolloutEngineKind = RolloutEngineKind.hf) -> PPOConfig:
-    """A step that warms the critic up, and four that train both; validation after every second and the last."""
+def config(
+    inputs: Path,
+    output_dir: Path,
+    strategy: PlacementStrategy,
+    engine: RolloutEngineKind = RolloutEngineKind.hf,
+) -> PPOConfig:
+    """A step that warms the critic up, and four that train both; validation after every second and the
+    last."""
     return tiny_config(
         inputs,
         output_dir,
@@ -70,7 +89,12 @@ def config(inputs: Path, output_dir: Path, strategy: PlacementStrategy, engine: 
         rollout={"engine": engine, "num_replicas": 2},
         placement=CUSTOM if strategy is PlacementStrategy.custom else PlacementConfig(strategy=strategy),
         resharding=ReshardingConfig(verify=Verify.always),
-        trainer={"updates_per_step": 2, "total_steps": STEPS, "critic_warmup_steps": 1, "validate_every_steps": 2},
+        trainer={
+            "updates_per_step": 2,
+            "total_steps": STEPS,
+            "critic_warmup_steps": 1,
+            "validate_every_steps": 2,
+        },
         tracking={"log_generations": 3},
     )
 
@@ -92,7 +116,10 @@ def assert_agreement(line: dict[str, float]) -> None:
 def assert_same_run(finished: Finished, expected: Finished) -> None:
     assert len(finished.metrics) == len(expected.metrics) == STEPS + 1
     for line, other in zip(finished.metrics, expected.metrics, strict=True):
-        compared, others = ({key: value for key, value in each.items() if not key.startswith(NOT_COMPARED)} for each in (line, other))
+        compared, others = (
+            {key: value for key, value in each.items() if not key.startswith(NOT_COMPARED)}
+            for each in (line, other)
+        )
         assert compared == pytest.approx(others, rel=TOLERANCE, abs=1e-9), line["step"]
         assert_agreement(line)
     weights, others = (load_file(run.policy / "model.safetensors") for run in (finished, expected))
@@ -102,7 +129,8 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
 
 
 def updates(run: Finished) -> list[tuple[float, float, str]]:
-    """(start, end, role) of what ranks did for the two updates after the warm-up, from the timeline that a user opens."""
+    """(start, end, role) of what ranks did for the two updates after the warm-up, from the timeline that a
+    user opens."""
     events = json.loads((run.output_dir / "timeline.json").read_text())["traceEvents"]
     named = [event for event in events if event["name"] == "update" and event["args"]["step"] > 1]
     assert {event["args"]["role"] for event in named} == {"critic", "actor"}
@@ -112,7 +140,9 @@ def updates(run: Finished) -> list[tuple[float, float, str]]:
 def overlap(run: Finished) -> bool:
     found = updates(run)
     return any(
-        start < other_end and other_start < end and role != other for start, end, role in found for other_start, other_end, other in found
+        start < other_end and other_start < end and role != other
+        for start, end, role in found
+        for other_start, other_end, other in found
     )
 
 
@@ -130,16 +160,24 @@ def test_actor_and_critic_train_at_the_same_time_where_they_share_no_device(spli
     ],
 )
 def test_it_is_the_same_run(
-    strategy: PlacementStrategy, split: Finished, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: PlacementStrategy,
+    split: Finished,
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_the_same_time = strategy in (PlacementStrategy.hybrid, PlacementStrategy.stand_alone)
     settings = config(inputs, tmp_path / "run", strategy)
     meeting = tmp_path / "meeting"
     meeting.mkdir()
-    finished = run_ppo(settings, meeting_in_step(2, meeting, monkeypatch)) if at_the_same_time else run_ppo(settings)
+    finished = (
+        run_ppo(settings, meeting_in_step(2, meeting, monkeypatch)) if at_the_same_time else run_ppo(settings)
+    )
     assert_same_run(finished, split)
     assert overlap(finished) == at_the_same_time
-    measured = {key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")}
+    measured = {
+        key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")
+    }
     assert measured == SHARING_WITH_ENGINES.get(strategy, set())
     for line in finished.metrics[2:]:  # in the first, no turn of the trainer has ended
         assert all(0.05 < value < 10 for key, value in line.items() if key.startswith("memory/"))
@@ -157,7 +195,9 @@ class Killer:
             os.kill(roles.rollout.replicas[self._replica].call(RolloutWorker.process_ids)[0], signal.SIGKILL)
 
 
-def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(split: Finished, inputs: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
+    split: Finished, inputs: Path, tmp_path: Path
+) -> None:
     """After a step that put the engines to sleep, and after one that gave them weights."""
     hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid), Killer((2, 3), replica=1))
     assert_same_run(hybrid, split)
@@ -165,10 +205,12 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(split
 
 
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
-    """With the default seed one run of nine had another draw of one sample. The likely cause, not shown: which requests SGLang computes
-    together, and so how logits round, is a matter of time, and a draw lay on the edge."""
+    """With the default seed one run of nine had another draw of one sample. The likely cause, not shown:
+    which requests SGLang computes together, and so how logits round, is a matter of time, and a draw lay on
+    the edge."""
     runs = []
-    for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):  # all: tests/soak/placements.py
+    # all: tests/soak/placements.py
+    for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
         rollout = dataclasses.replace(settings.rollout, num_replicas=1)
         trainer = dataclasses.replace(settings.trainer, seed=1)
@@ -177,10 +219,10 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
-    """A policy whose experts are dealt over the actor's two ranks, which share the tokens of each row, the critic's two tensor-parallel
-    ranks and SGLang's: after every push the engine holds the actor's weights to the bit, and both mean the same by a log-prob, at
-    another temperature than the runs above. The actor sends tokens to the experts that SGLang has sent them to. That it learns:
-    tests/soak/experts.py."""
+    """A policy whose experts are dealt over the actor's two ranks, which share the tokens of each row, the
+    critic's two tensor-parallel ranks and SGLang's: after every push the engine holds the actor's weights to
+    the bit, and both mean the same by a log-prob, at another temperature than the runs above. The actor sends
+    tokens to the experts that SGLang has sent them to. That it learns: tests/soak/experts.py."""
     save_policy(tmp_path / "experts", with_experts=True)
     settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
     settings = dataclasses.replace(
@@ -196,7 +238,9 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
             parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2),
             experts=ExpertsConfig(freeze_router=True),
         ),
-        rollout=dataclasses.replace(settings.rollout, num_replicas=1, tensor_parallel_size=2, expert_parallel_size=2, temperature=0.6),
+        rollout=dataclasses.replace(
+            settings.rollout, num_replicas=1, tensor_parallel_size=2, expert_parallel_size=2, temperature=0.6
+        ),
         engine=EngineConfig(routing_replay=RoutingReplay.rollout),
         trainer=dataclasses.replace(settings.trainer, total_steps=3),
     )
@@ -204,8 +248,11 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     assert len(finished.metrics) == 4
     for line in finished.metrics:
         assert_agreement(line)
-        assert {name for name in line if "/moe/" in name} == {name for name, first_step in ROUTERS.items() if line["step"] >= first_step}
-        assert all(1 / 4 <= line[name] <= 1 / 2 for name in line if name.endswith("/expert_share/max"))  # two of four experts
+        assert {name for name in line if "/moe/" in name} == {
+            name for name, first_step in ROUTERS.items() if line["step"] >= first_step
+        }
+        # two of four experts
+        assert all(1 / 4 <= line[name] <= 1 / 2 for name in line if name.endswith("/expert_share/max"))
     model, loading = AutoModelForCausalLM.from_pretrained(finished.policy, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]

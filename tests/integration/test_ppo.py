@@ -1,4 +1,5 @@
-"""PPO end to end on real Megatron and real Ray: what a run writes, and that its parts do what the configuration says."""
+"""PPO end to end on real Megatron and real Ray: what a run writes, and that its parts do what the
+configuration says."""
 
 from __future__ import annotations
 
@@ -62,15 +63,31 @@ TRAINED = [
     "perf/tflops/actor",
 ]
 ALWAYS = [
-    *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/score/mean", "critic/score/max", "critic/score/min"),
+    *(
+        "critic/vf_loss",
+        "critic/vf_clipfrac",
+        "critic/grad_norm",
+        "critic/score/mean",
+        "critic/score/max",
+        "critic/score/min",
+    ),
     *("response_length/mean", "response_length/max", "response_length/min", "response_length/clip_ratio"),
-    *(f"timing_s/{phase}" for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")),
+    *(
+        f"timing_s/{phase}"
+        for phase in ("step", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic")
+    ),
     "perf/tflops/critic",
     *("actor/entropy", "groups/without_signal", "rollout_correction/kl"),
     *("perf/throughput", "training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
     *("training/rollout_log_probs_diff_mean", "training/rollout_log_probs_diff_max"),
 ]
-IN_TRAINING = [*TRAINED, "timing_s/update_actor", "timing_s/update_weights", "resharding/gb_per_s", "resharding/extra_bytes"]
+IN_TRAINING = [
+    *TRAINED,
+    "timing_s/update_actor",
+    "timing_s/update_weights",
+    "resharding/gb_per_s",
+    "resharding/extra_bytes",
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +97,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(
-    inputs: Path, output_dir: Path, algorithm: AlgorithmConfig, *, context_parallel_size: int = 1, updates_per_step: int = 2, **trainer: Any
+    inputs: Path,
+    output_dir: Path,
+    algorithm: AlgorithmConfig,
+    *,
+    context_parallel_size: int = 1,
+    updates_per_step: int = 2,
+    **trainer: Any,
 ) -> PPOConfig:
     return tiny_config(
         inputs,
@@ -108,8 +131,9 @@ def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
 
 
 class PolicyWatch:
-    """The actor's weights, and the version that the rollout has, before each step. In the last step the critic's processes stand
-    still from the call of its update until the actor's new weights have been sent."""
+    """The actor's weights, and the version that the rollout has, before each step. In the last step the
+    critic's processes stand still from the call of its update until the actor's new weights have been sent.
+    """
 
     def __init__(self, folder: Path, source: Path) -> None:
         self._folder = folder
@@ -128,7 +152,8 @@ class PolicyWatch:
         update = critic.update
         push = weights.push
         pids = critic.group.pids
-        release = Timer(60, send, (pids, signal.SIGCONT))  # a driver that waits for the critic is to fail the test, not to hang
+        # a driver that waits for the critic is to fail the test, not to hang
+        release = Timer(60, send, (pids, signal.SIGCONT))
 
         def update_that_stands_still(batch: DataProto, step: int) -> DerivedFuture:
             send(pids, signal.SIGSTOP)
@@ -167,7 +192,9 @@ def finished(inputs: Path, watch: PolicyWatch, tmp_path_factory: pytest.TempPath
 def test_every_step_has_its_metrics(finished: Finished) -> None:
     before, *steps = finished.metrics
     assert [line["step"] for line in finished.metrics] == list(range(STEPS + 1))
-    validated = {f"val/{source}{name}" for source in ("", "count/") for name in ("score/mean", "reward/error_rate")}
+    validated = {
+        f"val/{source}{name}" for source in ("", "count/") for name in ("score/mean", "reward/error_rate")
+    }
     assert before.keys() == {"step", "timing_s/testing", *validated}
     for line in steps:
         expected = {*ALWAYS, *(IN_TRAINING if line["step"] > WARMUP_STEPS else [])}
@@ -179,7 +206,9 @@ def test_every_step_has_its_metrics(finished: Finished) -> None:
         assert 0 < max(phases) < line["timing_s/step"]
         assert ("timing_s/testing" in line) == ("val/score/mean" in line)
         for role in ("actor", "critic"):
-            assert line.get(f"perf/mfu/{role}", 0) == pytest.approx(line.get(f"perf/tflops/{role}", 0) / PEAK_TFLOPS)
+            assert line.get(f"perf/mfu/{role}", 0) == pytest.approx(
+                line.get(f"perf/tflops/{role}", 0) / PEAK_TFLOPS
+            )
 
 
 def test_no_metric_is_of_a_phase_that_did_not_happen(finished: Finished) -> None:
@@ -191,7 +220,9 @@ def test_the_critic_warms_up_alone(finished: Finished, watch: PolicyWatch, input
     start = load_file(inputs / "policy" / "model.safetensors")
     for step in range(1, WARMUP_STEPS + 2):
         assert all(torch.equal(weight, start[name]) for name, weight in watch.weights(step).items())
-    assert any(not torch.equal(weight, start[name]) for name, weight in watch.weights(WARMUP_STEPS + 2).items())
+    assert any(
+        not torch.equal(weight, start[name]) for name, weight in watch.weights(WARMUP_STEPS + 2).items()
+    )
     assert watch.versions == [1, 1, 1, 2, 3]
     first, second = finished.metrics[1:3]
     assert (first["critic/values/max"], first["critic/values/min"]) == (0, 0)  # a new head
@@ -223,17 +254,23 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     pools = plan_placement(split_collocate(inputs, finished.output_dir)).process_on_nodes
     expected = {f"pool {pool}" for pool in (*pools, "driver")}
-    assert set(names.values()) - {"counters"} == expected  # of curves there are points where a run takes some seconds
+    # of curves there are points where a run takes some seconds
+    assert set(names.values()) - {"counters"} == expected
     calls = [event for event in events if event["ph"] == "X"]
     assert {names[event["pid"]] for event in calls} == expected
     assert all(event["dur"] >= 0 for event in calls)
-    not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}  # the KL in the reward is scored before the update
-    not_here |= {("reward", "begin"), ("reward", "scored")}  # before others end: the engine of this run ends all samples at once
-    assert {*phases_by_call(), ("driver", "step")} - not_here <= {(event["args"]["role"], event["name"]) for event in calls}
+    # the KL in the reward is scored before the update
+    not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}
+    # before others end: the engine of this run ends all samples at once
+    not_here |= {("reward", "begin"), ("reward", "scored")}
+    assert {*phases_by_call(), ("driver", "step")} - not_here <= {
+        (event["args"]["role"], event["name"]) for event in calls
+    }
 
 
 def test_neither_update_waits_for_the_other(watch: PolicyWatch, finished: Finished) -> None:
-    """Their pools share no process: while the critic's stand still in its update, the actor's ends and its weights are sent."""
+    """Their pools share no process: while the critic's stand still in its update, the actor's ends and its
+    weights are sent."""
     assert len(finished.metrics) == STEPS + 1
     assert not watch.critic_had_updated
 
@@ -241,9 +278,20 @@ def test_neither_update_waits_for_the_other(watch: PolicyWatch, finished: Finish
 def test_generations_are_written(finished: Finished) -> None:
     rows = [json.loads(line) for line in (finished.output_dir / "generations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [step for step in (0, 2, 4, STEPS) for _ in range(3)]
-    assert rows[0].keys() == {"step", "uid", "data_source", "response", "ground_truth", "extra_info", "score", "reward_numbers"}
-    assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]  # the held-out numbers
-    assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]  # greedy, with the same weights
+    assert rows[0].keys() == {
+        "step",
+        "uid",
+        "data_source",
+        "response",
+        "ground_truth",
+        "extra_info",
+        "score",
+        "reward_numbers",
+    }
+    # the held-out numbers
+    assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]
+    # greedy, with the same weights
+    assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]
 
 
 def test_samples_are_kept_as_the_loss_saw_them(finished: Finished) -> None:
@@ -254,14 +302,19 @@ def test_samples_are_kept_as_the_loss_saw_them(finished: Finished) -> None:
         assert len(rows) == SAMPLES
         assert parts == ["compute_score"]
         for row in rows.to_pylist():
-            assert re.sub("<[a-z]+>", "", "".join(tokens[number] for number in row["response_ids"])) == row["response"]
+            assert (
+                re.sub("<[a-z]+>", "", "".join(tokens[number] for number in row["response_ids"]))
+                == row["response"]
+            )
             assert row["prompt"].startswith("<user>")
             assert row["prompt"].endswith("=<model>")
             lists = ("response_ids", "advantages", "log_probs", "rollout_log_probs")
             assert {len(row[name]) for name in lists} == {row["response_length"]}
             assert len(row["prompt_ids"]) == row["prompt_length"]
             assert row["score"] == row["response"].count(row["ground_truth"]) / 4 == row["score_parts"][0]
-            assert row["advantage"] == pytest.approx(sum(row["advantages"]) / row["response_length"], abs=1e-6)
+            assert row["advantage"] == pytest.approx(
+                sum(row["advantages"]) / row["response_length"], abs=1e-6
+            )
             assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 1 else "length")
         columns = rows.to_pydict()
         assert [columns["uid"].count(uid) for uid in dict.fromkeys(columns["uid"])] == [4] * 4
@@ -282,7 +335,11 @@ def test_the_policy_is_saved_for_transformers(finished: Finished, inputs: Path) 
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     start = load_file(inputs / "policy" / "model.safetensors")
-    moved = {name: float((weight - start[name]).abs().max()) for name, weight in model.state_dict().items() if name in start}
+    moved = {
+        name: float((weight - start[name]).abs().max())
+        for name, weight in model.state_dict().items()
+        if name in start
+    }
     assert moved.keys() == start.keys()
     assert min(moved.values()) > 1e-4
 
@@ -291,7 +348,9 @@ _TIMED = ("timing_s/", "perf/", "resharding/", "rollout/")
 
 
 def without_times(finished: Finished) -> list[dict[str, float]]:
-    return [{key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in finished.metrics]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in finished.metrics
+    ]
 
 
 def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:
@@ -299,24 +358,40 @@ def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_
 
 
 def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) -> None:
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+    )
     seen: list[PPORoles] = []
-    finished = run_ppo(config(inputs, tmp_path, algorithm, total_steps=2, validate_before=False), lambda step, roles: seen.append(roles))
+    finished = run_ppo(
+        config(inputs, tmp_path, algorithm, total_steps=2, validate_before=False),
+        lambda step, roles: seen.append(roles),
+    )
     assert (seen[0].critic, seen[0].reference) == (ABSENT, ABSENT)
     assert [line["step"] for line in finished.metrics] == [1, 2]
     for line in finished.metrics:
         assert set(IN_TRAINING) <= line.keys()
-        assert not line.keys() & {"critic/vf_loss", "critic/values/mean", "timing_s/values", "timing_s/ref", "actor/reward_kl_penalty"}
+        assert not line.keys() & {
+            "critic/vf_loss",
+            "critic/values/mean",
+            "timing_s/values",
+            "timing_s/ref",
+            "actor/reward_kl_penalty",
+        }
         assert line["actor/grad_norm"] > 0
         assert line["critic/rewards/mean"] == line["critic/score/mean"]
 
 
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
-    """With one update per batch: it scores the samples in its own pass, and the metrics are those of a pass before it."""
+    """With one update per batch: it scores the samples in its own pass, and the metrics are those of a pass
+    before it."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl, rollout_correction=correction)
-    finished = run_ppo(config(inputs, tmp_path, algorithm, updates_per_step=1, total_steps=3, validate_before=False))
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=kl, rollout_correction=correction
+    )
+    finished = run_ppo(
+        config(inputs, tmp_path, algorithm, updates_per_step=1, total_steps=3, validate_before=False)
+    )
     losses = [line["actor/kl_loss"] for line in finished.metrics]
     assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor is still the reference
     assert min(losses[1:]) > 1e-3

@@ -1,4 +1,5 @@
-"""Every preset and every policy loss on the real engine: a mini-batch's gradient is the same for each way to cut it and each layout."""
+"""Every preset and every policy loss on the real engine: a mini-batch's gradient is the same for each way to
+cut it and each layout."""
 
 from __future__ import annotations
 
@@ -61,20 +62,27 @@ def presets() -> dict[str, AlgorithmConfig]:
     files = sorted((CONFIGS / "algorithm").glob("*.yaml"))
     overrides = ["data.max_response_length=9"]
     return {
-        file.stem: load_config(PPOConfig, str(CONFIGS / "quickstart.yaml"), [f"algorithm={file.stem}", *overrides]).algorithm
+        file.stem: load_config(
+            PPOConfig, str(CONFIGS / "quickstart.yaml"), [f"algorithm={file.stem}", *overrides]
+        ).algorithm
         for file in files
     }
 
 
 def policy_losses() -> dict[str, AlgorithmConfig]:
-    """Kinds that are in no preset, with an entropy bonus and a KL term; tokens are chosen by clip_cov and kl_cov."""
+    """Kinds that are in no preset, with an entropy bonus and a KL term; tokens are chosen by clip_cov and
+    kl_cov."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3_straight_through, coefficient=0.1)
     covariance = CovarianceConfig(share=0.2, low=-9.0, high=9.0)
     made = {}
     for kind in PolicyLossKind:
-        loss = PolicyLossConfig(kind=kind, aggregation=Aggregation.sequence_mean_token_mean, covariance=covariance)
+        loss = PolicyLossConfig(
+            kind=kind, aggregation=Aggregation.sequence_mean_token_mean, covariance=covariance
+        )
         grouped = AdvantageConfig(estimator=AdvantageEstimator.rloo)
-        made[kind.name] = AlgorithmConfig(advantage=grouped, policy_loss=loss, kl=kl, entropy_coefficient=0.01)
+        made[kind.name] = AlgorithmConfig(
+            advantage=grouped, policy_loss=loss, kl=kl, entropy_coefficient=0.01
+        )
     return made
 
 
@@ -116,12 +124,18 @@ def run_cases(
         loss = ActorLoss(algorithm=case.algorithm, counts=MiniBatchCounts.of(case.rows["response_mask"]))
         for split, plan in plans.items():
             mine = plan.ranks[groups.data_rank]
-            metrics = engine.forward_backward(take(case.rows, mine.rows), mine.local_micro_batches, loss, loss.extras)
+            metrics = engine.forward_backward(
+                take(case.rows, mine.rows), mine.local_micro_batches, loss, loss.extras
+            )
             gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {})
+            dist.all_gather_object(
+                gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {}
+            )
             gradients = hf_gradients(engine)
             names = tuple((key, tuple(value.shape)) for key, value in gradients.items())
-            flat = torch.cat([value.flatten() for value in gradients.values()]) if gradients else torch.zeros(0)
+            flat = (
+                torch.cat([value.flatten() for value in gradients.values()]) if gradients else torch.zeros(0)
+            )
             results[name, split] = (names, flat, values_of(merge_metrics(gathered)))
     return results
 
@@ -167,31 +181,51 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     folder = tmp_path_factory.mktemp("presets") / "lm"
     save_model("qwen2-tied", folder)
     batch = scored_batch(folder)
-    several = {name: case_of(each, batch, one_update=False) for name, each in {**policy_losses(), **corrections(), **presets()}.items()}
+    several = {
+        name: case_of(each, batch, one_update=False)
+        for name, each in {**policy_losses(), **corrections(), **presets()}.items()
+    }
     # A ratio for each token, one for a response, and one without gradient; the other presets have the first.
-    single = {f"{name}, one update": case_of(presets()[name], batch, one_update=True) for name in ("ppo", "gspo", "cispo")}
+    single = {
+        f"{name}, one update": case_of(presets()[name], batch, one_update=True)
+        for name in ("ppo", "gspo", "cispo")
+    }
     cases = {**several, **single}
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
     results = run(rank_pool, Setting(str(folder), cases, lengths, {}), ParallelConfig(), ["all rows"])
     return Setting(str(folder), cases, lengths, {name: result for (name, _), result in results.items()})
 
 
-def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: list[str]) -> dict[tuple[str, str], Result]:
-    plans = {split: plan_micro_batches(setting.lengths, parallel.data_parallel_size, **SPLITS[split]) for split in splits}
+def run(
+    rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: list[str]
+) -> dict[tuple[str, str], Result]:
+    plans = {
+        split: plan_micro_batches(setting.lengths, parallel.data_parallel_size, **SPLITS[split])
+        for split in splits
+    }
     ranks = rank_pool.run(
-        run_cases, world_size=parallel.world_size, parallel=parallel, folder=setting.folder, cases=setting.cases, plans=plans
+        run_cases,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        folder=setting.folder,
+        cases=setting.cases,
+        plans=plans,
     )
     joined = {}
     for key in ranks[0]:
         parts = [Result(*rank[key]) for rank in ranks]
         gradients = merge([part.gradients for part in parts])
         names = tuple((name, tuple(value.shape)) for name, value in sorted(gradients.items()))
-        joined[key] = Result(names, torch.cat([gradients[name].flatten() for name, _ in names]), parts[0].metrics)
+        joined[key] = Result(
+            names, torch.cat([gradients[name].flatten() for name, _ in names]), parts[0].metrics
+        )
     return joined
 
 
 @pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2", "CP2", "PP2"])
-def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(setting: Setting, layout: str, rank_pool: RankPool) -> None:
+def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(
+    setting: Setting, layout: str, rank_pool: RankPool
+) -> None:
     splits = list(SPLITS)[layout != "TP1" :]  # by single rows in one layout, as they take longest
     results = run(rank_pool, setting, ALL_LAYOUTS[layout], splits)
     assert len(results) == len(setting.cases) * len(splits)
@@ -205,12 +239,25 @@ def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(setting: Setting
 
 
 def test_every_case_has_a_gradient_of_its_own(setting: Setting) -> None:
-    """None is 0, and no two are the same but those that should be: one update of presets that differ in nothing else."""
+    """None is 0, and no two are the same but those that should be: one update of presets that differ in
+    nothing else."""
     norms = {name: float(result.flat.norm()) for name, result in setting.whole.items()}
     assert min(norms.values()) > 1e-2, norms
-    assert {"ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo"} <= norms.keys()
+    assert {
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "remax",
+        "gspo",
+        "cispo",
+    } <= norms.keys()
     for kind in PolicyLossKind:
-        assert norms[kind.name] != pytest.approx(norms["sapo" if kind.name != "sapo" else "cispo"], rel=1e-4), kind
+        assert norms[kind.name] != pytest.approx(
+            norms["sapo" if kind.name != "sapo" else "cispo"], rel=1e-4
+        ), kind
 
 
 def test_one_update_has_ratios_of_one(setting: Setting) -> None:

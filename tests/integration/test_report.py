@@ -1,4 +1,5 @@
-"""The page of `megarl report` in a real browser: what it shows is what the files have, and what a model wrote does nothing there."""
+"""The page of `megarl report` in a real browser: what it shows is what the files have, and what a model wrote
+does nothing there."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ SAMPLES = 64
 TOKENS = 7
 FILES = 4
 EVIL = "</script><img src=x onerror='window.hacked = 1'><b>bold</b>"
-FAILURE = f"Traceback (most recent call last):\n  earlier {EVIL}\n\n==== megarl train failed ====\nwhat    RuntimeError: {EVIL}\n====\n"
+FAILURE = (
+    f"Traceback (most recent call last):\n  earlier {EVIL}\n\n==== megarl train failed ====\nwhat    "
+    f"RuntimeError: {EVIL}\n====\n"
+)
 RUN_COLORS = [(0x2F, 0x7E, 0xD8), (0xE0, 0x70, 0x2A)]
 TABS = ("summary", "curves", "samples", "timeline", "memory", "configuration", "failures")
 
@@ -55,7 +59,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     failed = folder / "failed"
     for seed, path in enumerate((good, failed)):
         make_run(path, STEPS, SAMPLES, TOKENS, FILES, seed)
-    dump_config(PPOConfig(tracking=TrackingConfig(run_name=EVIL), trainer=TrainerConfig(seed=7)), failed / "config.yaml")
+    dump_config(
+        PPOConfig(tracking=TrackingConfig(run_name=EVIL), trainer=TrainerConfig(seed=7)),
+        failed / "config.yaml",
+    )
     (failed / "summary.json").unlink()
     (failed / "failure.txt").write_text(FAILURE)
     (failed / "generations.jsonl").write_text("no json\n")
@@ -65,7 +72,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def write_evil_samples(run_dir: Path, step: int) -> None:
     texts = {1: EVIL, 2: "\n", 3: "�", 4: f"<tool_call>{EVIL}", 5: "</tool_call>"}
-    sample = {"uid": EVIL, "prompt": EVIL, "response": EVIL + "\n�", "ground_truth": EVIL, "finish_reason": EVIL, "data_source": EVIL}
+    sample = {
+        "uid": EVIL,
+        "prompt": EVIL,
+        "response": EVIL + "\n�",
+        "ground_truth": EVIL,
+        "finish_reason": EVIL,
+        "data_source": EVIL,
+    }
     sample |= {
         "step": step,
         "score": 3.5,
@@ -75,14 +89,35 @@ def write_evil_samples(run_dir: Path, step: int) -> None:
         "prompt_length": 1,
         "response_length": 3,
     }
-    sample |= {"prompt_ids": [1], "response_ids": [1, 2, 3], "advantages": [1.0, 0.0, -1.0], "rollout_log_probs": [-0.5, -0.25, 0.0]}
+    sample |= {
+        "prompt_ids": [1],
+        "response_ids": [1, 2, 3],
+        "advantages": [1.0, 0.0, -1.0],
+        "rollout_log_probs": [-0.5, -0.25, 0.0],
+    }
     # A call, a line break and its end; what a tool said; the answer.
-    episode = sample | {"uid": "episode", "score": 3.25, "response": EVIL, "response_ids": [4, 2, 5, 1, 3, 1], "response_length": 6}
-    episode |= {"advantages": [0.5, 0.5, 0.5, 0.0, 0.0, 0.5], "rollout_log_probs": [-0.5, -0.25, 0.0, 0.0, 0.0, -0.5]}
-    episode |= {"is_model": [True, True, True, False, False, True], "turn_rewards": [0.75, 0.0], "num_calls": 3, "episode_end": EVIL}
+    episode = sample | {
+        "uid": "episode",
+        "score": 3.25,
+        "response": EVIL,
+        "response_ids": [4, 2, 5, 1, 3, 1],
+        "response_length": 6,
+    }
+    episode |= {
+        "advantages": [0.5, 0.5, 0.5, 0.0, 0.0, 0.5],
+        "rollout_log_probs": [-0.5, -0.25, 0.0, 0.0, 0.0, -0.5],
+    }
+    episode |= {
+        "is_model": [True, True, True, False, False, True],
+        "turn_rewards": [0.75, 0.0],
+        "num_calls": 3,
+        "episode_end": EVIL,
+    }
     episode |= {"call_errors": json.dumps({EVIL: 2})}
     writer = SampleWriter(run_dir)
-    writer.write(step, lambda: SampleTable(pa.Table.from_pylist([sample, episode], SCHEMA), texts, [EVIL]), 2**30)
+    writer.write(
+        step, lambda: SampleTable(pa.Table.from_pylist([sample, episode], SCHEMA), texts, [EVIL]), 2**30
+    )
     writer.close()
 
 
@@ -132,7 +167,9 @@ def hover(chromium: Chrome, element: WebElement, x: int = 0, y: int = 0) -> str:
     """The tooltip's text; x and y from the middle."""
     chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
     ActionChains(chromium).move_to_element_with_offset(element, x, y).perform()
-    tooltip = wait(chromium, lambda: next(iter(chromium.find_elements(By.CSS_SELECTOR, "#tooltip:not([hidden])")), None))
+    tooltip = wait(
+        chromium, lambda: next(iter(chromium.find_elements(By.CSS_SELECTOR, "#tooltip:not([hidden])")), None)
+    )
     return tooltip.text
 
 
@@ -143,7 +180,9 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def test_curves_of_both_runs_lie_over_each_other(chromium: Chrome, page: str, runs: Runs) -> None:
     show(chromium, page, "curves")
-    names = {chart.get_attribute("data-metric") for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")}
+    names = {
+        chart.get_attribute("data-metric") for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")
+    }
     assert names == metrics(runs.good)[1].keys() - {"step"}
     canvas = find(chromium, "[data-metric='actor/entropy'] canvas")
     assert set(RUN_COLORS) <= pixels(chromium, canvas)
@@ -151,16 +190,23 @@ def test_curves_of_both_runs_lie_over_each_other(chromium: Chrome, page: str, ru
     step = int(told.splitlines()[0].removeprefix("step "))
     for run_dir in runs:
         value = metrics(run_dir)[step]["actor/entropy"]
-        shown = next(line for line in told.splitlines() if line.startswith(f"{run_dir.name}: ")).split(": ")[1]
+        shown = next(line for line in told.splitlines() if line.startswith(f"{run_dir.name}: ")).split(": ")[
+            1
+        ]
         assert float(shown) == pytest.approx(value, rel=1e-4)
 
 
 def test_a_run_can_be_hidden_and_metrics_found(chromium: Chrome, page: str) -> None:
     show(chromium, page, "curves")
     find(chromium, ".run-chip").click()
-    wait(chromium, lambda: RUN_COLORS[0] not in pixels(chromium, find(chromium, "[data-metric='actor/entropy'] canvas")))
+    wait(
+        chromium,
+        lambda: RUN_COLORS[0] not in pixels(chromium, find(chromium, "[data-metric='actor/entropy'] canvas")),
+    )
     find(chromium, "#metric-filter").send_keys("entropy|val/")
-    shown = {chart.get_attribute("data-metric") for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")}
+    shown = {
+        chart.get_attribute("data-metric") for chart in chromium.find_elements(By.CSS_SELECTOR, ".chart")
+    }
     assert shown == {"actor/entropy", "val/score/mean"}
 
 
@@ -178,15 +224,20 @@ def test_smoothing_scale_and_range_change_what_is_drawn(chromium: Chrome, page: 
     before = set(seen)
     wait(chromium, is_new)
     before = set(seen)
-    chromium.execute_script("const s = document.querySelector('#smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
+    chromium.execute_script(
+        "const s = document.querySelector('#smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
+    )
     wait(chromium, is_new)
     assert "smooth 60" in hover(chromium, canvas, 10)
     before = set(seen)
-    ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(40, 0).move_by_offset(
+    ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(
         40, 0
-    ).release().perform()
+    ).move_by_offset(40, 0).release().perform()
     wait(chromium, is_new)
-    low, high = (int(edge) for edge in find(chromium, ".pill").text.removeprefix("steps ").removesuffix(" ✕").split("–"))
+    low, high = (
+        int(edge)
+        for edge in find(chromium, ".pill").text.removeprefix("steps ").removesuffix(" ✕").split("–")
+    )
     assert 1 < low < high < STEPS
     find(chromium, ".pill").click()
     assert not find(chromium, ".pill").is_displayed()
@@ -222,13 +273,24 @@ def test_samples_are_found_and_read_token_by_token(chromium: Chrome, page: str, 
     least = min(range(TOKENS), key=lambda index: wanted["log_probs"][index])
     told = hover(chromium, tokens[least])
     assert f"id {wanted['response_ids'][least]}, token {least + 1} of {TOKENS}" in told
-    lines = dict(line.replace(" (log", "").rsplit(" ", 2 if "(log" in line else 1)[:2] for line in told.splitlines()[1:])
-    assert float(lines["probability, trainer"]) == pytest.approx(math.exp(wanted["log_probs"][least]), rel=0.01)
-    assert float(lines["probability, engine"]) == pytest.approx(math.exp(wanted["rollout_log_probs"][least]), rel=0.01)
-    assert float(lines["log-prob gap"]) == pytest.approx(wanted["log_probs"][least] - wanted["rollout_log_probs"][least], rel=0.01)
+    lines = dict(
+        line.replace(" (log", "").rsplit(" ", 2 if "(log" in line else 1)[:2]
+        for line in told.splitlines()[1:]
+    )
+    assert float(lines["probability, trainer"]) == pytest.approx(
+        math.exp(wanted["log_probs"][least]), rel=0.01
+    )
+    assert float(lines["probability, engine"]) == pytest.approx(
+        math.exp(wanted["rollout_log_probs"][least]), rel=0.01
+    )
+    assert float(lines["log-prob gap"]) == pytest.approx(
+        wanted["log_probs"][least] - wanted["rollout_log_probs"][least], rel=0.01
+    )
     assert float(lines["advantage"]) == pytest.approx(wanted["advantages"][least], rel=0.01)
 
-    alphas = [float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens]
+    alphas = [
+        float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens
+    ]
     assert max(alphas) == alphas[least]  # what was improbable is coloured most
     assert alphas[least] == pytest.approx(0.75 * (1 - math.exp(wanted["log_probs"][least])), abs=0.01)
     choose("Color of tokens", "advantage")
@@ -255,7 +317,8 @@ def test_what_a_model_wrote_is_text(chromium: Chrome, page: str) -> None:
 
 
 def check_episode(chromium: Chrome) -> None:
-    """A block for each turn and each answer, in colours of their own; calls are marked; what no model wrote has no probability."""
+    """A block for each turn and each answer, in colours of their own; calls are marked; what no model wrote
+    has no probability."""
     turns = chromium.find_elements(By.CSS_SELECTOR, "#response .turn")
     texts = [turn.find_element(By.CSS_SELECTOR, ".tokens").get_attribute("textContent") for turn in turns]
     assert texts == [f"<tool_call>{EVIL}⏎\n</tool_call>", f"{EVIL}�", EVIL]
@@ -273,7 +336,10 @@ def check_episode(chromium: Chrome) -> None:
     assert f"ended by {EVIL}" in facts
     assert f"turns 2 calls 3, of which 2 {EVIL}" in facts
     find(chromium, "#sample-text").send_keys("</TOOL_CALL>")
-    assert [line.get_attribute("data-uid") for line in chromium.find_elements(By.CSS_SELECTOR, "#sample-table tbody tr")] == ["episode"]
+    assert [
+        line.get_attribute("data-uid")
+        for line in chromium.find_elements(By.CSS_SELECTOR, "#sample-table tbody tr")
+    ] == ["episode"]
     find(chromium, "#sample-text").clear()
 
 
@@ -282,7 +348,8 @@ def test_the_timeline_is_shown(chromium: Chrome, page: str) -> None:
     canvas = find(chromium, "canvas.timeline")
     assert set(RUN_COLORS) <= pixels(chromium, canvas)  # update and log_probs
     Select(find(chromium, "#timeline-step")).select_by_value("3")
-    told = hover(chromium, canvas, 150, -canvas.size["height"] // 2 + 24 + 11 + 22)  # the second row, in the second half of the step
+    # the second row, in the second half of the step
+    told = hover(chromium, canvas, 150, -canvas.size["height"] // 2 + 24 + 11 + 22)
     assert told.splitlines()[0].startswith("train 18")
     assert told.splitlines()[1] == "actor rank 1, pool actor"
     assert told.splitlines()[2].startswith("step 3, at ")
@@ -290,15 +357,24 @@ def test_the_timeline_is_shown(chromium: Chrome, page: str) -> None:
 
 def test_differences_failures_and_damage_are_shown(chromium: Chrome, page: str, runs: Runs) -> None:
     show(chromium, page, "configuration")
-    rows = {row.get_attribute("data-key"): row.text for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")}
+    rows = {
+        row.get_attribute("data-key"): row.text
+        for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")
+    }
     assert rows == {"tracking.run_name": f"tracking.run_name null {EVIL}", "trainer.seed": "trainer.seed 0 7"}
     find(chromium, "#all-keys").click()
     assert len(chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")) > 100
     show(chromium, page, "failures")
-    assert find(chromium, "pre.failure").text.startswith(f"==== megarl train failed ====\nwhat    RuntimeError: {EVIL}")
-    assert find(chromium, ".problem").text.startswith(f"{runs.failed / 'generations.jsonl'}: cannot be read as samples")
+    assert find(chromium, "pre.failure").text.startswith(
+        f"==== megarl train failed ====\nwhat    RuntimeError: {EVIL}"
+    )
+    assert find(chromium, ".problem").text.startswith(
+        f"{runs.failed / 'generations.jsonl'}: cannot be read as samples"
+    )
     show(chromium, page, "summary")
-    states = [card.get_attribute("data-state") for card in chromium.find_elements(By.CSS_SELECTOR, ".card.run")]
+    states = [
+        card.get_attribute("data-state") for card in chromium.find_elements(By.CSS_SELECTOR, ".card.run")
+    ]
     assert states == ["complete", "failed"]
 
 
@@ -313,7 +389,10 @@ def test_everything_fits_in_light_and_dark(chromium: Chrome, page: str, width: i
                 assert chromium.execute_script("return document.documentElement.scrollWidth") <= width, tab
             backgrounds.add(find(chromium, "body").value_of_css_property("background-color"))
             find(chromium, "#theme").click()
-            assert find(chromium, "body").value_of_css_property("background-color") not in backgrounds or len(backgrounds) == 2
+            assert (
+                find(chromium, "body").value_of_css_property("background-color") not in backgrounds
+                or len(backgrounds) == 2
+            )
         assert len(backgrounds) == 2
     finally:
         browsers.show_as(chromium, 1280, 900)
@@ -324,30 +403,50 @@ def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Ch
     for tab in TABS:
         show(chromium, page, tab)
     events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
-    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    assert {url.split("#")[0] for url in asked if not url.startswith(("data:", "about:", "chrome:", "chrome-untrusted:"))} == {page}
+    asked = {
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    }
+    assert {
+        url.split("#")[0]
+        for url in asked
+        if not url.startswith(("data:", "about:", "chrome:", "chrome-untrusted:"))
+    } == {page}
     assert chromium.get_log("browser") == []
 
 
 @pytest.fixture(scope="module")
 def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of the page of an SFT run and of a PPO run with planned memory, reward parts and calls of workers in its timeline."""
+    """The address of the page of an SFT run and of a PPO run with planned memory, reward parts and calls of
+    workers in its timeline."""
     folder = tmp_path_factory.mktemp("kinds")
     ppo = folder / "ppo"
     sft = folder / "sft"
     for path in (ppo, sft):
         make_run(path, 3, 16, 3, 2)
     model = CONFIGS_DIR / "models" / "quickstart" / "model"
-    config = load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"model.path={model}", "actor.optim.lr=0.5"])
+    config = load_config(
+        PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"model.path={model}", "actor.optim.lr=0.5"]
+    )
     dump_config(config, ppo / "config.yaml")
-    absent = [f"model.path={folder / 'absent'}", "actor.optim.lr=0.25"]  # the quickstart's own may be there, with planned memory
+    # the quickstart's own may be there, with planned memory
+    absent = [f"model.path={folder / 'absent'}", "actor.optim.lr=0.25"]
     dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", absent), sft / "config.yaml")
     with (ppo / "metrics.jsonl").open("a") as lines:
-        line = {"step": 4, "reward/mean": 0.5, "reward/format/mean": 0.25, "reward/format/max": 1.0, "timing_s/step": 60.0}
+        line = {
+            "step": 4,
+            "reward/mean": 0.5,
+            "reward/format/mean": 0.25,
+            "reward/format/max": 1.0,
+            "timing_s/step": 60.0,
+        }
         lines.write(json.dumps(line) + "\n")
     timeline = Timeline(ppo)
     names = ("__init__", "submit_and_poll", "receive_weights", "resident_memory_gb", "my_own_phase")
-    timeline.add([Span("rollout", "rollout", 0, name, 10.0 * at, 10.0 * at + 9) for at, name in enumerate(names)], 1)
+    timeline.add(
+        [Span("rollout", "rollout", 0, name, 10.0 * at, 10.0 * at + 9) for at, name in enumerate(names)], 1
+    )
     timeline.write()
     assert main(["report", str(ppo), str(sft)]) == 0
     return (ppo / "report.html").as_uri()
@@ -370,7 +469,9 @@ def test_columns_of_numbers_are_right_aligned(chromium: Chrome, page_of_kinds: s
     (memory,) = tables["memory"]
     assert memory[0] == ["left", *["right"] * 4]  # actor, reference, critic, rollout
     show(chromium, page_of_kinds, "memory")
-    assert "on the fullest device of each pool, as printed by megarl check" in find(chromium, "#tab .card").text
+    assert (
+        "on the fullest device of each pool, as printed by megarl check" in find(chromium, "#tab .card").text
+    )
 
 
 @pytest.mark.parametrize("width", [800, 1280])
@@ -397,7 +498,10 @@ def test_hints_in_fields_are_not_cut(chromium: Chrome, page: str, width: int) ->
 
 def test_the_timeline_has_readable_names(chromium: Chrome, page_of_kinds: str) -> None:
     show(chromium, page_of_kinds, "timeline")
-    named = {entry.text.rsplit(" ", 2)[0] for entry in chromium.find_elements(By.CSS_SELECTOR, ".timeline-legend > span")}
+    named = {
+        entry.text.rsplit(" ", 2)[0]
+        for entry in chromium.find_elements(By.CSS_SELECTOR, ".timeline-legend > span")
+    }
     assert named == {"start", "generate", "receive weights", "measure memory", "my_own_phase"}
 
 
@@ -419,7 +523,9 @@ def test_curves_have_an_axis_of_steps_and_one_of_wall_time(chromium: Chrome, pag
         assert (name, word) == (run_dir.name, "step")
         assert float(minutes) == int(step)  # each step took 60 s
         assert float(value) == pytest.approx(metrics(run_dir)[int(step)]["actor/entropy"], rel=1e-4)
-    ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(80, 0).release().perform()
+    ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(
+        80, 0
+    ).release().perform()
     shown = wait(chromium, lambda: find(chromium, ".pill").text)
     low, high = (float(edge) for edge in shown.removesuffix(" min ✕").split("–"))
     assert 1 < low < high < STEPS
@@ -430,15 +536,28 @@ def test_curves_have_an_axis_of_steps_and_one_of_wall_time(chromium: Chrome, pag
 def test_reward_parts_are_in_the_overview(chromium: Chrome, page_of_kinds: str) -> None:
     show(chromium, page_of_kinds, "curves")
     overview = chromium.find_elements(By.CSS_SELECTOR, "[data-group='overview'] .chart")
-    assert [chart.get_attribute("data-metric") for chart in overview][:3] == ["reward/mean", "reward/format/mean", "val/score/mean"]
+    assert [chart.get_attribute("data-metric") for chart in overview][:3] == [
+        "reward/mean",
+        "reward/format/mean",
+        "val/score/mean",
+    ]
     charts = chromium.find_elements(By.CSS_SELECTOR, "[data-group='reward'] .chart")
-    assert {chart.get_attribute("data-metric") for chart in charts} == {"reward/mean", "reward/format/mean", "reward/format/max"}
+    assert {chart.get_attribute("data-metric") for chart in charts} == {
+        "reward/mean",
+        "reward/format/mean",
+        "reward/format/max",
+    }
 
 
 def test_runs_of_two_kinds_are_compared_by_what_both_can_have(chromium: Chrome, page_of_kinds: str) -> None:
     show(chromium, page_of_kinds, "configuration")
-    assert find(chromium, "#kinds").text.startswith("The kinds of these runs differ (ppo: ppo, sft: sft); only keys that all")
-    rows = {row.get_attribute("data-key"): row.text for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")}
+    assert find(chromium, "#kinds").text.startswith(
+        "The kinds of these runs differ (ppo: ppo, sft: sft); only keys that all"
+    )
+    rows = {
+        row.get_attribute("data-key"): row.text
+        for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")
+    }
     assert rows["actor.optim.lr"] == "actor.optim.lr 0.5 0.25"
     assert "–" not in "".join(rows.values())  # no key is absent in one of them
     find(chromium, ".run-chip").click()
@@ -469,11 +588,20 @@ def test_a_live_page_follows_its_run(chromium: Chrome, tmp_path: Path) -> None:
         show(chromium, report.url, "samples")
         chromium.execute_script("window.isTheSame = true")
         options = "select[aria-label='Step'] option"
-        assert [option.text for option in chromium.find_elements(By.CSS_SELECTOR, options)] == ["all", "1", "6"]
+        assert [option.text for option in chromium.find_elements(By.CSS_SELECTOR, options)] == [
+            "all",
+            "1",
+            "6",
+        ]
         write_evil_samples(run_dir, 7)
         with (run_dir / "metrics.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": 7, "actor/entropy": 0.5}) + "\n")
-        wait(chromium, lambda: chromium.execute_script("return document.querySelectorAll(arguments[0]).length", options) == 4)
+        wait(
+            chromium,
+            lambda: (
+                chromium.execute_script("return document.querySelectorAll(arguments[0]).length", options) == 4
+            ),
+        )
         chromium.execute_script("location.hash = 'summary'")
         browsers.wait_for(chromium, "summary")
         assert "7 of" in find(chromium, ".card.run").text

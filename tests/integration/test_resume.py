@@ -1,6 +1,8 @@
-"""The oracle: a run that was killed, or told to end, and went on is the run that nobody disturbed, bit for bit.
+"""The oracle: a run that was killed, or told to end, and went on is the run that nobody disturbed, bit for
+bit.
 
-Real commands, as a user runs them. tests/soak/save_kills.py does the same with as many kills as one has time for.
+Real commands, as a user runs them. tests/soak/save_kills.py does the same with as many kills as one has time
+for.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import run_sft, save_inputs, tiny_sft_config
 from tests.processes import gone_within
-from tests.soak.save_kills import LOOK_S, Outcome, Run, assert_same, assert_whole, kill_in_save, ppo_config, sft_config
+from tests.soak.save_kills import (
+    LOOK_S,
+    Outcome,
+    Run,
+    assert_same,
+    assert_whole,
+    kill_in_save,
+    ppo_config,
+    sft_config,
+)
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -44,7 +55,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight_run(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Of supervised training, undisturbed; all its checkpoints are kept."""
     config = sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1)
-    return Run(replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight"))
+    return Run(
+        replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +65,9 @@ def straight(straight_run: Run) -> Outcome:
     return straight_run.finish()
 
 
-def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
+def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(
+    straight: Outcome, inputs: Path, tmp_path: Path
+) -> None:
     run = Run(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
     kill_in_save(run, random.Random(0), LONGEST_SAVE_S)
     had_one = assert_whole(run, had_one=False)
@@ -66,17 +81,23 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(str
     assert latest is not None
     step = int(latest.name[5:])
     assert 5 <= step < SFT_STEPS
-    assert f"ended by SIGTERM after step {step}, which is saved; run the same command to resume from there" in run.log.read_text()
+    assert (
+        f"ended by SIGTERM after step {step}, which is saved; run the same command to resume from there"
+        in run.log.read_text()
+    )
     assert list(run.checkpoints.path.glob(".step_*")) == []
 
     assert_same(run.finish(), straight)
     assert f"after step {step}" in run.log.read_text()
     best = json.loads(straight.best)["step"]
     newest = {SFT_STEPS - 1, SFT_STEPS}
-    assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})  # old ones from before are removed as well
+    # old ones from before are removed as well
+    assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})
 
 
-def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is_started(inputs: Path, tmp_path: Path) -> None:
+def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is_started(
+    inputs: Path, tmp_path: Path
+) -> None:
     """Here the clock is in every prompt, to the microsecond."""
     shutil.copytree(inputs, own := tmp_path / "inputs")
     template = own / "policy" / "chat_template.jinja"
@@ -86,14 +107,20 @@ def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is
     config = replace(config, data=replace(config.data, max_length=32))
     Run(config, tmp_path / "run").finish()
     Run(replace(config, trainer=replace(config.trainer, total_steps=2)), tmp_path / "run").finish()
-    states = [json.loads(file.read_text())["data"] for file in sorted((tmp_path / "run").rglob("step_*/trainer.json"))]
+    states = [
+        json.loads(file.read_text())["data"]
+        for file in sorted((tmp_path / "run").rglob("step_*/trainer.json"))
+    ]
     assert [sum(state["num_served"]) for state in states] == [7, 14]
     assert states[0]["chat_time"] == states[1]["chat_time"]
     assert states[0]["tokens"] is None
 
 
-def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path) -> None:
-    """The same weights and data give the same loss; with new moments and a new schedule the step after it does not."""
+def test_a_cold_start_from_the_weights_is_another_run(
+    ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path
+) -> None:
+    """The same weights and data give the same loss; with new moments and a new schedule the step after it
+    does not."""
     done = 8
     path = straight_run.checkpoints.path / f"step_{done:08d}"
     config = replace(
@@ -109,7 +136,9 @@ def test_a_cold_start_from_the_weights_is_another_run(ray_cluster: None, straigh
     assert second["sft/loss"] != straight.metrics[done + 1]["sft/loss"]
 
 
-def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(straight: Outcome, straight_run: Run) -> None:
+def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(
+    straight: Outcome, straight_run: Run
+) -> None:
     latest = straight_run.checkpoints.path / straight.latest
     (shard,) = (latest / "actor").glob("*.distcp")
     whole = shard.read_bytes()
@@ -120,16 +149,20 @@ def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(stra
     line = next(line for line in straight_run.log.read_text().splitlines() if str(shard) in line)
     assert "is not what was written (its checksum differs)" in line
     assert "decoder." in line or "embedding." in line
-    assert f"Older complete checkpoints: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line
+    assert (
+        f"Older complete checkpoints: {straight_run.checkpoints.path / f'step_{SFT_STEPS - 1:08d}'}, " in line
+    )
     assert "Traceback" not in straight_run.log.read_text()
 
 
-def test_a_complete_run_says_so_and_starts_nothing(straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_says_so_and_starts_nothing(
+    straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sft", str(straight_run.folder / "run.yaml")]) == 0
     out = capsys.readouterr().out
     assert (
-        f"is complete: {straight_run.checkpoints.latest()} is of step {SFT_STEPS}. To train further, raise trainer.total_steps (now 16)"
-        in out
+        f"is complete: {straight_run.checkpoints.latest()} is of step {SFT_STEPS}. To train further, raise "
+        f"trainer.total_steps (now 16)" in out
     )
 
 
@@ -139,7 +172,9 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     """With the defaults of `checkpoint`: the end alone is saved."""
     stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=1, min_delta=100)
     trainer = {"total_steps": 9, "validate_every_steps": 1, "early_stop": stop}
-    run = Run(tiny_sft_config(inputs, inputs / "run", checkpoint=CheckpointConfig(), trainer=trainer), tmp_path)
+    run = Run(
+        tiny_sft_config(inputs, inputs / "run", checkpoint=CheckpointConfig(), trainer=trainer), tmp_path
+    )
     command = run.start()
     assert command.status() == 0, command.said()
     why = "none of the last 1 validations of val/loss was better than "
@@ -154,7 +189,9 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
         assert "It ended early: none of the last 1 validations" in capsys.readouterr().out
     command = run.start("trainer.early_stop.metric=null", "trainer.total_steps=3")
     assert command.status() == 0, command.said()
-    assert [json.loads(line)["step"] for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
     assert json.loads((run.output_dir / "summary.json").read_text()).keys() == {"steps", "seconds", "samples"}
 
 
@@ -162,15 +199,26 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     ("override", "said"),
     [
         ("trainer.total_steps=8", "trainer.total_steps: is 8, but the checkpoint is of step 16"),
-        ("data.seed=1", "data.seed: is 1, but the checkpoint was written with 0, and it decides the order of the data"),
+        (
+            "data.seed=1",
+            "data.seed: is 1, but the checkpoint was written with 0, and it decides the order of the data",
+        ),
         ("trainer.samples_per_step=8", "trainer.samples_per_step: is 8"),
         ("model.dtype=bfloat16", "model.dtype: is 'bfloat16', but the checkpoint was written with 'float32'"),
         ("checkpoint.resume=disable", "holds checkpoints of a run; use another trainer.output_dir, or auto"),
-        ("data.train_files=OTHER", "cannot resume the data: the checkpoint was written with num_rows=32, this run has 8"),
+        (
+            "data.train_files=OTHER",
+            "cannot resume the data: the checkpoint was written with num_rows=32, this run has 8",
+        ),
     ],
 )
 def test_what_would_be_another_run_is_refused(
-    straight: Outcome, straight_run: Run, inputs: Path, override: str, said: str, capsys: pytest.CaptureFixture[str]
+    straight: Outcome,
+    straight_run: Run,
+    inputs: Path,
+    override: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     override = override.replace("OTHER", f"[{inputs / 'sft_validation.parquet'}]")
     steps = [] if "total_steps" in override else [f"trainer.total_steps={SFT_STEPS + 1}"]
@@ -196,8 +244,11 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     assert "Older complete checkpoints: " in err[0]
 
 
-def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_if_nothing_had_been(inputs: Path, tmp_path: Path) -> None:
-    """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32 masters."""
+def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_if_nothing_had_been(
+    inputs: Path, tmp_path: Path
+) -> None:
+    """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32
+    masters."""
     config = ppo_config(inputs, DType.bfloat16, PPO_STEPS, every_steps=2)
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
@@ -219,8 +270,11 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
 class Faulty(Run):
     """Started, disturbed once its next step is saved, and looked at when it has ended."""
 
-    def disturb(self, act: Callable[[Command], object], clock_is_set: bool = False, is_read_only: bool = False) -> str:
-        """Its last page. Nothing is left but whole checkpoints, and where nothing can be removed what the next run removes."""
+    def disturb(
+        self, act: Callable[[Command], object], clock_is_set: bool = False, is_read_only: bool = False
+    ) -> str:
+        """Its last page. Nothing is left but whole checkpoints, and where nothing can be removed what the
+        next run removes."""
         before = self.last_step()
         program = [str(CLOCK_SET)] if clock_is_set else ["-m", "megarl"]
         command = Command([*program, "sft", str(self.folder / "run.yaml")], self.log)
@@ -249,7 +303,8 @@ def kill(name: str) -> Callable[[Command], object]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """In the block it is a mount that is: no permission, which root would not need. Of another mount of it, so that it is so at once."""
+    """In the block it is a mount that is: no permission, which root would not need. Of another mount of it,
+    so that it is so at once."""
     (side := folder.with_name("side")).mkdir()
     with ExitStack() as mounted:
         for command in (["--bind", folder, side], ["-o", "remount,bind,ro", side], ["--bind", side, folder]):
@@ -269,12 +324,18 @@ def mounts(folder: Path) -> bool:
         return False
 
 
-def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(straight: Outcome, inputs: Path, tmp_path: Path) -> None:
-    """Ray's daemons die under a clock that is set, the output folder goes away and comes back, and its disk becomes read-only."""
+def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
+    straight: Outcome, inputs: Path, tmp_path: Path
+) -> None:
+    """Ray's daemons die under a clock that is set, the output folder goes away and comes back, and its disk
+    becomes read-only."""
     run = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
     away = tmp_path / "away"
     page = run.disturb(kill("raylet"), clock_is_set=True)
-    assert "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all processes of the run" in page
+    assert (
+        "what    RayEndedError: Ray's raylet has ended (killed, out of memory, or crashed), and all "
+        "processes of the run" in page
+    )
     assert "checkpoints; the same command resumes from the latest" in page
     page = run.disturb(kill("gcs_server"))
     assert "what    RayEndedError: Ray's gcs_server has ended" in page
@@ -286,12 +347,20 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(str
     away.rename(run.output_dir)
     if can_mount := mounts(tmp_path / "probe"):
         with ExitStack() as made:
-            page = run.disturb(lambda command: made.enter_context(read_only(run.output_dir)), is_read_only=True)
+            page = run.disturb(
+                lambda command: made.enter_context(read_only(run.output_dir)), is_read_only=True
+            )
             assert "cannot be written" in page  # by the driver or by a rank
             assert "Read-only file system" in page
-            assert "fix the folder and run the same command: it resumes from the latest complete checkpoint" in page
+            assert (
+                "fix the folder and run the same command: it resumes from the latest complete checkpoint"
+                in page
+            )
             assert "failure.txt could not be written" in run.log.read_text()
     assert_same(run.finish(), straight)
     assert list(run.checkpoints.path.glob(".*")) == []
     if not can_mount:
-        pytest.skip("all was tried but an output folder that becomes read-only: this user, or this container, may not mount")
+        pytest.skip(
+            "all was tried but an output folder that becomes read-only: this user, or this container, may "
+            "not mount"
+        )

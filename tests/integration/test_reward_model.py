@@ -1,4 +1,5 @@
-"""PPO on the sum of a reward model and a function, with the model on the critic's devices and in its processes."""
+"""PPO on the sum of a reward model and a function, with the model on the critic's devices and in its
+processes."""
 
 from __future__ import annotations
 
@@ -49,9 +50,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: PlacementStrategy) -> PPOConfig:
+def config(
+    inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: PlacementStrategy
+) -> PPOConfig:
     function = RewardFunctionConfig(path=str(inputs / "reward.py"), weight=FUNCTION_WEIGHT)
-    model = RewardModelConfig(path=str(inputs / "judge"), parallel=parallel, micro_batch=MICRO_BATCH, weight=WEIGHT)
+    model = RewardModelConfig(
+        path=str(inputs / "judge"), parallel=parallel, micro_batch=MICRO_BATCH, weight=WEIGHT
+    )
     return tiny_config(
         inputs,
         output_dir,
@@ -66,7 +71,9 @@ def config(inputs: Path, output_dir: Path, parallel: ParallelConfig, strategy: P
 @pytest.fixture(scope="module")
 def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two ranks in processes of their own, the first on the critic's device."""
-    settings = config(inputs, tmp_path_factory.mktemp("beside"), TWO_STAGES, PlacementStrategy.split_collocate)
+    settings = config(
+        inputs, tmp_path_factory.mktemp("beside"), TWO_STAGES, PlacementStrategy.split_collocate
+    )
     plan = plan_placement(settings)
     model = plan.group("reward_model").processes
     (critic,) = plan.group("critic").processes
@@ -85,14 +92,18 @@ def test_the_score_is_the_sum_of_what_each_part_says(beside: Finished) -> None:
 
 
 def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished, inputs: Path) -> None:
-    """Each sample anew: its prompt from the data (numbers 32 to 39), its text from the run, by transformers' own class and tokenizer."""
+    """Each sample anew: its prompt from the data (numbers 32 to 39), its text from the run, by transformers'
+    own class and tokenizer."""
     tokenizer = byte_pair_tokenizer()
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32)
     lines = [json.loads(line) for line in (beside.output_dir / "generations.jsonl").read_text().splitlines()]
     assert len(lines) == 8
     for line in lines:
         number = 32 + int(line["uid"])
-        chat = [{"role": "user", "content": f"{number}+{number % 7}="}, {"role": "assistant", "content": line["response"]}]
+        chat = [
+            {"role": "user", "content": f"{number}+{number % 7}="},
+            {"role": "assistant", "content": line["response"]},
+        ]
         ids = torch.tensor([tokenizer.apply_chat_template(chat, return_dict=False)])
         with torch.no_grad():
             of_model = float(model(ids).logits)
@@ -102,19 +113,29 @@ def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished
 
 def assert_same_run(run: Finished, expected: Finished) -> None:
     for line, other in zip(run.metrics, expected.metrics, strict=True):
-        names = [name for name in other if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/", "memory/"))]
-        assert {name: line[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5, abs=1e-6)
+        names = [
+            name
+            for name in other
+            if not name.startswith(("timing_s/", "perf/", "rollout/", "resharding/", "training/", "memory/"))
+        ]
+        assert {name: line[name] for name in names} == pytest.approx(
+            {name: other[name] for name in names}, rel=1e-5, abs=1e-6
+        )
     weights, others = (load_file(each.policy / "model.safetensors") for each in (run, expected))
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)
 
 
-def test_in_one_process_with_actor_and_critic_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
+def test_in_one_process_with_actor_and_critic_it_is_the_same_run(
+    beside: Finished, inputs: Path, tmp_path: Path
+) -> None:
     """There they also take turns with the engine."""
     settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
     assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
     assert_same_run(run_ppo(settings), beside)
 
 
-def test_beside_the_engine_and_in_turns_with_it_it_is_the_same_run(beside: Finished, inputs: Path, tmp_path: Path) -> None:
+def test_beside_the_engine_and_in_turns_with_it_it_is_the_same_run(
+    beside: Finished, inputs: Path, tmp_path: Path
+) -> None:
     assert_same_run(run_ppo(config(inputs, tmp_path, TWO_STAGES, PlacementStrategy.custom)), beside)

@@ -34,7 +34,9 @@ def test_a_row_in_the_table_is_a_role_that_scores(tmp_path: Path, monkeypatch: p
         assert roles.scorer("nobody") is ABSENT
         scored.extend(scorer.log_probs(rows).get() for scorer in (roles.scorer("teacher"), roles.reference))
 
-    run = run_ppo(tiny_config(tmp_path, tmp_path / "out", trainer={"total_steps": 1, "validate_before": False}), look)
+    run = run_ppo(
+        tiny_config(tmp_path, tmp_path / "out", trainer={"total_steps": 1, "validate_before": False}), look
+    )
     (teacher, reference) = scored
     assert set(teacher.ragged) == {"teacher_log_prob"}
     assert torch.equal(teacher.ragged["teacher_log_prob"].flat(), reference.ragged["ref_log_prob"].flat())

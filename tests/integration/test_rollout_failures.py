@@ -1,4 +1,5 @@
-"""Replicas that die, hang, fail and lie, on real Ray: the batch is whole and as it would have been, or the error names the replica."""
+"""Replicas that die, hang, fail and lie, on real Ray: the batch is whole and as it would have been, or the
+error names the replica."""
 
 from __future__ import annotations
 
@@ -29,7 +30,16 @@ from megarl.rollout.router import RequestRoutingError
 from megarl.weights.checksum import checksum
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.failure_pages import check_documented
-from tests.fake_engine import LAST_WORDS, MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
+from tests.fake_engine import (
+    LAST_WORDS,
+    MANIFEST,
+    FakeEngine,
+    FakeSpec,
+    Misdeed,
+    What,
+    random_weights,
+    recorded_calls,
+)
 from tests.rollout_replicas import Push, started_rollout
 
 WEIGHTS = random_weights(MANIFEST, seed=1)
@@ -47,7 +57,9 @@ def prompts() -> DataProto:
 def start(ray_cluster: None, tmp_path: Path) -> Iterator[StartFake]:
     with ExitStack() as stack:
 
-        def start_fake(*script: Misdeed, num_replicas: int = 2, num_processes: int = 0, **options: Any) -> Rollout:
+        def start_fake(
+            *script: Misdeed, num_replicas: int = 2, num_processes: int = 0, **options: Any
+        ) -> Rollout:
             spec = FakeSpec(folder=tmp_path, manifest=MANIFEST, script=script, num_processes=num_processes)
             rollout = stack.enter_context(started_rollout(partial(FakeEngine, spec), num_replicas, **options))
             rollout.send(WEIGHTS, 5)
@@ -57,7 +69,10 @@ def start(ray_cluster: None, tmp_path: Path) -> Iterator[StartFake]:
 
 
 def tokens_of(batch: DataProto) -> list[list[int]]:
-    return [row[mask].tolist() for row, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)]
+    return [
+        row[mask].tolist()
+        for row, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +88,9 @@ def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> 
         return tokens_of(batch)
 
 
-def test_samples_do_not_depend_on_the_number_of_replicas(start: StartFake, undisturbed: list[list[int]], tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_the_number_of_replicas(
+    start: StartFake, undisturbed: list[list[int]], tmp_path: Path
+) -> None:
     rollout = start(max_concurrency=3)
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
@@ -117,7 +134,9 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     metrics = rollout.drain_metrics()
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.roles.rollout.replicas"]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.name == "megarl.roles.rollout.replicas"
+    ]
     assert why in warning
     assert "is restarted; restarts left: 2" in warning
     rollout.settle()
@@ -134,7 +153,8 @@ def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> 
     rollout = start(*[Misdeed("collect", 1, What.die)] * 3, restart_limit=2)
     whose = r"\d replicas have been lost with requests of prompt \d+, \d+"
     with pytest.raises(
-        RestartLimitError, match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*{whose}.*restart_limit: 2 restarts"
+        RestartLimitError,
+        match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*{whose}.*restart_limit: 2 restarts",
     ) as caught:
         rollout.generate(prompts(), SAMPLING, step=1)
     check_documented("engine-died", last_page(caught.value, "train", RunContext(PPOConfig())))
@@ -143,14 +163,18 @@ def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> 
 def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:
     """In the first update; in the update of the replica that replaces another."""
     rollout = start(
-        Misdeed("load_folder", 1, What.kill_process), Misdeed("collect", 2, What.die), Misdeed("end_weight_update", 1, What.die)
+        Misdeed("load_folder", 1, What.kill_process),
+        Misdeed("collect", 2, What.die),
+        Misdeed("end_weight_update", 1, What.die),
     )
     assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two misdeeds hit the first update
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
     assert rollout.drain_metrics()["rollout/num_restarts"] == 1
 
 
-def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(start: StartFake, undisturbed: list[list[int]]) -> None:
+def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(
+    start: StartFake, undisturbed: list[list[int]]
+) -> None:
     rollout = start()
     good = Push(WEIGHTS, 5)
     attempts = []
@@ -182,9 +206,18 @@ def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
 
 LIES: dict[What, tuple[type[RunError], str]] = {
     What.lie_doubled: (RequestRoutingError, r"replica 0 finished request \d+, which was finished before"),
-    What.lie_unknown: (RequestRoutingError, r"replica 0 finished request 1000000000, which was not given to it"),
-    What.lie_version: (EngineFaultError, r"rollout replica 0 wrote a sample with the weight versions \(4, 5\); .*version 5"),
-    What.lie_too_long: (EngineFaultError, r"rollout replica 0 gave .*: \d+ tokens where 1 to 12 were asked for"),
+    What.lie_unknown: (
+        RequestRoutingError,
+        r"replica 0 finished request 1000000000, which was not given to it",
+    ),
+    What.lie_version: (
+        EngineFaultError,
+        r"rollout replica 0 wrote a sample with the weight versions \(4, 5\); .*version 5",
+    ),
+    What.lie_too_long: (
+        EngineFaultError,
+        r"rollout replica 0 gave .*: \d+ tokens where 1 to 12 were asked for",
+    ),
     What.lie_log_probs: (EngineFaultError, r"rollout replica 0 gave .*: \d+ log-probs for \d+ tokens"),
 }
 
@@ -206,13 +239,18 @@ def test_a_sample_that_never_comes_is_asked_for_again(start: StartFake, undistur
 
 def test_a_stream_gives_samples_as_they_finish_and_can_be_given_up(start: StartFake, tmp_path: Path) -> None:
     rollout = start(Misdeed("collect", 4, What.kill_process))
-    requests = [GenerationRequest(100 + number, [number % 40], SamplingParameters(max_new_tokens=4, seed=number)) for number in range(40)]
+    requests = [
+        GenerationRequest(100 + number, [number % 40], SamplingParameters(max_new_tokens=4, seed=number))
+        for number in range(40)
+    ]
     whole = {finished.request_id: finished.sample for finished in rollout.stream(requests)}
     assert sorted(whole) == list(range(100, 140))
     stream = rollout.stream(requests)
     some = [next(stream) for _ in range(5)]
     stream.close()
-    assert [str(whole[finished.request_id]) for finished in some] == [str(finished.sample) for finished in some]
+    assert [str(whole[finished.request_id]) for finished in some] == [
+        str(finished.sample) for finished in some
+    ]
     again = Counter(finished.request_id for finished in rollout.stream(requests))
     assert again == Counter(range(100, 140))
     assert "abort" in {call["method"] for call in recorded_calls(tmp_path)}

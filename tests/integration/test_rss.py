@@ -1,4 +1,5 @@
-"""The resident memory of a rank over 220 steps, within which it had grown by a third when it grew; in the soak tests over 500."""
+"""The resident memory of a rank over 220 steps, within which it had grown by a third when it grew; in the
+soak tests over 500."""
 
 import os
 import subprocess

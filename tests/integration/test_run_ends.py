@@ -1,4 +1,5 @@
-"""Runs as a user starts them, ended in every way: the message names the cause, and no process is left after 30 seconds.
+"""Runs as a user starts them, ended in every way: the message names the cause, and no process is left after
+30 seconds.
 
 The end of a driver that is killed, in the middle of a save, is in test_resume.py.
 """
@@ -45,7 +46,12 @@ class Run(Command):
     def __init__(self, folder: Path, config: PPOConfig | SFTConfig, python: Sequence[str]) -> None:
         self.output_dir = folder / "run"
         dump_config(config, folder / "run.yaml")
-        arguments = ["-m", "megarl", "sft" if isinstance(config, SFTConfig) else "train", str(folder / "run.yaml")]
+        arguments = [
+            "-m",
+            "megarl",
+            "sft" if isinstance(config, SFTConfig) else "train",
+            str(folder / "run.yaml"),
+        ]
         super().__init__(arguments, folder / "log.txt", python=python)
 
     def steps(self) -> int:
@@ -122,13 +128,16 @@ def ppo_config(folder: Path) -> PPOConfig:
         folder / "run",
         data={"val_files": []},
         reward={"time_limit_s": 200},
-        algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.rloo)),  # no critic: a process less to start
+        # no critic: a process less to start
+        algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.rloo)),
         rollout={"n": 2},
         trainer={"total_steps": 2, "prompts_per_step": 8, "validate_before": False},
     )
 
 
-def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(start: Callable[..., Run], folder: Path) -> None:
+def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(
+    start: Callable[..., Run], folder: Path
+) -> None:
     (folder / "reward.py").write_text(SLOW_REWARD)
     run = start(ppo_config(folder))
     run.wait_for((folder / "scoring").exists)

@@ -1,4 +1,5 @@
-"""Replicas that join and leave a whole run on real Ray, as `megarl scale` asks for them; and what `megarl status` says meanwhile."""
+"""Replicas that join and leave a whole run on real Ray, as `megarl scale` asks for them; and what `megarl
+status` says meanwhile."""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 def test_a_run_has_the_replicas_that_it_is_asked_for(tmp_path: Path) -> None:
     save_inputs(tmp_path)
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
-    config = tiny_config(tmp_path, tmp_path / "run", algorithm=algorithm, trainer={"total_steps": 4}, resharding={"verify": "always"})
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+    )
+    config = tiny_config(
+        tmp_path,
+        tmp_path / "run",
+        algorithm=algorithm,
+        trainer={"total_steps": 4},
+        resharding={"verify": "always"},
+    )
     seen: list[int] = []
     commands: list[Command] = []
 

@@ -45,15 +45,22 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=SFTDataConfig(
             train_files=[str(inputs / f"{name}.parquet") for name in ("sft", "conversations")],
-            val_files=[str(inputs / f"{name}.parquet") for name in ("sft_validation", "held_out_conversations")],
+            val_files=[
+                str(inputs / f"{name}.parquet") for name in ("sft_validation", "held_out_conversations")
+            ],
             max_length=MAX_LENGTH,
         ),
         actor=ActorConfig(
-            parallel=ParallelConfig(data_parallel_size=2), micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)
+            parallel=ParallelConfig(data_parallel_size=2),
+            micro_batch=MicroBatchConfig(max_tokens=32),
+            optim=OptimConfig(lr=1e-2),
         ),
         checkpoint=CheckpointConfig(at_end=False),
         trainer=SFTTrainerConfig(
-            total_steps=STEPS, samples_per_step=SAMPLES, validate_every_steps=5, output_dir=str(tmp_path_factory.mktemp("sft"))
+            total_steps=STEPS,
+            samples_per_step=SAMPLES,
+            validate_every_steps=5,
+            output_dir=str(tmp_path_factory.mktemp("sft")),
         ),
         tracking=TrackingConfig(loggers=["jsonl"]),
         device=Device.cpu,
@@ -66,7 +73,12 @@ def finished(ray_cluster: None, config: SFTConfig) -> Finished:
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    turns = [("user", f"{number}="), ("assistant", f"{number + 1}"), ("user", "="), ("assistant", f"{number % 10}+")]
+    turns = [
+        ("user", f"{number}="),
+        ("assistant", f"{number + 1}"),
+        ("user", "="),
+        ("assistant", f"{number % 10}+"),
+    ]
     return [{"role": role, "content": content} for role, content in turns]
 
 
@@ -75,7 +87,8 @@ def dataset(config: SFTConfig, files: list[str]) -> SFTDataset:
 
 
 def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
-    """Of each token of an answer, by Hugging Face's own loss. Labels by hand: of what stands between <model> and <end>, the latter too."""
+    """Of each token of an answer, by Hugging Face's own loss. Labels by hand: of what stands between <model>
+    and <end>, the latter too."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     opening = SYMBOLS.index("<model>")
     end = SYMBOLS.index("<end>")
@@ -99,11 +112,15 @@ def mean(values: list[float]) -> float:
 
 
 def test_the_loss_is_hugging_faces_over_answer_tokens(config: SFTConfig, finished: Finished) -> None:
-    loader = BatchLoader(dataset(config, config.data.train_files), SAMPLES, shuffle=True, seed=config.data.seed)
+    loader = BatchLoader(
+        dataset(config, config.data.train_files), SAMPLES, shuffle=True, seed=config.data.seed
+    )
     first = next(loader)
     answers = first.tensors["response_mask"].int()
     assert (answers.diff(dim=1) == 1).any(), "a chat of two answers is among them"
-    assert finished.metrics[0]["sft/loss"] == pytest.approx(mean(answer_losses(config.model.path, first)), rel=1e-5)
+    assert finished.metrics[0]["sft/loss"] == pytest.approx(
+        mean(answer_losses(config.model.path, first)), rel=1e-5
+    )
     assert finished.metrics[0]["num_tokens"] == int(first.tensors["attention_mask"].sum())
 
 
@@ -112,7 +129,13 @@ def test_the_loss_falls(finished: Finished) -> None:
     losses = [line["sft/loss"] for line in finished.metrics]
     assert mean(losses[-3:]) < 0.7 * losses[0]
     for line in finished.metrics:
-        assert {"sft/grad_norm", "sft/lr", "timing_s/step", "timing_s/update_actor", "perf/throughput"} <= line.keys()
+        assert {
+            "sft/grad_norm",
+            "sft/lr",
+            "timing_s/step",
+            "timing_s/update_actor",
+            "perf/throughput",
+        } <= line.keys()
 
 
 def test_the_validation_loss_is_hugging_faces(config: SFTConfig, finished: Finished) -> None:

@@ -1,4 +1,5 @@
-"""The failures of docs/troubleshooting.md that no other test makes, for real. Others are compared where they are made."""
+"""The failures of docs/troubleshooting.md that no other test makes, for real. Others are compared where they
+are made."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
 
 def test_rays_memory_monitor(warm_processes: None) -> None:
     command = [*warm.PYTHON, "-m", "tests.integration.memory_monitor"]
-    check_documented("memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    check_documented(
+        "memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
 
 
 def test_devices_that_are_not_there(ray_cluster: None) -> None:
@@ -114,7 +117,10 @@ def sft(tmp_path: Path) -> Path:
     save_inputs(tmp_path)
     weights = load_file(file := tmp_path / "policy" / "model.safetensors")
     # So large that the products of queries and keys are beyond float32.
-    grown = {name: weight * 1e24 if name.endswith(("q_proj.weight", "k_proj.weight")) else weight for name, weight in weights.items()}
+    grown = {
+        name: weight * 1e24 if name.endswith(("q_proj.weight", "k_proj.weight")) else weight
+        for name, weight in weights.items()
+    }
     save_file(grown, file, {"format": "pt"})
     config = SFTConfig(
         model=ModelConfig(path=str(tmp_path / "policy"), dtype=DType.float32),
@@ -128,8 +134,11 @@ def sft(tmp_path: Path) -> Path:
 
 
 def test_a_loss_that_is_not_a_number(warm_processes: None, sft: Path) -> None:
-    """The whole command, to its exit status; and the file has what was printed, and goes with the next start."""
-    ended = subprocess.run([*warm.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False)
+    """The whole command, to its exit status; and the file has what was printed, and goes with the next
+    start."""
+    ended = subprocess.run(
+        [*warm.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1, ended.stderr
     page = last_page_of(ended.stderr)
     assert len(page.splitlines()) <= 30

@@ -1,4 +1,5 @@
-"""Engines that sleep while others have their memory, on real Ray: whoever dies, all sleep, and all have the weights afterwards."""
+"""Engines that sleep while others have their memory, on real Ray: whoever dies, all sleep, and all have the
+weights afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ WEIGHTS = random_weights(MANIFEST, seed=1)
 
 
 def methods(folder: Path) -> list[tuple[int, str]]:
-    return [(call["pid"], call["method"]) for call in recorded_calls(folder) if call["method"] in ("sleep", "wake", "end_weight_update")]
+    return [
+        (call["pid"], call["method"])
+        for call in recorded_calls(folder)
+        if call["method"] in ("sleep", "wake", "end_weight_update")
+    ]
 
 
 def pids(rollout: Rollout) -> list[int]:
@@ -74,7 +79,9 @@ def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
     """The reference engine, with tensors that the heap would keep."""
     model = save_large_model(tmp_path)
     policy = ModelConfig(path=str(tmp_path), dtype=DType.float32)
-    build = partial(HFEngine, RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=8), device=Device.cpu))
+    build = partial(
+        HFEngine, RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=8), device=Device.cpu)
+    )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     size_gb = sum(weight.nbytes for weight in weights.values()) / 1e9
     with started_rollout(build, 1) as rollout:

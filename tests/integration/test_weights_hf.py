@@ -28,10 +28,13 @@ from tests.integration.weight_matrix import (
 
 
 def test_the_matrix_has_what_it_should() -> None:
-    """Every transport into transformers from every layout; into SGLang every transport, every layout, every engine."""
+    """Every transport into transformers from every layout; into SGLang every transport, every layout, every
+    engine."""
     by_transformers = {(layout, transport) for engine, layout, transport in MATRIX if engine.mode is None}
     assert by_transformers == set(itertools.product(LAYOUTS, TRANSPORTS))
-    engines, layouts, transports = zip(*((engine, layout, transport) for engine, layout, transport in MATRIX if engine.mode), strict=True)
+    engines, layouts, transports = zip(
+        *((engine, layout, transport) for engine, layout, transport in MATRIX if engine.mode), strict=True
+    )
     assert (set(engines), set(layouts), set(transports)) == (set(SGLANG), set(LAYOUTS), set(TRANSPORTS))
     assert set(TRANSPORTS) == {*Transport} - {Transport.auto}
 
@@ -48,14 +51,17 @@ def engines(ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[dic
 
 
 @pytest.fixture(scope="module")
-def trainers(request: pytest.FixtureRequest, engines: dict[EngineCase, Replicas], models: dict[str, list[Trained]]) -> Iterator[Trainers]:
+def trainers(
+    request: pytest.FixtureRequest, engines: dict[EngineCase, Replicas], models: dict[str, list[Trained]]
+) -> Iterator[Trainers]:
     with started_trainers(request.param, models) as made:
         yield made
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.value)
 @pytest.mark.parametrize("engine", HF, ids=str)
-@pytest.mark.parametrize("trainers", LAYOUTS, indirect=True)  # by itself: pytest would start them anew for each case of several
+# by itself: pytest would start them anew for each case of several
+@pytest.mark.parametrize("trainers", LAYOUTS, indirect=True)
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     trainers: Trainers,
     engines: dict[EngineCase, Replicas],

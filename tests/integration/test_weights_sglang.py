@@ -1,4 +1,5 @@
-"""Each family from each trainer layout into the real SGLang of each size, by the transports in turns, twice; and one that is killed."""
+"""Each family from each trainer layout into the real SGLang of each size, by the transports in turns, twice;
+and one that is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
 
 
 class Running:
-    """One engine at a time. pytest itself would start it for each test anew, where it is one of several parameters."""
+    """One engine at a time. pytest itself would start it for each test anew, where it is one of several
+    parameters."""
 
     def __init__(self, models: dict[str, list[Trained]]) -> None:
         self._models = models
@@ -49,7 +51,10 @@ class Running:
     def of(self, engine: EngineCase) -> Replicas:
         if self._replicas is None or engine != self._engine:
             self.close()
-            self._engine, self._replicas = engine, self._stack.enter_context(started_engine(engine, self._models))
+            self._engine, self._replicas = (
+                engine,
+                self._stack.enter_context(started_engine(engine, self._models)),
+            )
         return self._replicas
 
     def close(self) -> None:
@@ -86,13 +91,21 @@ def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, 
     running.close()
     version, later = itertools.islice(versions, 2)
     with started_engine(MORTAL, models, restart_limit=1) as replicas:
-        weights = {name: parameter.detach() for name, parameter in models[MORTAL.family][0].model.named_parameters()}
+        weights = {
+            name: parameter.detach() for name, parameter in models[MORTAL.family][0].model.named_parameters()
+        }
         check_that_it_is_survived(replicas, weights, version, later)
 
 
-def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tensor], version: int, later: int) -> None:
-    rollout = StartedRollout(replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0)
-    requests = plan_requests([[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3))
+def check_that_it_is_survived(
+    replicas: Replicas, weights: dict[str, torch.Tensor], version: int, later: int
+) -> None:
+    rollout = StartedRollout(
+        replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0
+    )
+    requests = plan_requests(
+        [[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3)
+    )
     rollout.send(weights, version)
     expected = dict(rollout.stream(requests))
     worker, *schedulers = rollout.replicas[0].call(RolloutWorker.process_ids)
@@ -109,6 +122,8 @@ def check_that_it_is_survived(replicas: Replicas, weights: dict[str, torch.Tenso
     assert {key: sample.token_ids.tolist() for key, sample in found.items()} == {
         key: sample.token_ids.tolist() for key, sample in expected.items()
     }
-    assert rollout.replicas[0].call(RolloutWorker.checksums) == {name: checksum(tensor) for name, tensor in weights.items()}
+    assert rollout.replicas[0].call(RolloutWorker.checksums) == {
+        name: checksum(tensor) for name, tensor in weights.items()
+    }
     rollout.send(weights, later)
     assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}

@@ -1,4 +1,5 @@
-"""Small runs on real Ray: what they read (a model folder with tokenizer, parquet files, a reward file), and the runs themselves."""
+"""Small runs on real Ray: what they read (a model folder with tokenizer, parquet files, a reward file), and
+the runs themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megarl.agents.user_tools import load_agent
 from megarl.batch.data_proto import DataProto
@@ -67,15 +74,23 @@ from megarl.trainers.sft import SFTTrainer
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<model>' }}{{ message.content }}"
-    "{% if message.role == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+    "{% for message in messages %}{{ '<user>' if message.role == 'user' else '<model>' }}{{ message.content "
+    "}}"
+    "{% if message.role == 'assistant' %}<end>{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<model>{% endif %}"
 )
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return solution_str.count(ground_truth) / 4\n"
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+    "solution_str.count(ground_truth) / 4\n"
+)
 
 
 def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None:
-    """A Qwen2 of four layers, so that every layout of up to four ranks can cut it; or a Qwen3-MoE of the same size."""
-    vocabulary = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(SYMBOLS)}, unk_token="<pad>"))
+    """A Qwen2 of four layers, so that every layout of up to four ranks can cut it; or a Qwen3-MoE of the same
+    size."""
+    vocabulary = Tokenizer(
+        models.WordLevel({symbol: index for index, symbol in enumerate(SYMBOLS)}, unk_token="<pad>")
+    )
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|."), "isolated")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=vocabulary,
@@ -102,14 +117,21 @@ def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None
         "initializer_range": 0.1,  # so that distributions are far from uniform
     }
     if with_experts:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
+        experts = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "head_dim": 8,
+        }
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).float().save_pretrained(folder)
     else:
         Qwen2ForCausalLM(Qwen2Config(**sizes)).float().save_pretrained(folder)
 
 
 def save_inputs(folder: Path) -> None:
-    """`policy/`, `train.parquet`, `validation.parquet`, `sft.parquet`, `sft_validation.parquet` and `reward.py` in `folder`."""
+    """`policy/`, `train.parquet`, `validation.parquet`, `sft.parquet`, `sft_validation.parquet` and
+    `reward.py` in `folder`."""
     save_policy(folder / "policy")
     rows = [
         {
@@ -123,7 +145,12 @@ def save_inputs(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows[:32]), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows[32:]), folder / "validation.parquet")
     chats = [
-        {"messages": [{"role": "user", "content": f"{number}="}, {"role": "assistant", "content": f"{number}+1" + "=" * (number % 3)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{number}="},
+                {"role": "assistant", "content": f"{number}+1" + "=" * (number % 3)},
+            ]
+        }
         for number in range(40)
     ]
     pq.write_table(pa.Table.from_pylist(chats[:32]), folder / "sft.parquet")
@@ -132,9 +159,11 @@ def save_inputs(folder: Path) -> None:
 
 
 def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
-    """A PPO run of what `save_inputs` left in `inputs`: four prompts with four samples each a step, validation with greedy ones.
+    """A PPO run of what `save_inputs` left in `inputs`: four prompts with four samples each a step,
+    validation with greedy ones.
 
-    A change is a section, or a mapping of keys of it that differ: `tiny_config(inputs, folder, trainer={"total_steps": 2})`.
+    A change is a section, or a mapping of keys of it that differ: `tiny_config(inputs, folder,
+    trainer={"total_steps": 2})`.
     """
     micro_batch = MicroBatchConfig(max_tokens=64)
     config = PPOConfig(
@@ -148,7 +177,9 @@ def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
         actor=ActorConfig(micro_batch=micro_batch, optim=OptimConfig(lr=5e-3)),
         critic=CriticConfig(micro_batch=micro_batch, optim=OptimConfig(lr=1e-2)),
         reference=ReferenceConfig(micro_batch=micro_batch),
-        reward=RewardConfig(functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1),
+        reward=RewardConfig(
+            functions=[RewardFunctionConfig(path=str(inputs / "reward.py"))], num_processes=1
+        ),
         rollout=RolloutConfig(n=4, validation=SamplingConfig(temperature=0)),
         checkpoint=CheckpointConfig(at_end=False),  # most tests do not look at it
         trainer=TrainerConfig(prompts_per_step=4, output_dir=str(output_dir)),
@@ -162,7 +193,11 @@ def tiny_sft_config(inputs: Path, output_dir: Path, **changes: Any) -> SFTConfig
     """As `tiny_config`, of seven samples a step: no number of replicas but one has equal parts of them."""
     config = SFTConfig(
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
-        data=SFTDataConfig(train_files=[str(inputs / "sft.parquet")], val_files=[str(inputs / "sft_validation.parquet")], max_length=16),
+        data=SFTDataConfig(
+            train_files=[str(inputs / "sft.parquet")],
+            val_files=[str(inputs / "sft_validation.parquet")],
+            max_length=16,
+        ),
         actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=32), optim=OptimConfig(lr=1e-2)),
         checkpoint=CheckpointConfig(at_end=False),
         trainer=SFTTrainerConfig(samples_per_step=7, output_dir=str(output_dir)),
@@ -174,7 +209,8 @@ def tiny_sft_config(inputs: Path, output_dir: Path, **changes: Any) -> SFTConfig
 
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
     sections = {
-        name: replace(getattr(config, name), **change) if isinstance(change, Mapping) else change for name, change in changes.items()
+        name: replace(getattr(config, name), **change) if isinstance(change, Mapping) else change
+        for name, change in changes.items()
     }
     return replace(config, **sections)
 
@@ -191,8 +227,8 @@ class Finished(NamedTuple):
 
 
 class WatchedLoader(BatchLoader):
-    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer. Of one that generates ahead `look(1)` alone,
-    before all."""
+    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer. Of one that
+    generates ahead `look(1)` alone, before all."""
 
     def __init__(self, dataset: PromptDataset, batch_size: int, look: Callable[[int], None]) -> None:
         super().__init__(dataset, batch_size, shuffle=True, seed=0)
@@ -212,19 +248,30 @@ class WatchedLoader(BatchLoader):
 
 
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
-    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step, counted from 1 also where the run
-    goes on from a checkpoint of another, which `checkpoint.resume` names."""
+    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step,
+    counted from 1 also where the run goes on from a checkpoint of another, which `checkpoint.resume` names.
+    """
     path = config.model.path
     data = config.data
     trainer = config.trainer
     resume = find_resume(config)
     tokenizer = load_tokenizer(path)
     tools = load_agent(config.agent).tools if config.agent.tools else None
-    train, held_out = (PromptDataset(files, tokenizer, data, tools) for files in (data.train_files, data.val_files))
-    rules = TokenRules(
-        pad_token_id=tokenizer.pad_token_id, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=data.max_response_length
+    train, held_out = (
+        PromptDataset(files, tokenizer, data, tools) for files in (data.train_files, data.val_files)
     )
-    evaluation = Evaluation(held_out, config.rollout.validation, trainer.prompts_per_step, config.tracking.log_generations, pass_score=1.0)
+    rules = TokenRules(
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        max_response_length=data.max_response_length,
+    )
+    evaluation = Evaluation(
+        held_out,
+        config.rollout.validation,
+        trainer.prompts_per_step,
+        config.tracking.log_generations,
+        pass_score=1.0,
+    )
     with placed_pools(config) as pools:
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
@@ -232,7 +279,9 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         saved = ppo_models(config, roles)
         with _ended(roles.groups):
             monitor = _monitor(config, roles.groups)
-            ppo = PPOTrainer(config, roles, loader, evaluation, monitor, _checkpoints(config, saved, monitor, resume))
+            ppo = PPOTrainer(
+                config, roles, loader, evaluation, monitor, _checkpoints(config, saved, monitor, resume)
+            )
             if resume is not None:
                 saved.load(resume.checkpoint)
                 ppo.load_state_dict(resume.state, resume.checkpoint)
@@ -250,7 +299,9 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
     for path in files.values():
         rows = read_samples(path).rows
         assert len(rows) == config.trainer.prompts_per_step * config.rollout.n
-        assert rows["log_probs"].null_count == (len(rows) if config.algorithm.rollout_correction.bypass else 0)
+        assert rows["log_probs"].null_count == (
+            len(rows) if config.algorithm.rollout_correction.bypass else 0
+        )
 
 
 def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
@@ -261,11 +312,20 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     train, held_out = (SFTDataset(each, tokenizer, config.data) for each in files)
     with placed_pools(config) as pools:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
-        loader = BatchLoader(train, config.trainer.samples_per_step, shuffle=config.data.shuffle, seed=config.data.seed)
+        loader = BatchLoader(
+            train, config.trainer.samples_per_step, shuffle=config.data.shuffle, seed=config.data.seed
+        )
         if data is not None:
             loader.load_state_dict(data)
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
-            SFTTrainer(config, actor, loader, held_out, monitor, _checkpoints(config, sft_models(config, actor), monitor)).fit()
+            SFTTrainer(
+                config,
+                actor,
+                loader,
+                held_out,
+                monitor,
+                _checkpoints(config, sft_models(config, actor), monitor),
+            ).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)
     return _finished(config)
 
@@ -274,7 +334,11 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
 def placed_pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
     plan = plan_placement(config)
     pools = ResourcePoolManager(
-        plan.process_on_nodes, plan.role_pools, use_gpu=False, max_colocate_counts=plan.colocate_counts, nodes=plan.nodes
+        plan.process_on_nodes,
+        plan.role_pools,
+        use_gpu=False,
+        max_colocate_counts=plan.colocate_counts,
+        nodes=plan.nodes,
     )
     try:
         pools.create_resource_pool()
@@ -296,10 +360,14 @@ def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
     tracker = Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir))
-    return Monitor(groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices)
+    return Monitor(
+        groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices
+    )
 
 
-def _checkpoints(config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None) -> Checkpointer:
+def _checkpoints(
+    config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None
+) -> Checkpointer:
     folder = checkpoint_folder(config)
     folder.prepare()
     return Checkpointer(config, folder, models, monitor, resumed=None if resume is None else resume.state)

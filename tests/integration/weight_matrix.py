@@ -1,4 +1,5 @@
-"""Each family from each trainer layout by each transport: what test_weights_hf.py and test_weights_sglang.py push, and compare."""
+"""Each family from each trainer layout by each transport: what test_weights_hf.py and test_weights_sglang.py
+push, and compare."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SGLangConfig, SGLangMode, Transport
+from megarl.config.schema import (
+    Device,
+    DType,
+    ModelConfig,
+    RolloutConfig,
+    RolloutEngineKind,
+    SGLangConfig,
+    SGLangMode,
+    Transport,
+)
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.errors import WorkerError
 from megarl.controller.group import RoleGroup
@@ -64,19 +74,24 @@ SGLANG = [
     EngineCase("qwen3-tied", 2, SGLangMode.server),
     EngineCase("qwen3-tied", 1, SGLangMode.engine, num_replicas=2),
 ]
-# Ranks with copies are here those that share rows: a push knows no other difference between them and replicas.
+# Ranks with copies are here those that share rows: a push knows no other difference between them and
+# replicas.
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2", "CP2", "TP2+SP")}
 MORTAL = SGLANG[3]  # which is killed
 
 
 def works(engine: EngineCase, layout: str, transport: Transport) -> bool:
-    """`device` wants a trainer rank beside each engine rank; what is said otherwise: test_transport.py, test_transports.py."""
-    return transport is not Transport.device or engine.num_ranks * engine.num_replicas <= LAYOUTS[layout].world_size
+    """`device` wants a trainer rank beside each engine rank; what is said otherwise: test_transport.py,
+    test_transports.py."""
+    return (
+        transport is not Transport.device
+        or engine.num_ranks * engine.num_replicas <= LAYOUTS[layout].world_size
+    )
 
 
-# Layouts are the outer loop for transformers, engines for SGLang: its idle processes look for work all the time.
-# The whole product of transformers; SGLang of each family and size from every other layout, by the transports in turns. Its whole product
-# is # a soak test.
+# Layouts are the outer loop for transformers, engines for SGLang: its idle processes look for work all the
+# time. The whole product of transformers; SGLang of each family and size from every other layout, by the
+# transports in turns. Its whole product is # a soak test.
 def _is_tried(row: int, column: int, number: int) -> bool:
     return ALL or ((row + column) % 2 == 0 and number == (row + column) // 2 % len(TRANSPORTS))
 
@@ -119,7 +134,9 @@ def two_of_each_family(folder: Path) -> dict[str, list[Trained]]:
 
 
 @contextmanager
-def started_engine(engine: EngineCase, models: dict[str, list[Trained]], restart_limit: int = 0) -> Iterator[Replicas]:
+def started_engine(
+    engine: EngineCase, models: dict[str, list[Trained]], restart_limit: int = 0
+) -> Iterator[Replicas]:
     pool = RayResourcePool([engine.num_replicas], use_gpu=False, name=str(engine))
     rollout = RolloutConfig(
         engine=RolloutEngineKind.sglang if engine.mode else RolloutEngineKind.hf,
@@ -130,7 +147,9 @@ def started_engine(engine: EngineCase, models: dict[str, list[Trained]], restart
     model = ModelConfig(path=str(models[engine.family][0].folder), dtype=DType.float32)
     spec = RolloutEngineSpec(model=model, rollout=rollout, device=Device.cpu)
     places = [ReplicaPlace(part) for part in pool.split()]
-    replicas = Replicas(places, partial(build_engine, spec), restart_limit=restart_limit, phase_time_limit_s=600)
+    replicas = Replicas(
+        places, partial(build_engine, spec), restart_limit=restart_limit, phase_time_limit_s=600
+    )
     try:
         yield replicas
     finally:
@@ -154,13 +173,17 @@ class Trainers(NamedTuple):
             dtype=DType.float32,
             bucket_bytes=BUCKET_BYTES,
         )
-        return sync_of(source, transport, scratch, folder, num_replicas=engine.num_replicas, num_ranks=engine.num_ranks)
+        return sync_of(
+            source, transport, scratch, folder, num_replicas=engine.num_replicas, num_ranks=engine.num_ranks
+        )
 
 
 @contextmanager
 def started_trainers(layout: str, models: dict[str, list[Trained]]) -> Iterator[Trainers]:
     parallel = LAYOUTS[layout]
-    worker = RayClassWithInitArgs(ReloadingWorker, model_spec(models["llama2"][0].folder, parallel, optim=None))
+    worker = RayClassWithInitArgs(
+        ReloadingWorker, model_spec(models["llama2"][0].folder, parallel, optim=None)
+    )
     with started(f"trainers-{layout}", parallel.world_size, {"actor": worker}) as groups:
         yield Trainers(layout, groups["actor"])
 
@@ -198,7 +221,11 @@ def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: flo
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + sample.token_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
+        expected = (
+            (logits / temperature)
+            .log_softmax(-1)
+            .gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
+        )
         gaps.append(float((expected - torch.tensor(sample.log_probs)).abs().max()))
     return max(gaps)
 
@@ -207,7 +234,12 @@ versions = itertools.count(1)
 
 
 def push_twice(
-    trainers: Trainers, replicas: Replicas, trained_models: list[Trained], engine: EngineCase, transport: Transport, scratch: Path
+    trainers: Trainers,
+    replicas: Replicas,
+    trained_models: list[Trained],
+    engine: EngineCase,
+    transport: Transport,
+    scratch: Path,
 ) -> None:
     """What the engine writes afterwards is what transformers writes with these weights."""
     sync = trainers.sync(engine, trained_models[0].folder, transport, scratch)

@@ -1,9 +1,11 @@
-"""Random kills while generation runs ahead of training: no prompt may be lost or come twice, and no sample may be older than the bound.
+"""Random kills while generation runs ahead of training: no prompt may be lost or come twice, and no sample
+may be older than the bound.
 
 python -m tests.soak.async_kills --engine fake|hf|sglang --kills 30 --seed 0
 
-As tests/soak/kills.py, with pushes in the middle of samples. In turns a replica is hit, a process that scores, and the driver, which is
-started again, with a replica more or less, and goes on from what it saved after its last step. The trainer only pushes.
+As tests/soak/kills.py, with pushes in the middle of samples. In turns a replica is hit, a process that
+scores, and the driver, which is started again, with a replica more or less, and goes on from what it saved
+after its last step. The trainer only pushes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ TRAINING_S = 0.1
 SHORTEST_PAUSE_S = 1.0  # between two kills, on average, so that a driver makes steps
 LIFE_S = 600.0  # that a driver has, on a busy machine, to see three kills, the last of which is its own
 GONE_S = 30.0
-FUNCTION = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0 + len(solution_str)\n"
+FUNCTION = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0 + "
+    "len(solution_str)\n"
+)
 
 
 class Rows:
@@ -69,15 +74,22 @@ class Rows:
         return 10_000
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        prompts = RaggedTensor.of_rows([[4 + index % 30] * (1 + index % 8) for index in indices], torch.int32, on_left=True)
+        prompts = RaggedTensor.of_rows(
+            [[4 + index % 30] * (1 + index % 8) for index in indices], torch.int32, on_left=True
+        )
         size = len(indices)
-        arrays = {"data_source": ["rows"] * size, "reward_model": [{"ground_truth": ""}] * size, "extra_info": [{}] * size}
+        arrays = {
+            "data_source": ["rows"] * size,
+            "reward_model": [{"ground_truth": ""}] * size,
+            "extra_info": [{}] * size,
+        }
         return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids), **arrays})
 
 
 @dataclass
 class KillerOfAll(Killer):
-    """scoring: the group of the reward. victims_file: keeps the victims for the driver that comes after this one."""
+    """scoring: the group of the reward. victims_file: keeps the victims for the driver that comes after this
+    one."""
 
     scoring: RoleGroup | None = None
     victims_file: Path | None = None
@@ -90,7 +102,9 @@ class KillerOfAll(Killer):
             super()._kill_one()
         elif before % 3 == 1:
             try:
-                os.kill(self.chance.choice(psutil.Process(self.scoring.pids[0]).children()).pid, signal.SIGKILL)
+                os.kill(
+                    self.chance.choice(psutil.Process(self.scoring.pids[0]).children()).pid, signal.SIGKILL
+                )
             except (IndexError, psutil.NoSuchProcess, ProcessLookupError):
                 return
             self.victims["a process that scores"] += 1
@@ -106,9 +120,13 @@ def started_reward(folder: Path) -> Iterator[Reward]:
     save_policy(folder / "policy")
     (folder / "reward.py").write_text(FUNCTION)
     # A sample whose process is killed scores 0; two, for one of them may be starting.
-    config = RewardConfig(functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], max_error_rate=1.0, num_processes=2)
+    config = RewardConfig(
+        functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], max_error_rate=1.0, num_processes=2
+    )
     pool = RayResourcePool([1], use_gpu=False, name="reward")
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(RewardWorker, config, str(folder / "policy"), False), role="reward")
+    group = RayWorkerGroup(
+        pool, RayClassWithInitArgs(RewardWorker, config, str(folder / "policy"), False), role="reward"
+    )
     try:
         yield Reward(group)
     finally:
@@ -117,7 +135,8 @@ def started_reward(folder: Path) -> Iterator[Reward]:
 
 
 class RunFolder:
-    """What a driver leaves for the next one, and for who counts at the end: the steps, and what the last of them saved."""
+    """What a driver leaves for the next one, and for who counts at the end: the steps, and what the last of
+    them saved."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,7 +154,12 @@ class RunFolder:
     def save(self, step: int, version: int, async_rollout: AsyncRollout) -> None:
         groups = async_rollout.finished_groups()
         samples = base64.b64encode(to_bytes(groups)).decode() if groups else None
-        write_whole(self._saved, json.dumps({"step": step, "version": version, "data": async_rollout.state_dict(), "samples": samples}))
+        write_whole(
+            self._saved,
+            json.dumps(
+                {"step": step, "version": version, "data": async_rollout.state_dict(), "samples": samples}
+            ),
+        )
 
     def restore(self, async_rollout: AsyncRollout, saved: dict[str, Any]) -> None:
         async_rollout.load_state_dict(saved["data"])
@@ -146,7 +170,8 @@ class RunFolder:
         return json.loads(self._saved.read_text()) if self._saved.exists() else None
 
     def steps(self) -> dict[int, dict[str, Any]]:
-        """What was trained after the last save of a driver that was killed was trained again, by the next one: that counts."""
+        """What was trained after the last save of a driver that was killed was trained again, by the next
+        one: that counts."""
         lines = [json.loads(line) for line in self._steps.read_text().splitlines()]
         return {line["step"]: line for line in lines}
 
@@ -159,7 +184,9 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
     num_replicas = NUM_REPLICAS + victims["the driver"] % 2
     with (
         started_reward(folder.path) as reward,
-        started_rollout(subject.build_engine, num_replicas, max_concurrency=8, restart_limit=10_000) as rollout,
+        started_rollout(
+            subject.build_engine, num_replicas, max_concurrency=8, restart_limit=10_000
+        ) as rollout,
     ):
         saved = folder.saved() or {"step": 0, "version": 1}
         rollout.send(subject.weights, saved["version"])
@@ -224,7 +251,18 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     """Raises AssertionError where a prompt or a sample is wrong, or something takes too long."""
     start_s = time.monotonic()
     run_folder = RunFolder(folder)
-    arguments = ["-m", "tests.soak.async_kills", "--engine", engine, "--kills", str(num_kills), "--seed", str(seed), "--drive", str(folder)]
+    arguments = [
+        "-m",
+        "tests.soak.async_kills",
+        "--engine",
+        engine,
+        "--kills",
+        str(num_kills),
+        "--seed",
+        str(seed),
+        "--drive",
+        str(folder),
+    ]
     status = None
     while status != 0:
         command = Command(arguments, folder / "driver.log")
@@ -246,7 +284,10 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     oldest = max(line["oldest"] for line in steps.values())
     assert oldest <= MAX_STALENESS
     seconds = time.monotonic() - start_s
-    return f"{num_kills} kills ({said}) in {seconds:.0f} s, {len(steps)} steps: each prompt once, in order; oldest {oldest}"
+    return (
+        f"{num_kills} kills ({said}) in {seconds:.0f} s, {len(steps)} steps: each prompt once, in order; "
+        f"oldest {oldest}"
+    )
 
 
 def _staleness(version: int, done: int) -> StalenessController:
@@ -261,7 +302,9 @@ def _staleness(version: int, done: int) -> StalenessController:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=["fake", "hf", "sglang"], default="fake")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -269,7 +312,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.drive is None:
         with tempfile.TemporaryDirectory() as scratch:
-            print(f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}")
+            print(
+                f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}"
+            )
     else:
         logging.disable(logging.WARNING)  # a warning for each restart
         start_ray(num_cpus=NUM_REPLICAS + 2, object_store_mb=100)

@@ -1,8 +1,10 @@
-"""A tiny Qwen3-MoE learns the quickstart's sums, its experts dealt everywhere: `python -m tests.soak.experts --seeds 0 1`.
+"""A tiny Qwen3-MoE learns the quickstart's sums, its experts dealt everywhere: `python -m tests.soak.experts
+--seeds 0 1`.
 
-PPO with the actor's and the reference's rows shared by two ranks (CP2 x EP2), the critic's layers by two (TP2 with sequence parallelism x
-EP2), and SGLang's by two (TP2 x EP2); weights are compared to the bit after every push. Prints the share of held-out sums that are right,
-before and after, and ends with status 1 where a seed gains less than 20 points. A seed takes some ten minutes on two cores.
+PPO with the actor's and the reference's rows shared by two ranks (CP2 x EP2), the critic's layers by two (TP2
+with sequence parallelism x EP2), and SGLang's by two (TP2 x EP2); weights are compared to the bit after every
+push. Prints the share of held-out sums that are right, before and after, and ends with status 1 where a seed
+gains less than 20 points. A seed takes some ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from megarl.recipes.quickstart.prepare import MODEL, prepare
 from tests.docs.pages import ROOT
 
 LEAST_GAIN = 0.2
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True, "head_dim": 32}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+}
 LAYOUT = (
     "actor.parallel.tensor_parallel_size=1",
     "actor.parallel.context_parallel_size=2",
@@ -37,13 +45,18 @@ LAYOUT = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        gains = [learn((arguments.folder or Path(temporary)) / str(seed), seed, arguments.steps) for seed in arguments.seeds]
+        gains = [
+            learn((arguments.folder or Path(temporary)) / str(seed), seed, arguments.steps)
+            for seed in arguments.seeds
+        ]
     return int(min(gains) < LEAST_GAIN)
 
 
@@ -77,15 +90,23 @@ def learn(folder: Path, seed: int, steps: int) -> float:
     summary = json.loads((folder / "ppo" / "summary.json").read_text())
     before = summary["validation"]["before"]
     after = summary["validation"]["after"]
-    print(f"seed {seed}: {before:.1%} before, {after:.1%} after {steps} steps in {summary['seconds'] / 60:.1f} minutes", flush=True)
+    print(
+        f"seed {seed}: {before:.1%} before, {after:.1%} after {steps} steps in "
+        f"{summary['seconds'] / 60:.1f} minutes",
+        flush=True,
+    )
     return float(after - before)
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """The quickstart's, with experts in the place of each layer's network, beside the tokenizer that is there."""
+    """The quickstart's, with experts in the place of each layer's network, beside the tokenizer that is
+    there."""
     sizes = json.loads((MODEL / "config.json").read_text())
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(**{key: value for key, value in sizes.items() if key not in ("architectures", "model_type")}, **EXPERTS)
+    config = Qwen3MoeConfig(
+        **{key: value for key, value in sizes.items() if key not in ("architectures", "model_type")},
+        **EXPERTS,
+    )
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
 
 

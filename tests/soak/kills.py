@@ -1,10 +1,13 @@
-"""Random kills: processes of rollout replicas die at random moments, and no sample may be lost, doubled or changed.
+"""Random kills: processes of rollout replicas die at random moments, and no sample may be lost, doubled or
+changed.
 
 python -m tests.soak.kills --engine fake|hf|sglang --kills 50 --seed 0
 
-A thread kills with SIGKILL a random process of a random replica (its Ray worker, or one that its engine has started), at random
-moments: while it generates, while it is given weights, while it starts anew. Meanwhile batch after batch is generated. Each must be
-that of an undisturbed run with the same seeds, and the replicas' checksums those of the weights that were sent.
+A thread kills with SIGKILL a random process of a random replica (its Ray worker, or one that its engine has
+started), at random
+moments: while it generates, while it is given weights, while it starts anew. Meanwhile batch after batch is
+generated. Each must be that of an undisturbed run with the same seeds, and the replicas' checksums those of
+the weights that were sent.
 """
 
 from __future__ import annotations
@@ -33,7 +36,13 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.roles.rollout.replicas import is_dead
 from megarl.roles.rollout.rollout import Rollout
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
+from megarl.rollout.interface import (
+    FinishedRequest,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutEngineSpec,
+    SamplingParameters,
+)
 from megarl.weights.checksum import checksum
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
@@ -43,7 +52,8 @@ from tests.unit.rollout.models import random_model
 
 NUM_REPLICAS = 2
 _SPARED_AT_START = 0.7  # or most kills would hit processes that have not yet begun to work
-LOG_PROB_TOLERANCE = 1e-4  # a sample that is written again is written beside others, so its sums are rounded otherwise
+# a sample that is written again is written beside others, so its sums are rounded otherwise
+LOG_PROB_TOLERANCE = 1e-4
 
 
 class Subject(NamedTuple):
@@ -58,13 +68,17 @@ class Subject(NamedTuple):
 def make_subject(engine: str, folder: Path) -> Subject:
     if engine == "fake":
         spec = FakeSpec(folder=folder, manifest=MANIFEST, num_processes=2, delay_s=0.1)
-        return Subject(partial(FakeEngine, spec), random_weights(MANIFEST, seed=0), num_requests=64, pause_s=0.3)
+        return Subject(
+            partial(FakeEngine, spec), random_weights(MANIFEST, seed=0), num_requests=64, pause_s=0.3
+        )
     model = random_model()
     model.config.architectures = [type(model).__name__]  # as saving the whole model does; SGLang wants it
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     rollout = RolloutConfig(engine=RolloutEngineKind(engine), max_concurrency=16)
-    spec = RolloutEngineSpec(model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu)
+    spec = RolloutEngineSpec(
+        model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu
+    )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     pause_s = 20.0 if engine == "sglang" else 6.0
     return Subject(partial(build_engine, spec), weights, num_requests=256, pause_s=pause_s)
@@ -115,10 +129,14 @@ class Killer:
         replica = self.chance.choice(self.rollout.replicas)
         if not replica.pids and self.chance.random() < _SPARED_AT_START:
             return
-        pids = replica.pids or [one.activity.location.pid for one in replica.reports() if one.activity is not None]  # it may be starting
+        # it may be starting
+        pids = replica.pids or [
+            one.activity.location.pid for one in replica.reports() if one.activity is not None
+        ]
         try:
             worker = psutil.Process(pids[0])
-            # In turns: else a busy machine, whose workers are often just starting and have no children, would lose these alone.
+            # In turns: else a busy machine, whose workers are often just starting and have no children, would
+            # lose these alone.
             wants_child = self.victims.total() % 2 == 1
             victim = self.chance.choice(worker.children(recursive=True)) if wants_child else worker
             name = "the worker" if victim == worker else f"a child ({victim.name()[:20]})"
@@ -140,8 +158,10 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         victims = ", ".join(f"{count} x {name}" for name, count in sorted(self.victims.items()))
         return (
-            f"{sum(self.victims.values())} kills ({victims}) in {self.seconds:.0f} s: {self.num_restarts} restarts, {self.num_resent} "
-            f"requests sent again; {self.num_batches} batches with {self.num_samples} samples, all there once and as undisturbed; "
+            f"{sum(self.victims.values())} kills ({victims}) in {self.seconds:.0f} s: {self.num_restarts} "
+            f"restarts, {self.num_resent} "
+            f"requests sent again; {self.num_batches} batches with {self.num_samples} samples, all there "
+            f"once and as undisturbed; "
             f"checksums of {self.num_checksums} replicas matched"
         )
 
@@ -151,7 +171,9 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
     subject = make_subject(engine, folder)
     requests = make_requests(subject.num_requests, seed)
     start_s = time.monotonic()
-    with started_rollout(subject.build_engine, NUM_REPLICAS, max_concurrency=16, restart_limit=10_000) as rollout:
+    with started_rollout(
+        subject.build_engine, NUM_REPLICAS, max_concurrency=16, restart_limit=10_000
+    ) as rollout:
         rollout.send(subject.weights, 1)
         expected = _by_id(rollout.stream(requests), requests)
         sums = {name: checksum(tensor) for name, tensor in subject.weights.items()}
@@ -166,8 +188,14 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
                 num_batches += 1
                 with killer.lock:
                     num_checksums += _check_weights(rollout, sums)
-                totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
-                print(f"batch {num_batches}: {killer.victims.total()} of {num_kills} kills, {time.monotonic() - start_s:.0f} s", flush=True)
+                totals.update(
+                    {name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name}
+                )
+                print(
+                    f"batch {num_batches}: {killer.victims.total()} of {num_kills} kills, "
+                    f"{time.monotonic() - start_s:.0f} s",
+                    flush=True,
+                )
         rollout.send(subject.weights, 1 + num_batches)  # whoever died last is found by it
         num_checksums += _check_weights(rollout, sums)
         totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
@@ -182,7 +210,9 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
         )
 
 
-def _by_id(stream: Iterator[FinishedRequest], requests: list[GenerationRequest]) -> dict[int, FinishedRequest]:
+def _by_id(
+    stream: Iterator[FinishedRequest], requests: list[GenerationRequest]
+) -> dict[int, FinishedRequest]:
     finished = list(stream)
     assert Counter(one.request_id for one in finished) == Counter(request.request_id for request in requests)
     return {one.request_id: one for one in finished}
@@ -208,12 +238,19 @@ def _compare(found: dict[int, FinishedRequest], expected: dict[int, FinishedRequ
     for request_id, one in expected.items():
         got = found[request_id].sample
         wanted = one.sample
-        assert (got.token_ids.tolist(), got.finish_reason) == (wanted.token_ids.tolist(), wanted.finish_reason), request_id
-        torch.testing.assert_close(torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=LOG_PROB_TOLERANCE, rtol=0)
+        assert (got.token_ids.tolist(), got.finish_reason) == (
+            wanted.token_ids.tolist(),
+            wanted.finish_reason,
+        ), request_id
+        torch.testing.assert_close(
+            torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=LOG_PROB_TOLERANCE, rtol=0
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=["fake", "hf", "sglang"], default="fake")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

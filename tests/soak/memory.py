@@ -1,9 +1,10 @@
 """Memory that a whole run gives back between phases, beside the plan: `python -m tests.soak.memory`.
 
-A PPO run on real Ray and real Megatron in hybrid and in fully_collocate, with a model large enough that its state is not lost in what else
-a process holds. Before its third step every phase is begun once, as the step itself will, and the resident memory of the actor's and the
-critic's process is read. The difference between two phases is compared with that of parameters, gradients and optimizer state in
-`plan_memory`. Ends with status 1 where one is more than 10 % off.
+A PPO run on real Ray and real Megatron in hybrid and in fully_collocate, with a model large enough that its
+state is not lost in what else a process holds. Before its third step every phase is begun once, as the step
+itself will, and the resident memory of the actor's and the critic's process is read. The difference between
+two phases is compared with that of parameters, gradients and optimizer state in `plan_memory`. Ends with
+status 1 where one is more than 10 % off.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
         for group in plan.groups:
             if group.roles[0] in MODELS:
                 usages = [device.phases[phase].get(role, Usage()) for role in group.roles]
-                found[phase][group.roles[0]] = sum(usage.parameters + usage.gradients + usage.optimizer for usage in usages)
+                found[phase][group.roles[0]] = sum(
+                    usage.parameters + usage.gradients + usage.optimizer for usage in usages
+                )
     return found
 
 
@@ -63,30 +66,39 @@ class Gauge:
                 roles.weights.bring_in()
             else:
                 gather(*roles.schedule.before(phase))
-            self.resident[phase] = {name: max(group.call(Worker.resident_memory_gb)) * 1e9 for name, group in groups.items()}
+            self.resident[phase] = {
+                name: max(group.call(Worker.resident_memory_gb)) * 1e9 for name, group in groups.items()
+            }
 
 
-def compare(strategy: PlacementStrategy, predicted: dict[str, dict[str, int]], resident: dict[str, dict[str, float]]) -> float:
+def compare(
+    strategy: PlacementStrategy, predicted: dict[str, dict[str, int]], resident: dict[str, dict[str, float]]
+) -> float:
     """Prints a row per process and phase; the largest deviation."""
     worst = 0.0
     for process in predicted["gen"]:
         least = min(PHASES, key=lambda phase: predicted[phase][process])
         for phase in PHASES:
             plan = predicted[phase][process] - predicted[least][process]
-            if plan == 0:  # as little as in the phase with the least; in hybrid the critic has devices of its own, and never moves
+            # as little as in the phase with the least; in hybrid the critic has devices of its own, and never
+            # moves
+            if plan == 0:
                 continue
             measured = resident[phase][process] - resident[least][process]
             deviation = abs(measured - plan) / plan
             worst = max(worst, deviation)
             print(
-                f"| {strategy.value} | {process} | {phase} over {least} | {plan / 1e6:.0f} | {measured / 1e6:.0f} | {deviation:.1%} |",
+                f"| {strategy.value} | {process} | {phase} over {least} | {plan / 1e6:.0f} | "
+                f"{measured / 1e6:.0f} | {deviation:.1%} |",
                 flush=True,
             )
     return worst
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     arguments = parser.parse_args()

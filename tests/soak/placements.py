@@ -1,7 +1,8 @@
 """The same PPO run in every placement, with one engine: `python -m tests.soak.placements --engine sglang`.
 
-Five steps of a tiny model on real Ray and real Megatron, float32. Prints the largest relative difference of any metric and any weight
-from split_collocate, and ends with status 1 where one is above 1e-5. With SGLang each run takes about a minute on two quiet cores.
+Five steps of a tiny model on real Ray and real Megatron, float32. Prints the largest relative difference of
+any metric and any weight from split_collocate, and ends with status 1 where one is above 1e-5. With SGLang
+each run takes about a minute on two quiet cores.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ def of_weights(run: Finished, expected: Finished) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=[each.value for each in RolloutEngineKind], default="sglang")
     parser.add_argument("--placement", nargs="*", default=[each.value for each in PlacementStrategy])
     arguments = parser.parse_args()
-    strategies = [PlacementStrategy(name) for name in dict.fromkeys(["split_collocate", *arguments.placement])]
+    strategies = [
+        PlacementStrategy(name) for name in dict.fromkeys(["split_collocate", *arguments.placement])
+    ]
     worst = 0.0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -59,12 +64,20 @@ def main() -> int:
         start_ray(num_cpus=12, object_store_mb=256)
         try:
             for strategy in strategies:
-                settings = config(folder, folder / strategy.value, strategy, RolloutEngineKind(arguments.engine))
-                settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1))
+                settings = config(
+                    folder, folder / strategy.value, strategy, RolloutEngineKind(arguments.engine)
+                )
+                settings = dataclasses.replace(
+                    settings, rollout=dataclasses.replace(settings.rollout, num_replicas=1)
+                )
                 runs.append(run_ppo(settings))
                 (metrics, name), weights = of_metrics(runs[-1], runs[0]), of_weights(runs[-1], runs[0])
                 worst = max(worst, metrics, weights)
-                print(f"{strategy.value}: {STEPS} steps, metrics differ by {metrics:.1e} ({name}), weights by {weights:.1e}", flush=True)
+                print(
+                    f"{strategy.value}: {STEPS} steps, metrics differ by {metrics:.1e} ({name}), weights by "
+                    f"{weights:.1e}",
+                    flush=True,
+                )
         finally:
             shutdown()
     return int(worst > TOLERANCE)

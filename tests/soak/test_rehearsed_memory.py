@@ -1,4 +1,5 @@
-"""The plan of memory beside rehearsals of every run of configs/, in each role, stage and mode of recomputation: docs/memory.md.
+"""The plan of memory beside rehearsals of every run of configs/, in each role, stage and mode of
+recomputation: docs/memory.md.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/soak/test_rehearsed_memory.py    # writes it anew
 """
@@ -26,10 +27,16 @@ def test_the_plan_is_near_and_never_below() -> None:
     compared = rehearse_cases(case for run in runs for case in cases_of(run))
     assert problems_of(compared) == []
     text = DOCUMENT.read_text(encoding="utf-8")
-    made = _TABLES.sub("", text) + "\n" + "\n".join(_table(run, list(of)) for run, of in groupby(compared, key=lambda each: each.case.run))
+    made = (
+        _TABLES.sub("", text)
+        + "\n"
+        + "\n".join(_table(run, list(of)) for run, of in groupby(compared, key=lambda each: each.case.run))
+    )
     if os.environ.get(WRITE):
         DOCUMENT.write_text(made, encoding="utf-8")
-    assert made == text or os.environ.get(WRITE), f"{DOCUMENT} has other numbers; if these are right, write them with {WRITE}=1:\n{made}"
+    assert made == text or os.environ.get(WRITE), (
+        f"{DOCUMENT} has other numbers; if these are right, write them with {WRITE}=1:\n{made}"
+    )
 
 
 def _table(run: str, compared: list[Compared]) -> str:
@@ -44,7 +51,9 @@ def _table(run: str, compared: list[Compared]) -> str:
     for case, record, plan in compared:
         phases = {phase.name: phase for phase in record.phases}
         cells = [_cell(phases["build"].held, plan.held, size)]
-        cells += [_cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in names]
+        cells += [
+            _cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in names
+        ]
         lines.append(f"| {case.role} | {record.pipeline_rank} | {case.mode} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

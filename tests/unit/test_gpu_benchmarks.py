@@ -23,7 +23,9 @@ from tests.unit.engine.test_layers import slow_varlen_attn
 CPU = Settings(device=torch.device("cpu"), dtype=DType.float32, tokens=100, repeats=1)
 
 
-@pytest.mark.parametrize(("tokens", "longest"), [(100_000, 4096), (16_384, 4096), (256, 32), (33, 32), (2, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "longest"), [(100_000, 4096), (16_384, 4096), (256, 32), (33, 32), (2, 32)]
+)
 def test_lengths_are_drawn_with_a_seed_and_fill_the_batch(tokens: int, longest: int) -> None:
     for seed in range(20):
         lengths = engine.draw_lengths(tokens, longest, seed)
@@ -36,7 +38,9 @@ def test_lengths_are_drawn_with_a_seed_and_fill_the_batch(tokens: int, longest: 
         assert lengths != engine.draw_lengths(tokens, longest, 0)
 
 
-def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(hugging_face_peer, "varlen_attn", slow_varlen_attn)
     SHAPES["tiny"].config().save_pretrained(tmp_path)
     work = Work(SHAPES["tiny"], read_architecture(str(tmp_path)), CPU)
@@ -47,7 +51,10 @@ def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(monkeypatch:
         peer = HuggingFace(SHAPES["tiny"].config(), CPU.device, torch.float32, attention)
         losses = [peer.trains(work.packed, recomputes)() for recomputes in (False, True)]
         by_name[attention] = [*losses, peer.scores(work.packed)()]
-    rows = [ids[mask.bool()] for ids, mask in zip(work.batch["input_ids"], work.batch["attention_mask"], strict=True)]
+    rows = [
+        ids[mask.bool()]
+        for ids, mask in zip(work.batch["input_ids"], work.batch["attention_mask"], strict=True)
+    ]
     total = 0.0
     for row in rows:
         log_softmax = peer.model(row[None]).logits[0].log_softmax(-1)
@@ -61,7 +68,11 @@ def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(monkeypatch:
 @pytest.mark.parametrize(
     ("options", "names", "settings"),
     [
-        ([], ["0.5B", "1.5B", "7B"], Settings(device=torch.device("cuda", 0), dtype=DType.bfloat16, tokens=16_384, repeats=3)),
+        (
+            [],
+            ["0.5B", "1.5B", "7B"],
+            Settings(device=torch.device("cuda", 0), dtype=DType.bfloat16, tokens=16_384, repeats=3),
+        ),
         (
             ["--device", "cpu", "--dtype", "bfloat16", "--tokens", "64", "--repeats", "1"],
             ["tiny"],
@@ -74,7 +85,9 @@ def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(monkeypatch:
         ),
     ],
 )
-def test_what_is_measured_where_nothing_else_is_said(options: Sequence[str], names: list[str], settings: Settings) -> None:
+def test_what_is_measured_where_nothing_else_is_said(
+    options: Sequence[str], names: list[str], settings: Settings
+) -> None:
     assert engine.parse(options) == (names, settings)
 
 
@@ -87,7 +100,10 @@ def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixtu
 
 def test_a_line_has_ratio_speeds_and_what_they_are_of_the_peak() -> None:
     line = str(Result("7B local", 9890.0, 4945.0, tflop_per_token=0.04, peak=989.0))
-    assert " ".join(line.split()) == "7B local 2.00 megarl 9,890 tokens/s MFU 40.0 % Hugging Face 4,945 tokens/s MFU 20.0 %"
+    assert (
+        " ".join(line.split())
+        == "7B local 2.00 megarl 9,890 tokens/s MFU 40.0 % Hugging Face 4,945 tokens/s MFU 20.0 %"
+    )
     line = str(Result("7B local", 9890.0, None, tflop_per_token=0.04, peak=None))
     assert " ".join(line.split()) == "7B local - megarl 9,890 tokens/s Hugging Face out of memory"
 
@@ -130,16 +146,20 @@ def measured(names: list[str], settings: Settings) -> list[Result]:
 def test_the_engines_benchmark_rehearses_on_the_cpu(rank_pool: RankPool) -> None:
     (results,) = rank_pool.run(measured, world_size=1, names=["tiny"], settings=CPU)
     assert [result.name for result in results] == [
-        f"tiny local, {what}" for what in ("recompute none", "recompute selective", "recompute full", "log-probs")
+        f"tiny local, {what}"
+        for what in ("recompute none", "recompute selective", "recompute full", "log-probs")
     ]
     assert all(result.ours and result.peer and result.peak is None for result in results)
     training = results[0].tflop_per_token
     scoring = results[-1].tflop_per_token
     assert training == pytest.approx(3 * scoring)
-    assert scoring > 2 * 2 * 64 * (4 * 64 + 3 * 96) / 1e12 / 2  # two layers, of half as many keys and values as queries at least
+    # two layers, of half as many keys and values as queries at least
+    assert scoring > 2 * 2 * 64 * (4 * 64 + 3 * 96) / 1e12 / 2
 
 
-def test_the_weights_benchmark_rehearses_on_the_cpu(warm_processes: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_weights_benchmark_rehearses_on_the_cpu(
+    warm_processes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weights.main(["--device", "cpu", "--repeats", "1"]) == 0
     (last,) = capsys.readouterr().out.strip().rpartition("\n\n")[2].splitlines()
     assert re.search(r"push .* GB/s, memcpy .* GB/s, ratio to two copies .* not enforced: a rehearsal", last)
@@ -147,6 +167,8 @@ def test_the_weights_benchmark_rehearses_on_the_cpu(warm_processes: None, capsys
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("benchmark", [engine, weights])
-def test_without_a_gpu_a_benchmark_names_the_rehearsal(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_a_benchmark_names_the_rehearsal(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert benchmark.main([]) == 1
     assert capsys.readouterr().out == "torch sees no GPU: with --device cpu there is a rehearsal\n"

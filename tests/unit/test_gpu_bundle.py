@@ -1,4 +1,5 @@
-"""tools/gpu_bundle.sh and what it puts into the bundle, without a package index: pip's downloads are a stub's."""
+"""tools/gpu_bundle.sh and what it puts into the bundle, without a package index: pip's downloads are a
+stub's."""
 
 from __future__ import annotations
 
@@ -47,10 +48,14 @@ def test_what_is_carried_has_the_versions_of_the_tests() -> None:
 def make(tmp_path: Path, downloads: str) -> subprocess.CompletedProcess[str]:
     """downloads: what the stub of Python does in the folder of wheels."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\nmkdir "$2" && cd "$2" && {downloads}\n')
+    python.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\nmkdir "$2" && cd "$2" && {downloads}\n'
+    )
     python.chmod(0o755)
     command = [ROOT / "tools" / "gpu_bundle.sh", tmp_path / "made" / "bundle.tar.gz"]
-    return subprocess.run(command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_bundle_has_the_tree_the_wheels_and_a_command(tmp_path: Path) -> None:
@@ -61,7 +66,11 @@ def test_a_bundle_has_the_tree_the_wheels_and_a_command(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "made" / "bundle.tar.gz") as archive:
         names = set(archive.getnames())
         assert archive.getmember("gpu-bundle/run.sh").mode & 0o111
-    assert {"gpu-bundle/wheels/one.whl", "gpu-bundle/megarl/tests/gpu/table.py", "gpu-bundle/megarl/megarl/engine/engine.py"} <= names
+    assert {
+        "gpu-bundle/wheels/one.whl",
+        "gpu-bundle/megarl/tests/gpu/table.py",
+        "gpu-bundle/megarl/megarl/engine/engine.py",
+    } <= names
     assert "gpu-bundle/megarl/configs/quickstart.yaml" in names
 
 
@@ -84,7 +93,13 @@ def test_the_command_installs_what_python_lacks_and_nothing_else(tmp_path: Path)
     (tmp_path / "run.sh").write_bytes((ROOT / "tools" / "gpu_bundle_run.sh").read_bytes())
     environment = {**os.environ, "PYTHON": sys.executable}
     for _ in range(2):  # again over what the first left
-        ended = subprocess.run(["bash", tmp_path / "run.sh", "--rehearse"], env=environment, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            ["bash", tmp_path / "run.sh", "--rehearse"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.strip() == f"{tmp_path / 'packages' / 'lacked.py'} ['--rehearse']"
     assert not (tmp_path / "packages" / "pytest.py").exists()

@@ -27,11 +27,18 @@ class Box:
 
 
 def test_style_is_counted_inside_functions_and_outside_docstrings() -> None:
-    style = measure_style({"megarl/a.py": SOURCE, "megarl/b.py": "x = 1  # " + "y" * 110 + "\n", "megarl/c.py": ""})
+    style = measure_style(
+        {"megarl/a.py": SOURCE, "megarl/b.py": "x = 1  # " + "y" * 110 + "\n", "megarl/c.py": ""}
+    )
     lines = len(SOURCE.splitlines())
     assert (style.files, style.lines, style.longest_file) == (2, lines + 1, lines)
     assert (style.functions, style.longest_function, style.function_lines) == (2, 9, 9 + 3)
-    assert (style.blank_lines, style.commented_lines, style.parallel_assignments, style.wide_lines) == (1, 3, 1, 1)
+    assert (style.blank_lines, style.commented_lines, style.parallel_assignments, style.wide_lines) == (
+        1,
+        3,
+        1,
+        1,
+    )
     assert dict(style.rows())["blank lines inside functions"] == "8.3%"
 
 

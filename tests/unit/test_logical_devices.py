@@ -50,7 +50,9 @@ def engine(place: Place) -> None:
 
 
 @pytest.mark.usefixtures("warm_processes")
-def test_an_engine_cannot_open_the_segment_of_a_trainer_on_a_device_that_only_others_see(tmp_path: Path) -> None:
+def test_an_engine_cannot_open_the_segment_of_a_trainer_on_a_device_that_only_others_see(
+    tmp_path: Path,
+) -> None:
     """Engines of one device each, as Ray gives them; an engine that saw the whole node could."""
     environments = [{VARIABLE: seen} for seen in ("0", "0", "1", "1,0")]
     with mortal_ranks(tmp_path, [trainer, engine, engine, engine], environments) as (of_trainer, *of_engines):
@@ -58,4 +60,8 @@ def test_an_engine_cannot_open_the_segment_of_a_trainer_on_a_device_that_only_ot
         for rank in of_engines:
             rank.tell(handle)
         answers = [rank.hear() for rank in of_engines]
-    assert answers == [28.0, "CUDA error: invalid device ordinal: the memory is of device 0, this process sees (1,)", 28.0]
+    assert answers == [
+        28.0,
+        "CUDA error: invalid device ordinal: the memory is of device 0, this process sees (1,)",
+        28.0,
+    ]

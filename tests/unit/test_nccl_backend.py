@@ -1,4 +1,5 @@
-"""All of torch.distributed that Megatron calls works over the emulation of NCCL as its backend, and gives what it gives over gloo."""
+"""All of torch.distributed that Megatron calls works over the emulation of NCCL as its backend, and gives
+what it gives over gloo."""
 
 from __future__ import annotations
 
@@ -48,7 +49,13 @@ def collectives(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def listed(value: Any) -> Any:
-    return [listed(each) for each in value] if isinstance(value, list) else value.tolist() if isinstance(value, Tensor) else value
+    return (
+        [listed(each) for each in value]
+        if isinstance(value, list)
+        else value.tolist()
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
@@ -66,12 +73,16 @@ def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
 
 
 def transfers(group: dist.ProcessGroup) -> list[Any]:
-    """In a rank: what both neighbours send at once, receives first; and what comes along the line of ranks."""
+    """In a rank: what both neighbours send at once, receives first; and what comes along the line of
+    ranks."""
     rank = dist.get_rank(group)
     mine = torch.arange(2.0) + dist.get_rank()
     neighbours = [dist.get_global_rank(group, (rank + step) % 3) for step in (1, -1)]
     received = [torch.empty(2) for _ in neighbours]
-    batch = [dist.P2POp(dist.irecv, tensor, neighbour, group) for tensor, neighbour in zip(received, neighbours, strict=True)]
+    batch = [
+        dist.P2POp(dist.irecv, tensor, neighbour, group)
+        for tensor, neighbour in zip(received, neighbours, strict=True)
+    ]
     batch += [dist.P2POp(dist.isend, mine, neighbour, group) for neighbour in neighbours]
     for work in dist.batch_isend_irecv(batch):
         work.wait()

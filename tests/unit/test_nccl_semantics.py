@@ -1,4 +1,5 @@
-"""The emulation of NCCL has NCCL's semantics: each is seen here with groups of two or three ranks that end well."""
+"""The emulation of NCCL has NCCL's semantics: each is seen here with groups of two or three ranks that end
+well."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def first_collective() -> tuple[bool, list[float]]:
 
 
 def test_the_first_operation_blocks_until_all_ranks_have_come(rank_pool: RankPool) -> None:
-    assert rank_pool.run(first_collective, world_size=3) == [(True, [1.0, 1.0]), (True, [1.0, 1.0]), (False, [1.0, 1.0])]
+    assert rank_pool.run(first_collective, world_size=3) == [
+        (True, [1.0, 1.0]),
+        (True, [1.0, 1.0]),
+        (False, [1.0, 1.0]),
+    ]
 
 
 def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
@@ -88,7 +93,8 @@ def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
 
 
 def coalesced_transfers() -> tuple[bool, float]:
-    """In a rank: did the first coalesced transfer of ranks 0 and 1 block before rank 2 came? What was received."""
+    """In a rank: did the first coalesced transfer of ranks 0 and 1 block before rank 2 came? What was
+    received."""
     group = make_group("coalesced")
     rank = dist.get_rank()
     call = InThread(lambda: exchange(group, torch.full((2,), float(rank)))) if rank < 2 else None
@@ -110,7 +116,8 @@ def test_coalesced_transfers_of_two_ranks_need_the_communicator_of_all(rank_pool
 
 
 def single_transfers() -> tuple[bool, float, int, int]:
-    """In a rank: does a send of rank 0 block before rank 1 receives? What was received, pair communicators, live ones."""
+    """In a rank: does a send of rank 0 block before rank 1 receives? What was received, pair communicators,
+    live ones."""
     group = make_group("single")
     rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
@@ -128,12 +135,19 @@ def single_transfers() -> tuple[bool, float, int, int]:
     return blocked, float(tensor[0]), *counts
 
 
-def test_a_single_transfer_makes_a_communicator_of_its_pair_and_waits_for_the_peer_only(rank_pool: RankPool) -> None:
-    assert rank_pool.run(single_transfers, world_size=3) == [(True, 1.0, 1, 1), (False, 0.0, 1, 1), (False, 2.0, 0, 0)]
+def test_a_single_transfer_makes_a_communicator_of_its_pair_and_waits_for_the_peer_only(
+    rank_pool: RankPool,
+) -> None:
+    assert rank_pool.run(single_transfers, world_size=3) == [
+        (True, 1.0, 1, 1),
+        (False, 0.0, 1, 1),
+        (False, 2.0, 0, 0),
+    ]
 
 
 def eager_transfers() -> tuple[list[float], int, int]:
-    """In a rank: what a ring of single transfers brings; pair communicators, live ones before and after the shutdown."""
+    """In a rank: what a ring of single transfers brings; pair communicators, live ones before and after the
+    shutdown."""
     group = make_group("eager")
     rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
@@ -157,7 +171,8 @@ def test_after_an_eager_connect_single_transfers_use_the_communicator_of_all(ran
 
 
 def connect_alone() -> str:
-    """In a rank: what it is told when it connects and the other does not, each in its turn. After that both can."""
+    """In a rank: what it is told when it connects and the other does not, each in its turn. After that both
+    can."""
     group = make_group("alone", limit=timedelta(seconds=A_WHILE_S))
     message = ""
     for turn in range(dist.get_world_size()):
@@ -179,7 +194,8 @@ def test_an_eager_connect_ends_with_the_limit_of_the_group(rank_pool: RankPool) 
 
 
 def abort_while_made() -> tuple[bool, str]:
-    """In rank 0: does its first operation still block when the group is aborted? How it ends when the peer comes after all."""
+    """In rank 0: does its first operation still block when the group is aborted? How it ends when the peer
+    comes after all."""
     group = make_group("aborted while made")
     if dist.get_rank() == 1:
         dist.barrier()
@@ -238,7 +254,9 @@ def on_devices(devices: list[int | None], environment: list[str]) -> str:
     ],
     ids=["by argument", "by environment", "all different", "devices of their own"],
 )
-def test_two_ranks_on_one_device_are_refused(devices: list[int | None], environment: list[str], answer: str, rank_pool: RankPool) -> None:
+def test_two_ranks_on_one_device_are_refused(
+    devices: list[int | None], environment: list[str], answer: str, rank_pool: RankPool
+) -> None:
     assert rank_pool.run(on_devices, world_size=3, devices=devices, environment=environment) == [answer] * 3
 
 
@@ -246,7 +264,8 @@ def test_two_ranks_on_one_device_are_refused(devices: list[int | None], environm
 
 
 def two_sources() -> tuple[list[bool], list[float]]:
-    """In rank 0: which of two receives have ended while the source of the first one has not sent, and after; what came."""
+    """In rank 0: which of two receives have ended while the source of the first one has not sent, and after;
+    what came."""
     group = make_group("order")
     rank = dist.get_rank()
     group.eager_connect_single_device(CPU)

@@ -1,4 +1,5 @@
-"""Orders of calls that end well over gloo hang over NCCL, and so over its stub: in processes that are killed."""
+"""Orders of calls that end well over gloo hang over NCCL, and so over its stub: in processes that are
+killed."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
 def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclSemantics:
-    """Make a group, by default without a watchdog, as weight groups are: rank 0 is the trainer, others are engines."""
+    """Make a group, by default without a watchdog, as weight groups are: rank 0 is the trainer, others are
+    engines."""
     os.environ[ASYNC_ERROR_HANDLING] = "3" if watchdog else "0"
-    group = NcclSemantics(dist.FileStore(place.store_path, place.size), place.rank, place.size, LIMIT, device=place.rank)
+    group = NcclSemantics(
+        dist.FileStore(place.store_path, place.size), place.rank, place.size, LIMIT, device=place.rank
+    )
     if eager:
         group.eager_connect_single_device(torch.device("cpu"))
     return group
@@ -67,8 +71,13 @@ def receiving_engine(eager: bool, place: Place) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
-def test_the_first_broadcast_of_a_push_hangs_unless_the_group_connects_when_it_is_joined(eager: bool, tmp_path: Path) -> None:
-    with mortal_ranks(tmp_path, [partial(pushing_trainer, eager), partial(receiving_engine, eager)]) as (trainer, engine):
+def test_the_first_broadcast_of_a_push_hangs_unless_the_group_connects_when_it_is_joined(
+    eager: bool, tmp_path: Path
+) -> None:
+    with mortal_ranks(tmp_path, [partial(pushing_trainer, eager), partial(receiving_engine, eager)]) as (
+        trainer,
+        engine,
+    ):
         assert [trainer.hear(), engine.hear()] == ["joined"] * 2
         trainer.tell("push")
         if not eager:
@@ -101,7 +110,9 @@ def losing_trainer(place: Place) -> None:
     place.say([thread.is_alive(), work.is_completed(), num_live_communicators()])
     group.abort()
     thread.join(LIMIT.total_seconds())
-    place.say([*ends, how_it_ends(later.wait), work.is_completed(), work.is_success(), num_live_communicators()])
+    place.say(
+        [*ends, how_it_ends(later.wait), work.is_completed(), work.is_success(), num_live_communicators()]
+    )
     place.say(how_it_ends(lambda: broadcast(group, torch.ones(4))))
 
 
@@ -134,8 +145,14 @@ def lasting_engine(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_broadcast_to_a_lost_engine_neither_ends_nor_raises_until_it_is_aborted(number: signal.Signals, tmp_path: Path) -> None:
-    with mortal_ranks(tmp_path, [losing_trainer, lasting_engine, partial(lost_engine, number)]) as (trainer, lasting, lost):
+def test_a_broadcast_to_a_lost_engine_neither_ends_nor_raises_until_it_is_aborted(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with mortal_ranks(tmp_path, [losing_trainer, lasting_engine, partial(lost_engine, number)]) as (
+        trainer,
+        lasting,
+        lost,
+    ):
         assert [trainer.hear(), lasting.hear(), lost.hear()] == ["sent one", "received one", "received one"]
         trainer.tell("broadcast")
         assert trainer.hear() == [True, False, 1]
@@ -175,7 +192,8 @@ def watched_trainer(watchdog: bool, limit_s: float, place: Place) -> None:
     """Broadcast to an engine that is lost, and say so if this process outlives the watchdog."""
     group = join(place, eager=True, watchdog=watchdog)
     for communicator in group._communicators.values():
-        communicator._limit = timedelta(seconds=limit_s)  # of operations only: connecting may take its time on a busy machine
+        # of operations only: connecting may take its time on a busy machine
+        communicator._limit = timedelta(seconds=limit_s)
     place.say("joined")
     work = broadcast(group, torch.ones(4))
     place.listen()
@@ -192,9 +210,14 @@ def engine_to_lose(place: Place) -> None:
 
 @pytest.mark.parametrize("fault", ["peer dies", "peer is late"])
 @pytest.mark.parametrize("watchdog", [True, False], ids=["watchdog", "none"])
-def test_a_lost_peer_ends_the_process_unless_the_group_has_no_watchdog(fault: str, watchdog: bool, tmp_path: Path) -> None:
+def test_a_lost_peer_ends_the_process_unless_the_group_has_no_watchdog(
+    fault: str, watchdog: bool, tmp_path: Path
+) -> None:
     limit_s = 2.0 if fault == "peer is late" else LIMIT.total_seconds()
-    with mortal_ranks(tmp_path, [partial(watched_trainer, watchdog, limit_s), engine_to_lose]) as (trainer, engine):
+    with mortal_ranks(tmp_path, [partial(watched_trainer, watchdog, limit_s), engine_to_lose]) as (
+        trainer,
+        engine,
+    ):
         assert [trainer.hear(), engine.hear()] == ["joined"] * 2
         if fault == "peer dies":
             engine.process.kill()
@@ -214,7 +237,9 @@ def limited_trainer(place: Place) -> None:
     group = join(place, eager=True)
     work = broadcast(group, torch.ones(4))
     place.say([how_it_ends(lambda: work.wait(timedelta(seconds=A_WHILE_S))), num_live_communicators()])
-    other = NcclSemantics(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank)
+    other = NcclSemantics(
+        dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank
+    )
     other.eager_connect_single_device()
     broadcast(other, torch.ones(4))
     other._limit = timedelta(seconds=A_WHILE_S)
@@ -223,14 +248,19 @@ def limited_trainer(place: Place) -> None:
 
 def absent_engine(place: Place) -> None:
     group = join(place, eager=True)
-    NcclSemantics(dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank).eager_connect_single_device()
+    NcclSemantics(
+        dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank
+    ).eager_connect_single_device()
     place.listen()
 
 
 def test_a_wait_and_a_shutdown_with_limits_abort_and_raise(tmp_path: Path) -> None:
     with mortal_ranks(tmp_path, [limited_trainer, absent_engine]) as (trainer, _):
         assert trainer.hear() == ["NCCL operation did not end within 0:00:01; its communicator is aborted", 0]
-        assert trainer.hear() == ["NCCL communicators ['full'] had operations that did not end within 0:00:01", 0]
+        assert trainer.hear() == [
+            "NCCL communicators ['full'] had operations that did not end within 0:00:01",
+            0,
+        ]
 
 
 # ---- orders

@@ -1,4 +1,5 @@
-"""What setup.py puts into a wheel and into a source distribution, and that it is enough in a folder that has nothing."""
+"""What setup.py puts into a wheel and into a source distribution, and that it is enough in a folder that has
+nothing."""
 
 from __future__ import annotations
 
@@ -49,16 +50,28 @@ def files_of_clone() -> set[Path]:
 
 
 def files(folder: Path) -> set[Path]:
-    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        path.relative_to(folder)
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_in_an_empty_folder_what_ships_is_found(built: Path, tmp_path: Path) -> None:
-    """By the package as it is built, with nothing of the repository: a run that ships, by a preset that ships, with its own reward."""
-    script = "import sys, megarl, megarl.cli.main as cli; print(megarl.__file__); sys.exit(cli.main(sys.argv[1:]))"
+    """By the package as it is built, with nothing of the repository: a run that ships, by a preset that
+    ships, with its own reward."""
+    script = (
+        "import sys, megarl, megarl.cli.main as cli; print(megarl.__file__); sys.exit(cli.main(sys.argv[1:]))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(built), "COLUMNS": "200"}
     command = [sys.executable, "-c", script, "check", "--fast", "configs/quickstart.yaml", "algorithm=grpo"]
-    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     assert checked.stdout.startswith(str(built))
-    assert f"reward: 1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}" in checked.stdout
+    assert (
+        f"reward: 1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}"
+        in checked.stdout
+    )
     assert "good, except for files that are not on this machine" in checked.stdout

@@ -8,7 +8,8 @@ from benchmarks.scale import MOST_SENT, NUM_PROMPTS, measure
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "roles"), [("grpo", {"reward", "reference", "actor"}), ("ppo", {"reward", "reference", "actor", "critic"})]
+    ("algorithm", "roles"),
+    [("grpo", {"reward", "reference", "actor"}), ("ppo", {"reward", "reference", "actor", "critic"})],
 )
 def test_each_role_is_sent_what_it_needs(algorithm: str, roles: set[str]) -> None:
     found = measure(algorithm, NUM_PROMPTS // 2)

@@ -1,11 +1,13 @@
-"""Processes that start warm: forked from one that has imported torch, Megatron and transformers, in place of importing them again.
+"""Processes that start warm: forked from one that has imported torch, Megatron and transformers, in place of
+importing them again.
 
     with warm.server():                  # once in a session
         ray.init()                       # Ray's workers are warm, here and in programs that were started warm
         subprocess.run([*warm.PYTHON, "-m", "megarl", "train", ...])
 
-Such a process is a new one for its test: nothing of another test's is left in it. It differs from a cold one in what it has imported,
-so what is about imports and the environment before them is tested cold. Without the server, all that is here starts cold.
+Such a process is a new one for its test: nothing of another test's is left in it. It differs from a cold one
+in what it has imported, so what is about imports and the environment before them is tested cold. Without the
+server, all that is here starts cold.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from tests.warm.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
 _SITE = Path(__file__).with_name("site")
-PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]  # as `python`: a module, a script or a text of a program, and its arguments
+# as `python`: a module, a script or a text of a program, and its arguments
+PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]
 ROOM = "WARM_ROOM"  # environment variable of the server
-_ENVIRONMENT_BYTES = 2**16  # /proc shows a process's environment as long as that with which its program was started
+# /proc shows a process's environment as long as that with which its program was started
+_ENVIRONMENT_BYTES = 2**16
 
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
     """That of the process which has started this one, if it has one; else one that ends with the block."""
     with contextlib.nullcontext() if ADDRESS in os.environ else own_server():
-        subprocess.run([*PYTHON, "-c", ""], check=True)  # fails here and now if that does not work, which many would wait for
+        # fails here and now if that does not work, which many would wait for
+        subprocess.run([*PYTHON, "-c", ""], check=True)
         warm_ray_processes()
         yield
 
@@ -59,7 +64,9 @@ def own_server() -> Iterator[None]:
         try:
             assert process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
             os.environ[ADDRESS] = folder
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
             yield
         finally:
             os.environ.pop(ADDRESS, None)
@@ -71,13 +78,19 @@ def own_server() -> Iterator[None]:
 def _write_launchers(folder: Path) -> None:
     (folder / "bin").mkdir()
     kinds = (TRAINING, REHEARSAL, SGLANG)
-    for kind, path in ((TRAINING, folder / "bin" / "python"), *((kind, folder / f"python-{kind}") for kind in kinds)):
-        path.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} {"" if kind == TRAINING else f"--{kind}"} "$@"\n')
+    for kind, path in (
+        (TRAINING, folder / "bin" / "python"),
+        *((kind, folder / f"python-{kind}") for kind in kinds),
+    ):
+        path.write_text(
+            f'#!/bin/sh\nexec {shlex.join(PYTHON)} {"" if kind == TRAINING else f"--{kind}"} "$@"\n'
+        )
         path.chmod(0o755)
 
 
 def search_path() -> str:
-    """For PATH: `python` is warm there, if the server is there, and else the tests' own, as all other programs."""
+    """For PATH: `python` is warm there, if the server is there, and else the tests' own, as all other
+    programs."""
     own = [str(Path(sys.executable).parent), os.environ["PATH"]]
     return os.pathsep.join([f"{os.environ[ADDRESS]}/bin", *own] if ADDRESS in os.environ else own)
 
@@ -97,7 +110,8 @@ def behind_path(client: int) -> Path:
 
 
 def warm_ray_processes() -> None:
-    """The nodes of Ray that this process starts have warm workers and daemons. Ray has no setting for how they are started."""
+    """The nodes of Ray that this process starts have warm workers and daemons. Ray has no setting for how
+    they are started."""
     for name in _CHANGES.keys() & sys.modules.keys():
         _change(sys.modules[name])
     sys.meta_path.insert(0, _WhenImported(_CHANGES.keys() - sys.modules.keys()))
@@ -107,7 +121,10 @@ def warm_ray_processes() -> None:
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "ray._private.ray_constants": {"SETUP_WORKER_FILENAME": str(CLIENT)},
     "ray._private.services": {
-        "_build_python_executable_command_memory_profileable": lambda component, session_dir, unbuffered=True: [*PYTHON, f"--{DAEMON}"]
+        "_build_python_executable_command_memory_profileable": lambda component, session_dir, unbuffered=True: [
+            *PYTHON,
+            f"--{DAEMON}",
+        ]
     },
 }
 
@@ -138,7 +155,9 @@ class _WhenImported(MetaPathFinder):
     def __init__(self, names: Set[str]) -> None:
         self._names = set(names)
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self._names:
             return None
         self._names.remove(name)

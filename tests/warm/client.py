@@ -1,8 +1,9 @@
-"""Stands in for `python`: the process that runs the program is forked from the server of warm processes, and this one ends as it does.
+"""Stands in for `python`: the process that runs the program is forked from the server of warm processes, and
+this one ends as it does.
 
-It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this script as well, in place of
-Ray's setup_worker.py, and daemons. Where there is no server, or for options that it does not know, Python itself starts. Standard
-library only.
+It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this
+script as well, in place of Ray's setup_worker.py, and daemons. Where there is no server, or for options that
+it does not know, Python itself starts. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,11 +35,23 @@ _RAY_LANGUAGE = "--language="
 
 
 def main(arguments: list[str]) -> None:
-    kind = arguments.pop(0)[2:] if arguments[0] in (f"--{REHEARSAL}", f"--{SGLANG}", f"--{DAEMON}") else TRAINING
+    kind = (
+        arguments.pop(0)[2:] if arguments[0] in (f"--{REHEARSAL}", f"--{SGLANG}", f"--{DAEMON}") else TRAINING
+    )
     of_ray = arguments[0].endswith(_RAY_WORKER)
-    before = [os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")] if of_ray else ["-u"] if kind == DAEMON else []
+    before = (
+        [os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")]
+        if of_ray
+        else ["-u"]
+        if kind == DAEMON
+        else []
+    )
     cold = [sys.executable, *before, *arguments]
-    program = [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))] if of_ray else arguments
+    program = (
+        [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))]
+        if of_ray
+        else arguments
+    )
     while (option := program[0]).startswith(_WITHOUT_MEANING):
         del program[: 2 if option == "-W" else 1]
     if not _can_be_warm(program, kind) or (of_ray and not _takes_context(arguments)):
@@ -66,11 +79,15 @@ def _node_address() -> str:
 
 
 def _takes_context(arguments: list[str]) -> bool:
-    """What setup_worker.py does before it starts a worker: environment and folder. False where there is more to it."""
-    contexts = [argument.removeprefix(_RAY_CONTEXT) for argument in arguments if argument.startswith(_RAY_CONTEXT)]
+    """What setup_worker.py does before it starts a worker: environment and folder. False where there is more
+    to it."""
+    contexts = [
+        argument.removeprefix(_RAY_CONTEXT) for argument in arguments if argument.startswith(_RAY_CONTEXT)
+    ]
     if contexts in ([], ["{}"]):
         return True
-    import json  # with this and the next, it would take twice as long to start as it does, where they are not needed
+    # with this and the next, it would take twice as long to start as it does, where they are not needed
+    import json
     import shlex
 
     context = json.loads(contexts[0])
@@ -81,14 +98,17 @@ def _takes_context(arguments: list[str]) -> bool:
             os.chdir(*shlex.split(folder))
         case _:
             return False
-    if context.get("override_worker_entrypoint") or any("$" in value for value in context.get("env_vars", {}).values()):
+    if context.get("override_worker_entrypoint") or any(
+        "$" in value for value in context.get("env_vars", {}).values()
+    ):
         return False
     os.environ.update(context.get("env_vars", {}))
     return True
 
 
 def run(program: list[str], kind: str, node: str) -> int:
-    """The exit code, or minus the number of the signal that ended it. node: of a worker of Ray, where the server of its node may be."""
+    """The exit code, or minus the number of the signal that ended it. node: of a worker of Ray, where the
+    server of its node may be."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
@@ -103,7 +123,9 @@ def run(program: list[str], kind: str, node: str) -> int:
             "client": os.getpid(),
             "node": node,
         }
-        connection.sendmsg([marshal.dumps(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+        connection.sendmsg(
+            [marshal.dumps(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+        )
         for number in set(_FORWARDED) - set(ignored):
             signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)
         return int(connection.recv(64) or -signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""What a forked process does to be the one that the client asked for: it gets what the client has, runs the program, and ends."""
+"""What a forked process does to be the one that the client asked for: it gets what the client has, runs the
+program, and ends."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tests.warm.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
 # Programs that start runs, or nodes of Ray, by sys.executable: what they start is warm as well.
-_STARTERS = ("-m examples.resume", "-m torch.distributed.run", "-m megarl.launch.ray_node", "-m megarl launch")
+_STARTERS = (
+    "-m examples.resume",
+    "-m torch.distributed.run",
+    "-m megarl.launch.ray_node",
+    "-m megarl launch",
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class Request:
 
 
 def become(request: Request, files: list[int], kind: str) -> None:
-    """files: those of the request, as they are open here. kind: of this process, and of those that it spawns."""
+    """files: those of the request, as they are open here. kind: of this process, and of those that it
+    spawns."""
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
     os.setsid()  # as the leader of a group, which workers of Ray are
@@ -50,7 +57,9 @@ def become(request: Request, files: list[int], kind: str) -> None:
     behind_path(request.client).write_text(str(os.getpid()))
     os.chdir(request.folder)
     # The objects are the server's, and write to the client's files.
-    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment)
+    sys.stdout.reconfigure(
+        line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment
+    )
     if kind == DAEMON:
         return
     warm_ray_processes()
@@ -87,8 +96,9 @@ def _show_environment(environment: dict[str, str]) -> None:
 
 
 class _SGLangComes(MetaPathFinder):
-    """Before SGLang is prepared: transformers is as if it had not been imported, since it decides then which classes there are, and
-    SGLang brings stubs for what some of them want. And what SGLang spawns is of its kind."""
+    """Before SGLang is prepared: transformers is as if it had not been imported, since it decides then which
+    classes there are, and SGLang brings stubs for what some of them want. And what SGLang spawns is of its
+    kind."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "megarl.rollout.sglang.environment":
@@ -99,7 +109,8 @@ class _SGLangComes(MetaPathFinder):
 
 
 def run(program: list[str]) -> NoReturn:
-    """Ends as Python does, but for what that gives back object by object: a forked process would first have to copy it."""
+    """Ends as Python does, but for what that gives back object by object: a forked process would first have
+    to copy it."""
     code = 0
     try:
         _run(program)

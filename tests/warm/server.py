@@ -1,8 +1,9 @@
-"""The processes from which warm ones are forked, one of each kind: it imports what takes long when the first client asks, starts no thread,
-and serves until its standard input ends, which is the end of the tests.
+"""The processes from which warm ones are forked, one of each kind: it imports what takes long when the first
+client asks, starts no thread, and serves until its standard input ends, which is the end of the tests.
 
-Ray reads its environment when it is imported, also which node and which job a worker is of. So a node that has had many workers gets a
-server of its own, in whose processes Ray is there: a worker starts in a quarter of the time that it takes where it has to import Ray.
+Ray reads its environment when it is imported, also which node and which job a worker is of. So a node that
+has had many workers gets a server of its own, in whose processes Ray is there: a worker starts in a quarter
+of the time that it takes where it has to import Ray.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.schema import Device
-from tests.warm.client import DAEMON, MAX_MESSAGE_BYTES, RAY_ENVIRONMENT, REHEARSAL, SGLANG, TRAINING, read_by_ray
+from tests.warm.client import (
+    DAEMON,
+    MAX_MESSAGE_BYTES,
+    RAY_ENVIRONMENT,
+    REHEARSAL,
+    SGLANG,
+    TRAINING,
+    read_by_ray,
+)
 from tests.warm.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
@@ -33,12 +42,14 @@ _MANY = 5  # workers that a node has had, where Ray is imported once for all tha
 
 
 def _import_for_training() -> None:
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow, which Ray's workers import, would start a thread
+    # pyarrow, which Ray's workers import, would start a thread
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     from megarl.engine import platform
 
     platform.activate(Device.cpu)  # before Megatron is imported
     for name in (
-        *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),  # of what Ray imports, the most
+        # of what Ray imports, the most
+        *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),
         "megarl.config.load",
         "megarl.engine.checkpoint",
         "megarl.placement.plan",
@@ -68,7 +79,8 @@ def _import_for_sglang() -> None:
 
     from megarl.rollout.sglang import environment
 
-    setproctitle.getproctitle()  # finds where the title is, which it could not where the environment has been changed
+    # finds where the title is, which it could not where the environment has been changed
+    setproctitle.getproctitle()
 
     environment.prepare("cpu")
     for name in (
@@ -92,7 +104,11 @@ def _import_for_a_daemon() -> None:
     logging.disable(logging.INFO)
     utils.get_all_modules(utils.DashboardAgentModule)
     logging.disable(logging.NOTSET)
-    for name in ("ray.dashboard.agent", "ray.dashboard.dashboard", "ray._private.runtime_env.agent.runtime_env_agent"):
+    for name in (
+        "ray.dashboard.agent",
+        "ray.dashboard.dashboard",
+        "ray._private.runtime_env.agent.runtime_env_agent",
+    ):
         importlib.import_module(name)
 
 
@@ -170,7 +186,8 @@ def _forget(selector: selectors.BaseSelector, but: socket.socket | None = None) 
 
 
 class Server:
-    """Forks; tells each client how its process ended, and each process what its client gets: signals, or the end."""
+    """Forks; tells each client how its process ended, and each process what its client gets: signals, or the
+    end."""
 
     def __init__(self, listener: socket.socket, kind: str) -> None:
         self._listener = listener
@@ -182,9 +199,11 @@ class Server:
         self._selector = selectors.DefaultSelector()
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
-        self._clients: dict[int, socket.socket | None] = {}  # by the process that was forked; None: it has gone
+        # by the process that was forked; None: it has gone
+        self._clients: dict[int, socket.socket | None] = {}
         self._workers = Counter[str]()  # of Ray, by the node
-        # Ray reads the environment of a worker when it is imported; a thread would be missing in what is forked.
+        # Ray reads the environment of a worker when it is imported; a thread would be missing in what is
+        # forked.
         assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
@@ -194,7 +213,8 @@ class Server:
     def serve(self) -> Request:
         """Returns in each forked process, with what it is to run."""
         while True:
-            key, _ = self._selector.select()[0]  # one at a time: the end of a process closes the connection of its client
+            # one at a time: the end of a process closes the connection of its client
+            key, _ = self._selector.select()[0]
             if key.fileobj is self._listener:
                 self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
             elif key.fileobj == self._woken:
@@ -202,7 +222,10 @@ class Server:
                 self._tell_of_the_ended()
             elif key.fileobj is sys.stdin:
                 self._end()
-            elif isinstance(key.fileobj, socket.socket) and (request := self._hear(key.fileobj, key.data)) is not None:
+            elif (
+                isinstance(key.fileobj, socket.socket)
+                and (request := self._hear(key.fileobj, key.data)) is not None
+            ):
                 return request
 
     def _end(self) -> NoReturn:
@@ -211,8 +234,11 @@ class Server:
         os._exit(0)
 
     def _hear(self, client: socket.socket, pid: int | None) -> Request | None:
-        """A program to run, from one that has no process yet; the request in the new process, and None in this one."""
-        message, ancillary, _, _ = client.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize))
+        """A program to run, from one that has no process yet; the request in the new process, and None in
+        this one."""
+        message, ancillary, _, _ = client.recvmsg(
+            MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
+        )
         if not message:  # it was killed
             self._leave(client)
         if pid is not None:
@@ -233,7 +259,12 @@ class Server:
             self._clients[pid] = client
             self._selector.modify(client, selectors.EVENT_READ, pid)
             self._workers[request.node] += 1
-            if request.node and self._kind != _NODE and self._workers[request.node] == _MANY and os.fork() == 0:
+            if (
+                request.node
+                and self._kind != _NODE
+                and self._workers[request.node] == _MANY
+                and os.fork() == 0
+            ):
                 self._leave_all()
                 return _serve_node(request)
         return None

@@ -1,13 +1,15 @@
 """Proves that the wheel works in the environments that users get: `make test-wheel`.
 
-For each Python, with the newest and the oldest versions that megarl/config/versions.py allows, it installs the wheel alone, does what a
-new user does (journey.py), and prints one table of it.
+For each Python, with the newest and the oldest versions that megarl/config/versions.py allows, it installs
+the wheel alone, does what a new user does (journey.py), and prints one table of it.
 
     python -m tests.wheel                                           # Python 3.11 and 3.12, newest and oldest
     python -m tests.wheel --python python3.11 --resolution newest
-    python -m tests.wheel --record                                  # and writes the versions to megarl/config/tested_versions.json
+    python -m tests.wheel --record                                  # and writes the versions to
+    megarl/config/tested_versions.json
 
-An environment is about 8 GB, and is removed once it has been tried. Takes about ten minutes for each, and a download of some GB.
+An environment is about 8 GB, and is removed once it has been tried. Takes about ten minutes for each, and a
+download of some GB.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from rich.table import Table
 from megarl.config.tested_versions import RECORD, as_text
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.machine.files import write_whole
-from tests.wheel.environments import ROOT, Environment, Resolution, build_wheel, install, installed_versions, variables
+from tests.wheel.environments import (
+    ROOT,
+    Environment,
+    Resolution,
+    build_wheel,
+    install,
+    installed_versions,
+    variables,
+)
 from tests.wheel.journey import COMMANDS, Step, walk
 
 LOGS = ROOT / "build" / "wheel"
@@ -37,21 +47,38 @@ _SHOWN = ("python", "torch", "megatron-core", "transformers", "sglang", "ray", "
 def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 where a command failed or an environment could not be made."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.wheel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.wheel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--python", nargs="+", default=["python3.11", "python3.12"], metavar="PROGRAM")
-    parser.add_argument("--resolution", nargs="+", type=Resolution, choices=list(Resolution), default=list(Resolution), metavar="NAME")
-    parser.add_argument("--record", action="store_true", help="write the versions of all environments, if nothing failed")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the environments there, and use those that are there")
+    parser.add_argument(
+        "--resolution",
+        nargs="+",
+        type=Resolution,
+        choices=list(Resolution),
+        default=list(Resolution),
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the versions of all environments, if nothing failed"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the environments there, and use those that are there"
+    )
     chosen = parser.parse_args(options)
     if absent := [python for python in chosen.python if shutil.which(python) is None]:
-        parser.error(f"--python: {', '.join(absent)} is not on the path; give the interpreter's file, or leave it out")
+        parser.error(
+            f"--python: {', '.join(absent)} is not on the path; give the interpreter's file, or leave it out"
+        )
     shutil.rmtree(LOGS, ignore_errors=True)
     versions: dict[Environment, Mapping[str, str]] = {}
     steps: dict[Environment, list[Step]] = {}
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder))
-        for environment in (Environment(python, resolution) for python in chosen.python for resolution in chosen.resolution):
+        for environment in (
+            Environment(python, resolution) for python in chosen.python for resolution in chosen.resolution
+        ):
             place = (chosen.keep or Path(folder)) / environment.name
             steps[environment] = []
             versions[environment] = {}
@@ -66,16 +93,27 @@ def main(options: Sequence[str] | None = None) -> int:
             if not chosen.keep:
                 shutil.rmtree(place)
     _show(versions, steps)
-    is_good = all(len(taken) == len(COMMANDS) and all(step.status == 0 for step in taken) for taken in steps.values())
+    is_good = all(
+        len(taken) == len(COMMANDS) and all(step.status == 0 for step in taken) for taken in steps.values()
+    )
     if is_good and chosen.record:
         ours = sorted(Requirement(each).name for each in (REQUIRED | SGLANG | SGLANG_CPU))
         minor = {each: {"python": found["python"].rpartition(".")[0]} for each, found in versions.items()}
-        write_whole(RECORD, as_text({each.name: minor[each] | {name: found[name] for name in ours} for each, found in versions.items()}))
+        write_whole(
+            RECORD,
+            as_text(
+                {
+                    each.name: minor[each] | {name: found[name] for name in ours}
+                    for each, found in versions.items()
+                }
+            ),
+        )
     return 0 if is_good else 1
 
 
 def _told(environment: Environment, place: Path) -> list[Step]:
-    """The steps of a journey, each printed when it is done; of one that failed also the end of what it said."""
+    """The steps of a journey, each printed when it is done; of one that failed also the end of what it
+    said."""
     (logs := LOGS / environment.name).mkdir(parents=True)
     taken = []
     with tempfile.TemporaryDirectory() as folder:
@@ -90,8 +128,12 @@ def _told(environment: Environment, place: Path) -> list[Step]:
     return taken
 
 
-def _show(versions: Mapping[Environment, Mapping[str, str]], steps: Mapping[Environment, Sequence[Step]]) -> None:
-    table = Table("", *(environment.name for environment in versions), title="The wheel in fresh environments")
+def _show(
+    versions: Mapping[Environment, Mapping[str, str]], steps: Mapping[Environment, Sequence[Step]]
+) -> None:
+    table = Table(
+        "", *(environment.name for environment in versions), title="The wheel in fresh environments"
+    )
     for name in _SHOWN:
         table.add_row(name, *(found.get(name, "-") for found in versions.values()))
     table.add_section()
@@ -99,7 +141,11 @@ def _show(versions: Mapping[Environment, Mapping[str, str]], steps: Mapping[Envi
         cells = []
         for taken in steps.values():
             (step,) = [each for each in taken if each.name == name] or [None]
-            cells.append("not run" if step is None else f"{'ok' if step.status == 0 else f'FAILED ({step.status})'} {step.seconds:.0f} s")
+            cells.append(
+                "not run"
+                if step is None
+                else f"{'ok' if step.status == 0 else f'FAILED ({step.status})'} {step.seconds:.0f} s"
+            )
         table.add_row(name, *cells)
     Console(width=max(100, 24 * (1 + len(versions)))).print(table)
     print(f"output of every command: {LOGS.relative_to(ROOT)}")

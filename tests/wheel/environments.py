@@ -40,21 +40,50 @@ class Environment(NamedTuple):
 
 def build_wheel(folder: Path) -> Path:
     """The wheel of this repository, in `folder`."""
-    _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)])
+    _run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            str(folder),
+            str(ROOT),
+        ]
+    )
     (wheel,) = folder.glob("megarl-*.whl")
     return wheel
 
 
 def install(environment: Environment, wheel: Path, folder: Path) -> None:
-    """Makes a virtual environment in `folder` and installs the wheel with `EXTRAS` and SGLang. Raises CalledProcessError."""
+    """Makes a virtual environment in `folder` and installs the wheel with `EXTRAS` and SGLang. Raises
+    CalledProcessError."""
     _run([environment.python, "-m", "venv", str(folder)])
     if environment.resolution is Resolution.newest:
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         _run([*pip, f"{wheel}[{','.join(EXTRAS)}]"])
         _run([*pip, "--no-deps", _SGLANG])
     else:
-        # pip has no such resolution. Given the wheel itself, uv would take the newest of all that the wheel requires.
-        uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+        # pip has no such resolution. Given the wheel itself, uv would take the newest of all that the wheel
+        # requires.
+        uv = [
+            str(Path(sys.executable).with_name("uv")),
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            str(folder / "bin" / "python"),
+        ]
         _run([*uv, "--resolution", "lowest-direct", *requirements_of(wheel)])
         _run([*uv, "--resolution", "lowest-direct", "--no-deps", _SGLANG])
         _run([*uv, "--no-deps", str(wheel)])
@@ -66,7 +95,11 @@ def requirements_of(wheel: Path) -> list[str]:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = BytesParser().parsebytes(files.read(name))
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    wanted = [each for each in required if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in EXTRAS)]
+    wanted = [
+        each
+        for each in required
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in EXTRAS)
+    ]
     for each in wanted:
         each.marker = None
     return [str(each) for each in wanted]
@@ -84,9 +117,16 @@ print(json.dumps({"python": platform.python_version(), **found}))
 
 def variables(folder: Path, home: Path) -> dict[str, str]:
     """The environment variables of a user who has activated the virtual environment and set nothing else."""
-    return {"PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(folder), "HOME": str(home), "LANG": "C.UTF-8"}
+    return {
+        "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        "VIRTUAL_ENV": str(folder),
+        "HOME": str(home),
+        "LANG": "C.UTF-8",
+    }
 
 
 def _run(command: Sequence[str]) -> str:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

@@ -1,4 +1,5 @@
-"""What a new user does with the wheel, in an empty folder: from the quickstart to a converted checkpoint, with both engines."""
+"""What a new user does with the wheel, in an empty folder: from the quickstart to a converted checkpoint,
+with both engines."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MODEL = "outputs/quickstart/sft/huggingface"  # of the quickstart, which trains
 _RUN = "train mine/run.yaml trainer.prompts_per_step=4 rollout.n=4 data.max_response_length=16"
 _LAST = "outputs/mine/checkpoints/step_00000003/actor"
 
-# Name -> arguments of `megarl`, or a command line where the first word is python. In order; later ones use what earlier ones made.
+# Name -> arguments of `megarl`, or a command line where the first word is python. In order; later ones use
+# what earlier ones made.
 COMMANDS: Mapping[str, str] = {
     "doctor": "doctor",
     "quickstart": "quickstart trainer.total_steps=2",
@@ -28,12 +30,15 @@ COMMANDS: Mapping[str, str] = {
     "generate": "generate outputs/mine 12+30 --max-tokens 8",
     "status": "status outputs/mine",
     "report": "report outputs/mine",
-    "hf to Megatron": f"convert hf-to-megatron --input {_MODEL} --output outputs/megatron --tensor-parallel-size 2",
+    "hf to Megatron": f"convert hf-to-megatron --input {_MODEL} --output outputs/megatron "
+    f"--tensor-parallel-size 2",
     "Megatron to hf": "convert megatron-to-hf --input outputs/megatron --output outputs/back",
     "verify": f"convert verify {_MODEL} outputs/back",
-    "run to hf": "convert megatron-to-hf --input outputs/mine/checkpoints --output outputs/trained --role actor",
+    "run to hf": "convert megatron-to-hf --input outputs/mine/checkpoints --output outputs/trained --role "
+    "actor",
     "train, SGLang": f"{_RUN} rollout.engine=sglang trainer.output_dir=outputs/sglang trainer.total_steps=2",
-    "resume, SGLang TP2": f"{_RUN} rollout.engine=sglang rollout.tensor_parallel_size=2 actor.parallel.data_parallel_size=2 "
+    "resume, SGLang TP2": f"{_RUN} rollout.engine=sglang rollout.tensor_parallel_size=2 "
+    f"actor.parallel.data_parallel_size=2 "
     "trainer.output_dir=outputs/sglang trainer.total_steps=3",
     "eval, SGLang": "eval outputs/sglang --data mine/validation.jsonl --max-tokens 8 rollout.engine=sglang",
     "generate again": "generate outputs/trained 12+30 --max-tokens 8",
@@ -50,7 +55,8 @@ class Step(NamedTuple):
 
 
 def walk(folder: Path, logs: Path, variables: Mapping[str, str]) -> Iterator[Step]:
-    """Runs `COMMANDS` in `folder`, with their output in `logs`. The environment variables are `variables` alone."""
+    """Runs `COMMANDS` in `folder`, with their output in `logs`. The environment variables are `variables`
+    alone."""
     for number, (name, line) in enumerate(COMMANDS.items()):
         words = line.split()
         command = words if words[0] == "python" else ["megarl", *words]

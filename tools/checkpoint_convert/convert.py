@@ -1,4 +1,5 @@
-"""Converts checkpoints between Hugging Face and Megatron, on a CPU: `megarl convert`, where megarl is installed or beside this folder.
+"""Converts checkpoints between Hugging Face and Megatron, on a CPU: `megarl convert`, where megarl is
+installed or beside this folder.
 
 python tools/checkpoint_convert/convert.py hf-to-megatron --input HF_DIR --output DIR --tensor-parallel-size 2
 python tools/checkpoint_convert/convert.py megatron-to-hf --input CKPT_DIR --output HF_DIR

@@ -22,7 +22,10 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")},
+    **{
+        name: getattr(math, name)
+        for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
+    },
     "abs": abs,
     "round": round,
     "min": min,
@@ -32,8 +35,8 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: Annotated[str, "such as (3 + 4) * 2 or sqrt(2) ** 3"]) -> str:
-    """Calculates with + - * / // % **, parentheses, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil, gcd, abs, round, min, max,
-    pi and e."""
+    """Calculates with + - * / // % **, parentheses, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil,
+    gcd, abs, round, min, max, pi and e."""
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, at most {_MAX_LENGTH} are read")
     try:
@@ -62,7 +65,9 @@ def _value(node: ast.expr) -> int | float:
         case _:
             raise ValueError(f"{ast.unparse(node)[:60]!r} is no arithmetic")
     if isinstance(result, complex) or _bits(result) > _MAX_BITS:
-        raise ValueError("the number is too large" if not isinstance(result, complex) else "the result is no real number")
+        raise ValueError(
+            "the number is too large" if not isinstance(result, complex) else "the result is no real number"
+        )
     return result
 
 

@@ -13,8 +13,9 @@ from megarl.agents.protocol import Schema, Task
 
 
 class HttpGet:
-    """A tool that reads a page by GET. allowed_hosts: `host`, or `host:port` for another port than the scheme's; nothing else is asked, and
-    redirects are told and not followed, so that no page leads elsewhere. max_bytes: that are read of a page; the rest is left out.
+    """A tool that reads a page by GET. allowed_hosts: `host`, or `host:port` for another port than the
+    scheme's; nothing else is asked, and redirects are told and not followed, so that no page leads elsewhere.
+    max_bytes: that are read of a page; the rest is left out.
     time_limit_s: of the whole.
     """
 
@@ -40,7 +41,9 @@ class HttpGet:
         url = httpx.URL(arguments["url"])
         host = url.netloc.decode()
         if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
-            raise ValueError(f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}")
+            raise ValueError(
+                f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}"
+            )
         try:
             return await self._read(url)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -48,8 +51,11 @@ class HttpGet:
 
     async def _read(self, url: httpx.URL) -> str:
         async with asyncio.timeout(self._time_limit_s):
-            # Without the environment's proxies and passwords, and without compression: few bytes may become very many.
-            client = httpx.AsyncClient(trust_env=False, timeout=self._time_limit_s, headers={"Accept-Encoding": "identity"})
+            # Without the environment's proxies and passwords, and without compression: few bytes may become
+            # very many.
+            client = httpx.AsyncClient(
+                trust_env=False, timeout=self._time_limit_s, headers={"Accept-Encoding": "identity"}
+            )
             async with client, client.stream("GET", url) as page:
                 if page.has_redirect_location:
                     return f"status {page.status_code}, to {page.headers['location']}"

@@ -1,4 +1,5 @@
-"""Tools of a server of the Model Context Protocol. The only home of `mcp`, its official SDK: `pip install "megarl[mcp]"`."""
+"""Tools of a server of the Model Context Protocol. The only home of `mcp`, its official SDK: `pip install
+"megarl[mcp]"`."""
 
 from __future__ import annotations
 
@@ -24,21 +25,28 @@ class McpCallError(RuntimeError):
 
 
 class McpServer:
-    """server: the command that starts it, or the URL of one that runs (Streamable HTTP). time_limit_s: of a call. environment: variables
-    for the command, beside the few that it is given (PATH, HOME and the like).
+    """server: the command that starts it, or the URL of one that runs (Streamable HTTP). time_limit_s: of a
+    call. environment: variables for the command, beside the few that it is given (PATH, HOME and the like).
 
-    It is connected to for the first of its tools that is asked for, to hear which there are, and by the first call. A connection that
-    was lost is made anew, once for a call, which the server may then get twice.
+    It is connected to for the first of its tools that is asked for, to hear which there are, and by the first
+    call. A connection that was lost is made anew, once for a call, which the server may then get twice.
     """
 
-    def __init__(self, server: str | Sequence[str], *, time_limit_s: float = 10.0, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        *,
+        time_limit_s: float = 10.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._server = server
         self._time_limit_s = time_limit_s
         self._environment = dict(environment or {})
         self._schemas: dict[str, Schema] | None = None
         self._connection: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] | None = None
-        self._loop = asyncio.new_event_loop()  # of a thread that ends with the process, and the server with it: its input ends
+        # of a thread that ends with the process, and the server with it: its input ends
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
 
     def tool(self, name: str) -> McpTool:
@@ -47,9 +55,13 @@ class McpServer:
             try:
                 self._schemas = self._in_loop(self._list()).result(START_LIMIT_S)
             except Exception as error:  # noqa: BLE001  (whatever comes of a server that is not what it should be)
-                raise ValueError(f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}") from error
+                raise ValueError(
+                    f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}"
+                ) from error
         if name not in self._schemas:
-            raise ValueError(f"the MCP server {self._server!r} has no tool {name!r}; there are: {', '.join(self._schemas)}")
+            raise ValueError(
+                f"the MCP server {self._server!r} has no tool {name!r}; there are: {', '.join(self._schemas)}"
+            )
         return McpTool(self, name, self._schemas[name])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -65,8 +77,11 @@ class McpServer:
         if isinstance(self._server, str):
             return Client(self._server)
         command, *arguments = self._server
-        marked = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}  # so that it ends with the run, whatever happens
-        return Client(StdioServerParameters(command=command, args=arguments, env={**marked, **self._environment}))
+        # so that it ends with the run, whatever happens
+        marked = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
+        return Client(
+            StdioServerParameters(command=command, args=arguments, env={**marked, **self._environment})
+        )
 
     async def _list(self) -> dict[str, Schema]:
         async with self._new_client() as client:
@@ -121,7 +136,8 @@ class McpServer:
             raise self._gone(error) from error
 
     def _leave(self, connection: asyncio.Task[None]) -> None:
-        """Ends it, and a server that it has started; another call may have made the next one already, which stays."""
+        """Ends it, and a server that it has started; another call may have made the next one already, which
+        stays."""
         connection.cancel()
         if self._connection is connection:
             self._connection = None
@@ -157,7 +173,10 @@ class McpTool:
 
 
 def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> Schema:
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": dict(parameters)}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description or "", "parameters": dict(parameters)},
+    }
 
 
 def _text(result: Any) -> str:

@@ -22,7 +22,14 @@ class ProgramEndedError(RuntimeError):
 class _Python:
     _description: str
 
-    def __init__(self, *, level: Level | None = None, limits: SandboxLimits = LIMITS, name: str = "python", description: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        level: Level | None = None,
+        limits: SandboxLimits = LIMITS,
+        name: str = "python",
+        description: str = "",
+    ) -> None:
         self._level = level or strongest()
         self._limits = limits
         self._schema = function_schema(_shape, name, description or self._description)
@@ -33,9 +40,11 @@ class _Python:
 
 
 class PythonTool(_Python):
-    """Each call is a program of its own, which remembers nothing. level: the strongest that holds where it is None. limits: of a program.
+    """Each call is a program of its own, which remembers nothing. level: the strongest that holds where it is
+    None. limits: of a program.
 
-    What it prints is the result, with the traceback where it raised. Raises SandboxError where no sandbox works on this machine.
+    What it prints is the result, with the traceback where it raised. Raises SandboxError where no sandbox
+    works on this machine.
     """
 
     _description = "Runs a Python program with the standard library, and gives back what it prints."
@@ -49,12 +58,15 @@ class PythonTool(_Python):
 
 
 class PythonSessions(_Python):
-    """The same, but all calls of one episode are one interpreter's, which ends with it. limits: memory_mb and cpu_s are of all together.
+    """The same, but all calls of one episode are one interpreter's, which ends with it. limits: memory_mb and
+    cpu_s are of all together.
 
     A program that is ended by a limit takes along what those before it have left; the next begins anew.
     """
 
-    _description = "Runs a Python program with the standard library, and gives back what it prints. Its variables stay."
+    _description = (
+        "Runs a Python program with the standard library, and gives back what it prints. Its variables stay."
+    )
 
     def session(self) -> _Interpreter:
         return _Interpreter(self._level, self._limits)
@@ -68,9 +80,12 @@ class _Interpreter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="python")
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
-        """Raises TimeoutError, ProgramEndedError; BrokenToolError where the sandbox does not work any more."""
+        """Raises TimeoutError, ProgramEndedError; BrokenToolError where the sandbox does not work any
+        more."""
         try:
-            finished, is_alive = await asyncio.wrap_future(self._thread.submit(self._session.run, arguments["code"]))
+            finished, is_alive = await asyncio.wrap_future(
+                self._thread.submit(self._session.run, arguments["code"])
+            )
         except asyncio.CancelledError:
             self._session.interrupt()
             raise
@@ -79,10 +94,14 @@ class _Interpreter:
         if finished.ended == "time":
             raise TimeoutError(f"the program took longer than {self._limits.wall_s:g} s and was ended")
         if finished.ended == "output":
-            raise ProgramEndedError(f"the program printed more than {self._limits.output_kb} KB and was ended")
+            raise ProgramEndedError(
+                f"the program printed more than {self._limits.output_kb} KB and was ended"
+            )
         if not is_alive:
             how = f"signal {-finished.status}" if finished.status < 0 else f"status {finished.status}"
-            raise ProgramEndedError(f"the program has ended its process ({how}); it may have {self._limits.cpu_s} s of computing")
+            raise ProgramEndedError(
+                f"the program has ended its process ({how}); it may have {self._limits.cpu_s} s of computing"
+            )
         return "\n".join(filter(None, (finished.output.rstrip("\n"), finished.errors.rstrip("\n"))))
 
     async def close(self) -> None:

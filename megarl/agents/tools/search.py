@@ -19,11 +19,11 @@ _STEPS = 1000  # of SQLite, from one look at the clock to the next
 
 
 class FolderSearch:
-    """A tool that finds paragraphs in the text files of `folder` and of all folders in it, by the words of a query.
+    """A tool that finds paragraphs in the text files of `folder` and of all folders in it, by the words of a
+    query.
 
-    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. time_limit_s: of a query. name, description: told
-    to the model.
-    Raises ValueError where there is nothing to search.
+    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. time_limit_s: of a
+    query. name, description: told to the model. Raises ValueError where there is nothing to search.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class FolderSearch:
         self._reading = threading.Lock()
         # Read by one thread after the other, and made by another.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
-        self._index.execute("CREATE VIRTUAL TABLE paragraphs USING fts5(text, place UNINDEXED, tokenize='porter unicode61')")
+        self._index.execute(
+            "CREATE VIRTUAL TABLE paragraphs USING fts5(text, place UNINDEXED, tokenize='porter unicode61')"
+        )
         files = sorted(file for file in Path(folder).rglob("*") if file.suffix in suffixes and file.is_file())
         if not files:
             raise ValueError(f"{folder}: there is no file ending in {' or '.join(suffixes)} to search in")

@@ -1,7 +1,8 @@
 """Advantage estimators: from token rewards to advantages and returns. This dictionary is what there is.
 
-Shapes: B samples, R padded response tokens. All of them give 0 in masked slots, read nothing there, and do not depend on the
-order of rows. Where a sample has nothing to be compared with (a group of one), its advantage is 0.
+Shapes: B samples, R padded response tokens. All of them give 0 in masked slots, read nothing there, and do
+not depend on the order of rows. Where a sample has nothing to be compared with (a group of one), its
+advantage is 0.
 """
 
 from __future__ import annotations
@@ -12,4 +13,7 @@ from megarl.config.schema import AdvantageEstimator
 
 __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageInputs", "Advantages"]
 
-ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {**group_relative.ESTIMATORS, **token_level.ESTIMATORS}
+ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
+    **group_relative.ESTIMATORS,
+    **token_level.ESTIMATORS,
+}

@@ -1,4 +1,5 @@
-"""Estimators that compare the outcomes of a prompt's samples: a sample has one advantage, on each of its tokens."""
+"""Estimators that compare the outcomes of a prompt's samples: a sample has one advantage, on each of its
+tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ _EPSILON = 1e-6
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """(outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid, on each token of a sample (Shao et al.
-    2024, arXiv 2402.03300, section 4.1.2). The outcome is the sum of a sample's rewards, the deviation the unbiased one; the paper
-    does not say which.
+    """(outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid, on each token of a
+    sample (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The outcome is the sum of a sample's rewards,
+    the deviation the unbiased one; the paper does not say which.
 
-    Without `normalize_by_std` it is outcome - mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which goes with the aggregation
-    sequence_mean_token_sum_norm.
+    Without `normalize_by_std` it is outcome - mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which goes
+    with the aggregation sequence_mean_token_sum_norm.
 
     A group of one, and a group whose outcomes are all equal, have nothing to compare and get 0.
     """
@@ -29,11 +30,12 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """max over the group - max over the others of the group, on each token (Tang et al. 2025, arXiv 2503.19595: the leave-one-out
-    baseline of the max@k objective; k is the group's size).
+    """max over the group - max over the others of the group, on each token (Tang et al. 2025, arXiv
+    2503.19595: the leave-one-out baseline of the max@k objective; k is the group's size).
 
-    So it is 0 for all but the single best sample, and for all where two share the first place. With `normalize_by_std` it is
-    divided by the group's deviation + 1e-6, which the paper does not do. A group of one gets 0.
+    So it is 0 for all but the single best sample, and for all where two share the first place. With
+    `normalize_by_std` it is divided by the group's deviation + 1e-6, which the paper does not do. A group of
+    one gets 0.
     """
     groups = inputs.groups
     scores = inputs.outcomes
@@ -47,7 +49,8 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome_i - mean of outcome_j over j != i with the same uid, on each token (Kool et al. 2019; Ahmadian et al. 2024, arXiv
+    """outcome_i - mean of outcome_j over j != i with the same uid, on each token (Kool et al. 2019; Ahmadian
+    et al. 2024, arXiv
     2402.14740).
 
     It equals n / (n - 1) (outcome - mean of all n). A group of one has no others and gets 0.
@@ -57,7 +60,8 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome - sum(length x outcome) / sum(length) over the samples with the same uid, on each token (Hao et al. 2025, arXiv
+    """outcome - sum(length x outcome) / sum(length) over the samples with the same uid, on each token (Hao et
+    al. 2025, arXiv
     2505.23585): the baseline of least variance where the gradient's squared norm grows with the length.
 
     The length counts valid tokens. A group of one is its own baseline and gets 0.
@@ -70,10 +74,12 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """alpha (outcome - mean of the group), alpha = B / (B - M), on each token (Chu et al. 2025, arXiv 2504.02546, with F_norm = 1).
+    """alpha (outcome - mean of the group), alpha = B / (B - M), on each token (Chu et al. 2025, arXiv
+    2504.02546, with F_norm = 1).
 
-    M counts the samples in groups whose outcomes are all equal: they add nothing to the gradient but to its denominator. A group of
-    one counts as equal and gets 0; without any signal all advantages are 0. It goes with the policy loss gpg.
+    M counts the samples in groups whose outcomes are all equal: they add nothing to the gradient but to its
+    denominator. A group of one counts as equal and gets 0; without any signal all advantages are 0. It goes
+    with the policy loss gpg.
     """
     groups = inputs.groups
     scores = inputs.outcomes
@@ -83,8 +89,9 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome - mean of the prompt's samples, then whitened over all valid tokens of the batch (the same paper's variant for several
-    samples of a prompt). A group of one has nothing to compare and stands at 0 before whitening."""
+    """outcome - mean of the prompt's samples, then whitened over all valid tokens of the batch (the same
+    paper's variant for several samples of a prompt). A group of one has nothing to compare and stands at 0
+    before whitening."""
     centred = inputs.groups.deviation(inputs.outcomes)
     lengths = inputs.lengths
     num_tokens = lengths.sum()
@@ -94,20 +101,32 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
 
 
 def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """sum_k w_k (s_k - mean of s_k) / (deviation of s_k + 1e-6) over the group, then the same over all samples of the batch (Liu et
-    al. 2026, arXiv 2601.05242). It reads `score_parts` and not the rewards, so a KL penalty belongs in the loss.
+    """sum_k w_k (s_k - mean of s_k) / (deviation of s_k + 1e-6) over the group, then the same over all
+    samples of the batch (Liu et al. 2026, arXiv 2601.05242). It reads `score_parts` and not the rewards, so a
+    KL penalty belongs in the loss.
 
-    The second step is over samples, as in the paper, not over tokens. A group of one stands at 0 before it; samples without a token
-    do not count in it. Raises ValueError for a score that is NaN or infinite.
+    The second step is over samples, as in the paper, not over tokens. A group of one stands at 0 before it;
+    samples without a token do not count in it. Raises ValueError for a score that is NaN or infinite.
     """
-    parts = needed(inputs.score_parts, "gdpo", "`score_parts`, the score of each reward function", "use grpo, which compares their sum")
-    weights = parts.new_ones(parts.shape[1]) if inputs.score_weights is None else inputs.score_weights.to(parts)
+    parts = needed(
+        inputs.score_parts,
+        "gdpo",
+        "`score_parts`, the score of each reward function",
+        "use grpo, which compares their sum",
+    )
+    weights = (
+        parts.new_ones(parts.shape[1]) if inputs.score_weights is None else inputs.score_weights.to(parts)
+    )
     refuse_unusable("a reward function's score", parts.sum(dim=1), inputs.uid)
     total = parts.new_zeros(len(parts))
     for scores, weight in zip(parts.unbind(1), weights, strict=True):  # a handful of functions
-        total += weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + _EPSILON)
+        total += (
+            weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + _EPSILON)
+        )
     counts = inputs.lengths > 0
-    deviation = torch.where(counts, total - torch.where(counts, total, 0.0).sum() / counts.sum().clamp(min=1), 0.0)
+    deviation = torch.where(
+        counts, total - torch.where(counts, total, 0.0).sum() / counts.sum().clamp(min=1), 0.0
+    )
     standard_deviation = (deviation.square().sum() / (counts.sum() - 1).clamp(min=1)).sqrt()
     return inputs.on_every_token(deviation / (standard_deviation + _EPSILON))
 

@@ -24,10 +24,11 @@ class Advantages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may read; None is what the run does not make. What is (B, R) is so as tensors, as a function of the user gets it,
-    or all of it as rows of tokens.
+    """What an estimator may read; None is what the run does not make. What is (B, R) is so as tensors, as a
+    function of the user gets it, or all of it as rows of tokens.
 
-    Raises ValueError where a sample's rewards have no finite sum, with its uid: a NaN or an infinity among them.
+    Raises ValueError where a sample's rewards have no finite sum, with its uid: a NaN or an infinity among
+    them.
     """
 
     token_level_rewards: Column  # (B, R)
@@ -38,7 +39,8 @@ class AdvantageInputs:
     score_parts: Tensor | None = None  # (B, K): of each reward function, before its weight
     score_weights: Tensor | None = None  # (K,) of the reward functions; None: all 1
     old_log_probs: Column | None = None  # (B, R)
-    sum_pi_squared: Column | None = None  # (B, R): at each token, the sum over the vocabulary of the squared probabilities
+    # (B, R): at each token, the sum over the vocabulary of the squared probabilities
+    sum_pi_squared: Column | None = None
 
     def __post_init__(self) -> None:
         refuse_unusable("the sum of token_level_rewards", self.outcomes, self.uid)
@@ -59,14 +61,17 @@ class AdvantageInputs:
         return Groups.of(self.uid, self.lengths > 0)
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
-        """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns are the advantages."""
+        """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns
+        are the advantages."""
         advantages = on_every_token(per_row, self.response_mask)
         return Advantages(advantages, advantages)
 
     def padded(self) -> AdvantageInputs:
         """With tensors (B, R) in place of rows of tokens."""
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        dense: dict[str, Any] = {name: column.padded() for name, column in columns.items() if isinstance(column, RaggedTensor)}
+        dense: dict[str, Any] = {
+            name: column.padded() for name, column in columns.items() if isinstance(column, RaggedTensor)
+        }
         return replace(self, **dense)
 
 
@@ -77,7 +82,9 @@ def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Colu
 def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Column:
     """`value`, or a ValueError that says what the estimator misses."""
     if value is None:
-        raise ValueError(f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {remedy}")
+        raise ValueError(
+            f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {remedy}"
+        )
     return value
 
 

@@ -27,7 +27,8 @@ from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
 _BASELINE = "optimal_token_baseline"
 _REMEDY = "use rloo, whose baseline needs only the scores"
-_CHUNK_TOKENS = 16  # of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
+# of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
+_CHUNK_TOKENS = 16
 
 
 class _Block(NamedTuple):
@@ -35,16 +36,19 @@ class _Block(NamedTuple):
     returns: Tensor
 
 
-def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamma: float, lam: float) -> Advantages:
+def gae(
+    token_level_rewards: Column, values: Column, response_mask: Column, gamma: float, lam: float
+) -> Advantages:
     """Advantages and returns for (B, R) (Schulman et al. 2016, eq. 16).
 
-    delta_t = r_t + gamma V_{t+1} - V_t; A_t = sum_k (gamma lam)^k delta_{t+k}; returns = A + V. The episode ends after the
-    last valid token (V = 0 there). A reward in a masked slot is ignored.
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = sum_k (gamma lam)^k delta_{t+k}; returns = A + V. The episode
+    ends after the last valid token (V = 0 there). A reward in a masked slot is ignored.
 
-    A token outside the mask (padding, tool output) is not a step of the episode: it gets 0, and the token before a gap is
-    followed by the token after it.
+    A token outside the mask (padding, tool output) is not a step of the episode: it gets 0, and the token
+    before a gap is followed by the token after it.
 
-    What is summed are the returns, R_t = r_t + gamma (1 - lam) V_{t+1} + gamma lam R_{t+1}: the same recursion with one pass less.
+    What is summed are the returns, R_t = r_t + gamma (1 - lam) V_{t+1} + gamma lam R_{t+1}: the same
+    recursion with one pass less.
     """
     advantages, returns = (empty_like(token_level_rewards, token_level_rewards.dtype) for _ in range(2))
     for block in _episodes(response_mask, token_level_rewards, values):
@@ -63,17 +67,20 @@ def gae(token_level_rewards: Column, values: Column, response_mask: Column, gamm
 
 
 def whitened_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Whitened over the valid tokens of the whole batch, as PPO for language models does (Ouyang et al. 2022); returns are not."""
+    """Whitened over the valid tokens of the whole batch, as PPO for language models does (Ouyang et al.
+    2022); returns are not."""
     values = needed(inputs.values, "gae", "the critic's `values`", "use grpo to train without a critic")
-    advantages, returns = gae(inputs.token_level_rewards, values, inputs.response_mask, config.gamma, config.lam)
+    advantages, returns = gae(
+        inputs.token_level_rewards, values, inputs.response_mask, config.gamma, config.lam
+    )
     return Advantages(whiten(advantages, inputs.response_mask, out=advantages), returns)
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """The discounted rewards to go, whitened over all valid tokens of the batch (Hu 2025, arXiv 2501.03262).
 
-    With the KL penalty in the reward, as the paper has it, each token sees the penalties from itself on. Returns are the rewards to
-    go before whitening.
+    With the KL penalty in the reward, as the paper has it, each token sees the penalties from itself on.
+    Returns are the rewards to go before whitening.
     """
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, config.gamma)
     return Advantages(whiten(returns, inputs.response_mask), returns)
@@ -82,10 +89,15 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> Adv
 def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """Rewards to go minus the greedy response's score, on each token (Li et al. 2024, arXiv 2310.10505).
 
-    With an outcome score alone this is outcome - greedy score. With a KL penalty in the reward a token sees the penalties from itself
-    on; the greedy response has none. Returns are the rewards to go.
+    With an outcome score alone this is outcome - greedy score. With a KL penalty in the reward a token sees
+    the penalties from itself on; the greedy response has none. Returns are the rewards to go.
     """
-    baseline = needed(inputs.baseline_scores, "remax", "`baseline_scores` of greedy responses", "use rloo, whose baseline is the others'")
+    baseline = needed(
+        inputs.baseline_scores,
+        "remax",
+        "`baseline_scores` of greedy responses",
+        "use rloo, whose baseline is the others'",
+    )
     refuse_unusable("the greedy response's score", baseline, inputs.uid)
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
     per_row = inputs.on_every_token(baseline.to(returns.dtype)).advantages
@@ -93,16 +105,19 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """G_t - B_t, with B_t = sum_i G_it W_it / sum_i W_it over the samples of a prompt that have a token t (Li et al. 2026, arXiv
-    2602.07078). G: rewards to go. W_it = sum over j <= t of 1 - 2 p_ij + sum_v p_ijv^2, the squared norm of the gradient with
-    respect to the logits, gathered along the response. Returns are G.
+    """G_t - B_t, with B_t = sum_i G_it W_it / sum_i W_it over the samples of a prompt that have a token t (Li
+    et al. 2026, arXiv
+    2602.07078). G: rewards to go. W_it = sum over j <= t of 1 - 2 p_ij + sum_v p_ijv^2, the squared norm of
+    the gradient with respect to the logits, gathered along the response. Returns are G.
 
-    t counts valid tokens, so tool output moves nothing. Where only one sample of a prompt still has a token there is nothing to
-    compare and the advantage is 0, as for a group of one.
+    t counts valid tokens, so tool output moves nothing. Where only one sample of a prompt still has a token
+    there is nothing to compare and the advantage is 0, as for a group of one.
     """
     log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _REMEDY)
     squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _REMEDY)
-    columns = [as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)]
+    columns = [
+        as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)
+    ]
     advantages, returns = (empty_like(columns[0], columns[0].dtype) for _ in range(2))
     for rows in inputs.groups.blocks(columns[0].num_rows_of_block):
         index = inputs.groups.index[rows]
@@ -113,7 +128,9 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     return Advantages(of_form(advantages, inputs.response_mask), of_form(returns, inputs.response_mask))
 
 
-def _of_whole_groups(rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor) -> _Block:
+def _of_whole_groups(
+    rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor
+) -> _Block:
     """index (b,): the number of a row's group, in rising order from 0; all others (b, R)."""
     slots = front_slots(mask)
     num_groups = int(index[-1]) + 1
@@ -153,7 +170,8 @@ def _rewards_to_go(rewards: Tensor, slots: Tensor | None, gamma: float) -> Tenso
 
 
 class _Episodes(NamedTuple):
-    """Some rows of a batch. rows: (b,) their numbers; slots: see front_slots; columns: (b, r) each, 0 in masked slots."""
+    """Some rows of a batch. rows: (b,) their numbers; slots: see front_slots; columns: (b, r) each, 0 in
+    masked slots."""
 
     rows: Tensor
     slots: Tensor | None
@@ -177,8 +195,9 @@ def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
 def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     """(B, R): y_t = x_t + discount y_{t+1}.
 
-    In chunks of a row by a product with the triangle of the discount's powers; then the chunks' totals, by themselves; then to each token
-    what comes after its chunk. So there is no loop over tokens, and rounding grows as in a sum of 16 and one of log2(R / 16).
+    In chunks of a row by a product with the triangle of the discount's powers; then the chunks' totals, by
+    themselves; then to each token what comes after its chunk. So there is no loop over tokens, and rounding
+    grows as in a sum of 16 and one of log2(R / 16).
     """
     num_rows, num_tokens = x.shape
     padded = torch.nn.functional.pad(x, (0, -num_tokens % _CHUNK_TOKENS))
@@ -191,7 +210,8 @@ def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
-    """As `discounted_suffix_sums`; what is in x is lost. After each pass a token holds the sum over twice as many tokens as before."""
+    """As `discounted_suffix_sums`; what is in x is lost. After each pass a token holds the sum over twice as
+    many tokens as before."""
     sums = x
     longer = torch.empty_like(x)
     span = 1

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import as_rows, empty_like, leaves_nothing_out, map_tokens, masked_mean, of_form, row_lengths
+from megarl.algorithms.masked import (
+    as_rows,
+    empty_like,
+    leaves_nothing_out,
+    map_tokens,
+    masked_mean,
+    of_form,
+    row_lengths,
+)
 from megarl.algorithms.policy_losses.inputs import PolicyInputs, PolicyLoss, TokenLosses
 from megarl.algorithms.policy_losses.ratio import ppo_clip
 from megarl.batch.ragged import Column
@@ -26,28 +34,35 @@ def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(loss, losses.bounded | inputs.selected, losses.dual_clipped)
 
 
-def select_for_clip_cov(columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int) -> dict[str, Column]:
-    """`selected_tokens` (B, R) bool: `covariance.share` of the mini-batch's tokens, drawn without preference from those whose
-    covariance is between `covariance.low` and `covariance.high`."""
+def select_for_clip_cov(
+    columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
+) -> dict[str, Column]:
+    """`selected_tokens` (B, R) bool: `covariance.share` of the mini-batch's tokens, drawn without preference
+    from those whose covariance is between `covariance.low` and `covariance.high`."""
     low = config.covariance.low
     high = config.covariance.high
-    is_candidate = map_tokens(lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool)
+    is_candidate = map_tokens(
+        lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool
+    )
     candidates = as_rows(is_candidate).values.nonzero().flatten()
     drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _selected(candidates[drawn[: number_to_select(mask, config.covariance.share)]], mask)
 
 
 def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-ratio A, plus kl_coefficient |new - old| for the selected tokens (Cui et al. 2025, arXiv 2505.22617; the distance
-    is that of the authors' code). The ratio is not clipped. bounded: selected.
+    """-ratio A, plus kl_coefficient |new - old| for the selected tokens (Cui et al. 2025, arXiv 2505.22617;
+    the distance is that of the authors' code). The ratio is not clipped. bounded: selected.
     """
     penalty = config.covariance.kl_coefficient * inputs.log_ratio.abs()
     loss = -inputs.ratio * inputs.advantages + torch.where(inputs.selected, penalty, 0.0)
     return TokenLosses(loss, inputs.selected)
 
 
-def select_for_kl_cov(columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int) -> dict[str, Column]:
-    """`selected_tokens` (B, R) bool: the `covariance.share` of the mini-batch's tokens with the largest covariance."""
+def select_for_kl_cov(
+    columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
+) -> dict[str, Column]:
+    """`selected_tokens` (B, R) bool: the `covariance.share` of the mini-batch's tokens with the largest
+    covariance."""
     covariance = as_rows(token_covariance(columns, mask)).values
     if not leaves_nothing_out(mask):
         covariance = covariance.masked_fill(~as_rows(mask).flat(), -torch.inf)
@@ -62,16 +77,19 @@ def _selected(tokens: Tensor, mask: Column) -> dict[str, Column]:
 
 
 def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
-    """(B, R): (log p - mean log p) (A - mean A), means over the valid tokens of the mini-batch (Cui et al. 2025, arXiv 2505.22617),
-    of `old_log_probs` and `advantages`; 0 in masked slots.
+    """(B, R): (log p - mean log p) (A - mean A), means over the valid tokens of the mini-batch (Cui et al.
+    2025, arXiv 2505.22617), of `old_log_probs` and `advantages`; 0 in masked slots.
 
-    Its mean is the covariance of log-prob and advantage, by which a step of the policy gradient lowers the entropy.
+    Its mean is the covariance of log-prob and advantage, by which a step of the policy gradient lowers the
+    entropy.
     """
     log_probs = columns["old_log_probs"]
     advantages = columns["advantages"]
     mean_log_prob = masked_mean(log_probs, mask)
     mean_advantage = masked_mean(advantages, mask)
-    return map_tokens(lambda p, advantage: (p - mean_log_prob) * (advantage - mean_advantage), mask, log_probs, advantages)
+    return map_tokens(
+        lambda p, advantage: (p - mean_log_prob) * (advantage - mean_advantage), mask, log_probs, advantages
+    )
 
 
 def number_to_select(mask: Column, share: float) -> int:

@@ -27,9 +27,15 @@ class PolicyInputs:
 
     @classmethod
     def of(
-        cls, log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, mask: Tensor, selected: Tensor | None = None
+        cls,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        mask: Tensor,
+        selected: Tensor | None = None,
     ) -> PolicyInputs:
-        """old_log_probs None: they are those of now, so that every ratio is exactly 1 and has its gradient."""
+        """old_log_probs None: they are those of now, so that every ratio is exactly 1 and has its
+        gradient."""
         log_probs = masked(log_probs, mask)
         return cls(
             log_probs=log_probs,
@@ -50,7 +56,8 @@ class PolicyInputs:
         return exp_ratio(self.log_ratio)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """(b, 1): the mean over a row's valid tokens of x, which is 0 in masked slots; 0 for a row without one."""
+        """(b, 1): the mean over a row's valid tokens of x, which is 0 in masked slots; 0 for a row without
+        one."""
         return x.sum(dim=1, keepdim=True) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -63,7 +70,8 @@ class TokenLosses(NamedTuple):
 
     loss: Tensor
     bounded: Tensor  # bool: the loss's own limit is in force; each loss says which
-    dual_clipped: Tensor | None = None  # bool: the limit for negative advantages is in force, where there is one
+    # bool: the limit for negative advantages is in force, where there is one
+    dual_clipped: Tensor | None = None
 
 
 Prepare = Callable[[Mapping[str, Column], Column, PolicyLossConfig, int], dict[str, Column]]
@@ -73,11 +81,12 @@ Prepare = Callable[[Mapping[str, Column], Column, PolicyLossConfig, int], dict[s
 class PolicyLoss:
     """One kind of policy loss.
 
-    per_token: a micro-batch's inputs -> the loss of each token. It reads nothing beyond a row, so that it does not matter how the
-    rows were cut.
-    prepare: for a kind that has to see the whole mini-batch. `prepare(columns, mask, config, seed)` is called before the mini-batch
-    is cut, with its columns by batch key (it reads `old_log_probs` and `advantages`) and its response mask, all (B, R) as tensors or all
-    as rows of tokens, and a seed for what is drawn; it returns columns to add to the batch, which ActorLoss reads: `selected_tokens`, bool.
+    per_token: a micro-batch's inputs -> the loss of each token. It reads nothing beyond a row, so that it
+    does not matter how the rows were cut.
+    prepare: for a kind that has to see the whole mini-batch. `prepare(columns, mask, config, seed)` is called
+    before the mini-batch is cut, with its columns by batch key (it reads `old_log_probs` and `advantages`)
+    and its response mask, all (B, R) as tensors or all as rows of tokens, and a seed for what is drawn; it
+    returns columns to add to the batch, which ActorLoss reads: `selected_tokens`, bool.
     """
 
     per_token: Callable[[PolicyInputs, PolicyLossConfig], TokenLosses]

@@ -1,4 +1,5 @@
-"""Losses of a token by the ratio of new to old probability: clipped, averaged over a response, or limited in another way; and by none."""
+"""Losses of a token by the ratio of new to old probability: clipped, averaged over a response, or limited in
+another way; and by none."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from megarl.config.schema import PolicyLossConfig, PolicyLossKind
 
 
 def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al. 2017, eq. 7; with two
-    bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al.
+    2017, eq. 7; with two bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
 
     With `clip_dual` c > 1 the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
     bounded: the clipped term is the larger one, so the token has no gradient.
@@ -30,11 +31,13 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """PPO's surrogate with s = exp(mean over the response's tokens of new - old) in place of each token's ratio (Zheng et al. 2025,
-    arXiv 2507.18071, eqs. 5 to 7). It goes with the aggregation sequence_mean_token_mean, under which a row's loss is the paper's.
+    """PPO's surrogate with s = exp(mean over the response's tokens of new - old) in place of each token's
+    ratio (Zheng et al. 2025, arXiv 2507.18071, eqs. 5 to 7). It goes with the aggregation
+    sequence_mean_token_mean, under which a row's loss is the paper's.
 
-    In the form of eqs. 13 and 14 (GSPO-token), s_t = sg[s] exp(new_t - sg[new_t]): of the same value and, where a row's advantages
-    are equal, of the same gradient, and right where they are not. bounded: the response's ratio is clipped, so it has no gradient.
+    In the form of eqs. 13 and 14 (GSPO-token), s_t = sg[s] exp(new_t - sg[new_t]): of the same value and,
+    where a row's advantages are equal, of the same gradient, and right where they are not. bounded: the
+    response's ratio is clipped, so it has no gradient.
     """
     response = exp_ratio(inputs.row_mean(inputs.log_ratio.detach()))
     ratio = response * (inputs.log_probs - inputs.log_probs.detach()).exp()
@@ -44,21 +47,25 @@ def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-A exp(mean over the response's tokens of the clipped log-ratio) on each of its tokens (Zhao et al. 2025, arXiv 2507.20673),
-    so that the aggregation sequence_mean_token_mean gives the paper's loss.
+    """-A exp(mean over the response's tokens of the clipped log-ratio) on each of its tokens (Zhao et al.
+    2025, arXiv 2507.20673), so that the aggregation sequence_mean_token_mean gives the paper's loss.
 
-    The log-ratio is at most clip_high where A > 0 and at least -clip_low where A < 0 (the paper: 0.4 both ways). A is the response's:
-    the mean of its tokens' advantages. bounded: the token's log-ratio is cut, so it adds no gradient.
+    The log-ratio is at most clip_high where A > 0 and at least -clip_low where A < 0 (the paper: 0.4 both
+    ways). A is the response's: the mean of its tokens' advantages. bounded: the token's log-ratio is cut, so
+    it adds no gradient.
     """
     advantage = inputs.row_mean(inputs.advantages)
     log_ratio = inputs.log_ratio
-    cut = torch.where(advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))
+    cut = torch.where(
+        advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
+    )
     loss = -advantage * exp_ratio(inputs.row_mean(cut))
     return TokenLosses(loss.expand_as(log_ratio), cut != log_ratio)
 
 
 def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg: without gradient).
+    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg: without
+    gradient).
 
     The paper has no lower bound: a clip_low near 1 comes to that. bounded: the weight is clipped.
     """
@@ -70,8 +77,8 @@ def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """-f(ratio) A with f(x) = 4 / tau sigmoid(tau (x - 1)) (Gao et al. 2025, arXiv 2511.20347).
 
-    tau is temperature_positive where A > 0, else temperature_negative. At a ratio of 1 the gradient is that of the policy
-    gradient; it falls off smoothly on both sides, faster with a larger tau. Nothing is bounded.
+    tau is temperature_positive where A > 0, else temperature_negative. At a ratio of 1 the gradient is that
+    of the policy gradient; it falls off smoothly on both sides, faster with a larger tau. Nothing is bounded.
     """
     negative = torch.full_like(inputs.advantages, config.sapo.temperature_negative)
     temperature = negative.masked_fill(inputs.advantages > 0, config.sapo.temperature_positive)
@@ -80,13 +87,15 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """With the total variation |p_new - p_old| of the sampled token against all others as the distance; see `_dppo`."""
+    """With the total variation |p_new - p_old| of the sampled token against all others as the distance; see
+    `_dppo`."""
     distance = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, config, distance)
 
 
 def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """With KL(old || new) of the two-way distribution "the sampled token or another" as the distance; see `_dppo`."""
+    """With KL(old || new) of the two-way distribution "the sampled token or another" as the distance; see
+    `_dppo`."""
     new = inputs.log_probs.detach()
     old = inputs.old_log_probs
     others = _log_of_others(old)
@@ -101,10 +110,12 @@ def _log_of_others(log_probs: Tensor) -> Tensor:
 
 
 def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> TokenLosses:
-    """-M ratio A (Qi et al. 2026, arXiv 2602.04879). M is 0 for a token whose distance is above its limit and that
-    the update would take further: A > 0 and p_new > p_old (limit clip_high), or A < 0 and p_new < p_old (limit clip_low).
+    """-M ratio A (Qi et al. 2026, arXiv 2602.04879). M is 0 for a token whose distance is above its limit and
+    that the update would take further: A > 0 and p_new > p_old (limit clip_high), or A < 0 and p_new < p_old
+    (limit clip_low).
 
-    With `clip_dual` the weight of the gradient is min(ratio, clip_dual). bounded: M = 0, so the token has no gradient.
+    With `clip_dual` the weight of the gradient is min(ratio, clip_dual). bounded: M = 0, so the token has no
+    gradient.
     """
     risen = inputs.log_ratio.detach() > 0
     fallen = inputs.log_ratio.detach() < 0
@@ -119,7 +130,8 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
 
 
 def gpg(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is right for one update per batch; nothing is bounded."""
+    """-A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is right for one update per batch;
+    nothing is bounded."""
     return TokenLosses(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
 
 

@@ -1,4 +1,5 @@
-"""Reads Megatron's classic checkpoint, a file for each tensor- and pipeline-parallel rank, as a `ModelSource`.
+"""Reads Megatron's classic checkpoint, a file for each tensor- and pipeline-parallel rank, as a
+`ModelSource`.
 
 mp_rank_01/model_optim_rng.pt          tensor-parallel rank 1
 mp_rank_01_002/model_optim_rng.pt      ... of pipeline stage 2
@@ -25,7 +26,8 @@ from megarl.models.families import read_architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 
-_FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the second where a distributed optimizer is in files of its own
+# the second where a distributed optimizer is in files of its own
+_FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _ANY_RANK_FOLDER = "mp_rank_*"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -38,16 +40,19 @@ def is_classic(folder: Path) -> bool:
     return any(path.is_dir() for path in folder.glob(_ANY_RANK_FOLDER))
 
 
-def open_classic(folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True) -> ModelSource:
-    """Nothing in the files is run. `check_contents` compares the weights with the checksums that torch.save took of them, and what
-    several ranks hold.
+def open_classic(
+    folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
+) -> ModelSource:
+    """Nothing in the files is run. `check_contents` compares the weights with the checksums that torch.save
+    took of them, and what several ranks hold.
 
     Raises CheckpointError that names file and tensor; ConfigError.
     """
     architecture = read_architecture(str(companions), trust_remote_code)
     if architecture.experts:
         raise CheckpointError(
-            f"{folder}: is a classic Megatron checkpoint of a model with experts, of which none is read; save it as torch_dist"
+            f"{folder}: is a classic Megatron checkpoint of a model with experts, of which none is read; "
+            f"save it as torch_dist"
         )
     stages = _stages(folder, _rank_files(folder), architecture)
     files = list({stage.file.path: stage.file for stage in stages}.values())
@@ -59,7 +64,9 @@ def open_classic(folder: Path, companions: Path, trust_remote_code: bool = False
         for weight in held_weights(architecture, stage.layout, head):
             for name, dtype, piece in _stored_pieces(stage, weight):
                 if dtypes.setdefault(name, dtype) != dtype:
-                    raise CheckpointError(f"{stage.file.path}: {name} is {dtype} here and {dtypes[name]} in another rank's file")
+                    raise CheckpointError(
+                        f"{stage.file.path}: {name} is {dtype} here and {dtypes[name]} in another rank's file"
+                    )
                 found.setdefault(name, []).append(piece)
     tensors = checked_tensors(folder, architecture, head, dtypes, found)
     if check_contents:
@@ -82,7 +89,8 @@ def open_classic(folder: Path, companions: Path, trust_remote_code: bool = False
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """A virtual pipeline stage on one tensor-parallel rank. names: as in the tables, with global layer numbers -> as in the file."""
+    """A virtual pipeline stage on one tensor-parallel rank. names: as in the tables, with global layer
+    numbers -> as in the file."""
 
     file: RankFile
     chunk: int
@@ -99,18 +107,28 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     for path in sorted(folder.glob(_ANY_RANK_FOLDER)):
         match = _RANK_FOLDER.fullmatch(path.name)
         if match is None:
-            raise CheckpointError(f"{path}: is not the folder of a rank such as mp_rank_00 or mp_rank_00_001; experts are not read")
+            raise CheckpointError(
+                f"{path}: is not the folder of a rank such as mp_rank_00 or mp_rank_00_001; experts are not "
+                f"read"
+            )
         rank = int(match[1]), int(match[2] or 0)
         if rank in paths:
-            raise CheckpointError(f"{path}: is of the same rank as {paths[rank].parent}: the files are of different checkpoints")
-        paths[rank] = next((path / name for name in _FILE_NAMES if (path / name).is_file()), path / _FILE_NAMES[0])
+            raise CheckpointError(
+                f"{path}: is of the same rank as {paths[rank].parent}: the files are of different checkpoints"
+            )
+        paths[rank] = next(
+            (path / name for name in _FILE_NAMES if (path / name).is_file()), path / _FILE_NAMES[0]
+        )
     sizes = [max(rank[axis] for rank in paths) + 1 for axis in (0, 1)]
     wanted = {(tensor, stage): folder for tensor in range(sizes[0]) for stage in range(sizes[1])}
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
     for tensor, stage in wanted:
         path = paths.get((tensor, stage), folder / _folder_name(tensor, stage, has_stages) / _FILE_NAMES[0])
         if not path.is_file():
-            raise CheckpointError(f"{path}: the file is missing; the checkpoint has {sizes[0]} tensor-parallel ranks x {sizes[1]} stages")
+            raise CheckpointError(
+                f"{path}: the file is missing; the checkpoint has {sizes[0]} tensor-parallel ranks x "
+                f"{sizes[1]} stages"
+            )
     files = {rank: read_rank_file(path) for rank, path in sorted(paths.items())}
     _check_sizes(folder, files, sizes)
     return files
@@ -123,34 +141,49 @@ def _folder_name(tensor: int, stage: int, has_stages: bool) -> str:
 def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes: Sequence[int]) -> None:
     """The files are of one save, and are all of it, as far as they say so."""
     first = next(iter(files.values()))
-    written = [first.arguments.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")]
+    written = [
+        first.arguments.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    ]
     for said, size in zip(written, sizes, strict=True):
         if said is not None and said != size:
-            tensor, stage = (value if isinstance(value, int) else size for value, size in zip(written, sizes, strict=True))
+            tensor, stage = (
+                value if isinstance(value, int) else size for value, size in zip(written, sizes, strict=True)
+            )
             raise CheckpointError(
-                f"{folder}: has the files of {sizes[0]} tensor-parallel ranks x {sizes[1]} stages, and {first.path.parent.name} says that "
+                f"{folder}: has the files of {sizes[0]} tensor-parallel ranks x {sizes[1]} stages, and "
+                f"{first.path.parent.name} says that "
                 f"it was one of {tensor} x {stage}: files are missing, or are of different checkpoints"
             )
-    told = {rank: number for rank, file in files.items() if isinstance(number := file.arguments.get("rank"), int)}
+    told = {
+        rank: number for rank, file in files.items() if isinstance(number := file.arguments.get("rank"), int)
+    }
     for (tensor, stage), file in files.items():
         if (file.iteration, len(file.chunks)) != (first.iteration, len(first.chunks)):
             raise CheckpointError(
-                f"{file.path}: is of iteration {file.iteration} with {len(file.chunks)} virtual stages, and {first.path} of "
+                f"{file.path}: is of iteration {file.iteration} with {len(file.chunks)} virtual stages, and "
+                f"{first.path} of "
                 f"{first.iteration} with {len(first.chunks)}: the files are of different checkpoints"
             )
-        # A converter writes all files with the rank of its one process; Megatron's own ranks count tensor parallelism first.
+        # A converter writes all files with the rank of its one process; Megatron's own ranks count tensor
+        # parallelism first.
         if len(set(told.values())) == len(files) and (written_by := told[tensor, stage]) % sizes[0] != tensor:
             raise CheckpointError(
-                f"{file.path}: was written by rank {written_by}, of tensor-parallel rank {written_by % sizes[0]}: files were swapped"
+                f"{file.path}: was written by rank {written_by}, of tensor-parallel rank "
+                f"{written_by % sizes[0]}: files were swapped"
             )
 
 
-def _stages(folder: Path, files: Mapping[tuple[int, int], RankFile], architecture: Architecture) -> list[_Stage]:
-    """In the order of the forward pass, tensor-parallel rank fastest. Layers are counted, so stages may have different numbers of them."""
+def _stages(
+    folder: Path, files: Mapping[tuple[int, int], RankFile], architecture: Architecture
+) -> list[_Stage]:
+    """In the order of the forward pass, tensor-parallel rank fastest. Layers are counted, so stages may have
+    different numbers of them."""
     _check_arguments(next(iter(files.values())), architecture)
     num_ranks, num_stages = (max(rank[axis] for rank in files) + 1 for axis in (0, 1))
     num_chunks = len(files[0, 0].chunks)
-    if (prefix := next((prefix for prefix in _PREFIXES if prefix + _EMBEDDING in files[0, 0].chunks[0]), None)) is None:
+    if (
+        prefix := next((prefix for prefix in _PREFIXES if prefix + _EMBEDDING in files[0, 0].chunks[0]), None)
+    ) is None:
         raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage holds")
     stages = []
     first_layer = 0
@@ -165,13 +198,18 @@ def _stages(folder: Path, files: Mapping[tuple[int, int], RankFile], architectur
                 layers=tuple(range(first_layer, first_layer + count)),
                 holds_embedding=(chunk, stage) == (0, 0),
                 holds_output=(chunk, stage) == (num_chunks - 1, num_stages - 1),
-                padded_vocab_size=_padded_rows(file, files[0, 0].chunks[0][prefix + _EMBEDDING].shape, num_ranks),
+                padded_vocab_size=_padded_rows(
+                    file, files[0, 0].chunks[0][prefix + _EMBEDDING].shape, num_ranks
+                ),
             )
-            stages.append(_Stage(file=file, chunk=chunk, layout=layout, names=_names(file, chunk, prefix, first_layer)))
+            stages.append(
+                _Stage(file=file, chunk=chunk, layout=layout, names=_names(file, chunk, prefix, first_layer))
+            )
         first_layer += count
     if first_layer != architecture.num_hidden_layers:
         raise CheckpointError(
-            f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, config.json says {architecture.num_hidden_layers}: "
+            f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, config.json says "
+            f"{architecture.num_hidden_layers}: "
             "files are missing, or this is another model"
         )
     return stages
@@ -185,9 +223,13 @@ def _padded_rows(file: RankFile, embedding: tuple[int, ...], num_ranks: int) -> 
 
 def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
     """Of this stage, numbered from 0 in its file."""
-    numbers = {int(match[1]) for name in file.chunks[chunk] if (match := _LAYER.fullmatch(name.removeprefix(prefix)))}
+    numbers = {
+        int(match[1]) for name in file.chunks[chunk] if (match := _LAYER.fullmatch(name.removeprefix(prefix)))
+    }
     if numbers != set(range(len(numbers))):
-        raise CheckpointError(f"{file.path}: its layers have the numbers {sorted(numbers)}, not 0 to {len(numbers) - 1}")
+        raise CheckpointError(
+            f"{file.path}: its layers have the numbers {sorted(numbers)}, not 0 to {len(numbers) - 1}"
+        )
     return len(numbers)
 
 
@@ -220,12 +262,18 @@ def _check_names(stage: _Stage, architecture: Architecture, head: Head) -> None:
     records = stage.file.chunks[stage.chunk]
     for name, shape in shapes.items():
         if name not in stage.names:
-            raise CheckpointError(f"{stage.file.path}: {name} is missing; config.json makes it {shape} in this file")
+            raise CheckpointError(
+                f"{stage.file.path}: {name} is missing; config.json makes it {shape} in this file"
+            )
         found = records[stage.names[name]].shape
         if found != shape:
-            raise CheckpointError(f"{stage.file.path}: {name} has shape {found}, config.json makes it {shape} in this file")
+            raise CheckpointError(
+                f"{stage.file.path}: {name} has shape {found}, config.json makes it {shape} in this file"
+            )
     if extra := stage.names.keys() - shapes.keys():
-        raise CheckpointError(f"{stage.file.path}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)")
+        raise CheckpointError(
+            f"{stage.file.path}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
+        )
 
 
 def _stored_pieces(stage: _Stage, weight: Weight) -> Iterator[tuple[str, torch.dtype, StoredPiece]]:
@@ -241,7 +289,8 @@ def _open(stage: _Stage, weight: Weight, view: tuple[int, ...], slices: tuple[sl
 
 
 def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: Head) -> None:
-    """What several ranks hold is the same in all: norms, a value head, and the tied embedding on the last stage."""
+    """What several ranks hold is the same in all: norms, a value head, and the tied embedding on the last
+    stage."""
     first: dict[tuple[str, tuple[int, ...]], tuple[_Stage, Weight, torch.Tensor]] = {}
     for stage in stages:
         for weight in held_weights(architecture, stage.layout, head):
@@ -249,10 +298,13 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
             if len(parts) != 1:  # several tensors in one, which are cut, or nothing but padding
                 continue
             elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.index)
-            other, held, expected = first.setdefault((parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements))
+            other, held, expected = first.setdefault(
+                (parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements)
+            )
             if not torch.equal(expected, elements):
                 raise CheckpointError(
-                    f"{stage.file.path}: {weight.megatron_name} differs from {held.megatron_name} in {other.file.path}, of which it must "
+                    f"{stage.file.path}: {weight.megatron_name} differs from {held.megatron_name} in "
+                    f"{other.file.path}, of which it must "
                     "be a copy: the files are of different checkpoints, or damaged"
                 )
 
@@ -280,7 +332,9 @@ def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
 def _check_arguments(file: RankFile, architecture: Architecture) -> None:
     expected = _expected_arguments(architecture)
     groups = file.arguments.get("num_query_groups")
-    if file.arguments.get("group_query_attention") is True or (groups is not None and "group_query_attention" not in file.arguments):
+    if file.arguments.get("group_query_attention") is True or (
+        groups is not None and "group_query_attention" not in file.arguments
+    ):
         expected["num_query_groups"] = architecture.num_key_value_heads
     faults = [
         f"{name} is {file.arguments[name]!r} and config.json makes it {value!r}"
@@ -288,4 +342,6 @@ def _check_arguments(file: RankFile, architecture: Architecture) -> None:
         if name in file.arguments and file.arguments[name] != value
     ]
     if faults:
-        raise CheckpointError(f"{file.path}: its args are of another model than config.json: {'; '.join(faults)}")
+        raise CheckpointError(
+            f"{file.path}: its args are of another model than config.json: {'; '.join(faults)}"
+        )

@@ -1,4 +1,5 @@
-"""One rank's file of Megatron's classic checkpoint (`mp_rank_00_001/model_optim_rng.pt`): what is in it, without running its pickle."""
+"""One rank's file of Megatron's classic checkpoint (`mp_rank_00_001/model_optim_rng.pt`): what is in it,
+without running its pickle."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints.torch_file import Inert, StoredTensor, check_stored, mapped, read_outline_with_objects, stored_tensor
+from megarl.checkpoints.torch_file import (
+    Inert,
+    StoredTensor,
+    check_stored,
+    mapped,
+    read_outline_with_objects,
+    stored_tensor,
+)
 from megarl.machine.errors import CheckpointError
 
-_EXTRA_STATE = "_extra_state"  # of layers of Transformer Engine: scales for eight-bit training, which are no weights
+# of layers of Transformer Engine: scales for eight-bit training, which are no weights
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """chunks: of each virtual stage, name -> tensor, with the stage's own layer numbers. arguments: of the program that wrote the file,
-    empty where it kept none."""
+    """chunks: of each virtual stage, name -> tensor, with the stage's own layer numbers. arguments: of the
+    program that wrote the file, empty where it kept none."""
 
     path: Path
     chunks: tuple[Mapping[str, StoredTensor], ...]
@@ -32,7 +41,8 @@ class RankFile:
         return mapped(self.path, stored.position, stored.shape, stored.dtype)
 
     def check(self) -> None:
-        """Raises CheckpointError that names a tensor whose bytes are not those that torch.save wrote (by the CRC-32 it took of them)."""
+        """Raises CheckpointError that names a tensor whose bytes are not those that torch.save wrote (by the
+        CRC-32 it took of them)."""
         for tensors in self.chunks:
             check_stored(self.path, str(self.path), tensors)
 
@@ -58,14 +68,17 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
     names = ["model"] if "model" in content else numbered
     if not names or (numbered and numbered != [f"model{number}" for number in range(len(numbered))]):
         keys = ", ".join(sorted(map(str, content))) or "nothing"
-        raise CheckpointError(f"{path}: has no 'model', and no 'model0', 'model1', ... without a gap; it has {keys}")
+        raise CheckpointError(
+            f"{path}: has no 'model', and no 'model0', 'model1', ... without a gap; it has {keys}"
+        )
     states = [content[name] for name in names]
     for name, state in zip(names, states, strict=True):
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: {name!r} is not a dictionary of tensors")
         if "language_model" in state:
             raise CheckpointError(
-                f"{path}: was written by Megatron's models of before Megatron-Core ('language_model'); convert it with Megatron's own tools"
+                f"{path}: was written by Megatron's models of before Megatron-Core ('language_model'); "
+                f"convert it with Megatron's own tools"
             )
     return states
 

@@ -1,4 +1,5 @@
-"""Reads Megatron's distributed checkpoint (torch_dist) as a `ModelSource`, in whatever layout it was written."""
+"""Reads Megatron's distributed checkpoint (torch_dist) as a `ModelSource`, in whatever layout it was
+written."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ import torch
 
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.checkpoints.role_folder import MANIFEST_FILE, check_folder, read_manifest
-from megarl.checkpoints.torch_dist import COMMON_FILE, DistributedTensor, StoredChunk, TorchDistIndex, check_chunk, read_chunk, read_index
+from megarl.checkpoints.torch_dist import (
+    COMMON_FILE,
+    DistributedTensor,
+    StoredChunk,
+    TorchDistIndex,
+    check_chunk,
+    read_chunk,
+    read_index,
+)
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
@@ -25,7 +34,8 @@ from megarl.weights.tensors import TensorSlice, range_slices
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
-# Megatron names the two norms of a dense layer as Transformer Engine does, which holds them in the linear layer that follows.
+# Megatron names the two norms of a dense layer as Transformer Engine does, which holds them in the linear
+# layer that follows.
 _CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -34,7 +44,8 @@ _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # with experts behind it that one 
 
 
 class StoredPlace(NamedTuple):
-    """Where the checkpoint has a weight: in the tensor `key`, at `leading` of its first dimensions, whose sizes are `sizes`.
+    """Where the checkpoint has a weight: in the tensor `key`, at `leading` of its first dimensions, whose
+    sizes are `sizes`.
 
     Layers that are alike are stacked along a first dimension, and a layer's experts along the next.
     """
@@ -45,10 +56,13 @@ class StoredPlace(NamedTuple):
 
 
 def stored_place(architecture: Architecture, weight: Weight) -> StoredPlace:
-    """As Megatron stores it: where some layers have experts and others not, each layer has tensors of its own."""
+    """As Megatron stores it: where some layers have experts and others not, each layer has tensors of its
+    own."""
     if weight.layer is None:
         return StoredPlace(weight.megatron_name, (), ())
-    return _places(architecture, weight)[architecture.experts is not None and architecture.num_dense_layers > 0]
+    return _places(architecture, weight)[
+        architecture.experts is not None and architecture.num_dense_layers > 0
+    ]
 
 
 def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, StoredPlace]:
@@ -63,7 +77,9 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, St
         rest = rest.replace(f".local_experts.{weight.expert}.", ".experts.")
         leading = (weight.expert,)
         sizes = (architecture.num_experts,)
-    stacked = StoredPlace(f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes))
+    stacked = StoredPlace(
+        f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
+    )
     return stacked, StoredPlace(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
 
@@ -71,8 +87,11 @@ def canonical_rest(rest: str) -> str:
     return _CANONICAL.get(rest, rest)
 
 
-def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True) -> ModelSource:
-    """Where the folder has our manifest `check_contents` compares checksums too. Raises CheckpointError that names file and tensor."""
+def open_distributed(
+    folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
+) -> ModelSource:
+    """Where the folder has our manifest `check_contents` compares checksums too. Raises CheckpointError that
+    names file and tensor."""
     architecture = read_architecture(str(companions), trust_remote_code)
     layout = "layout not recorded"
     step = None
@@ -84,16 +103,28 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
         step = description.step
         layout = (
             f"written by TP {sizes.tensor_parallel_size} x PP {sizes.pipeline_parallel_size}"
-            + (f" x VPP {sizes.virtual_pipeline_parallel_size}" if sizes.virtual_pipeline_parallel_size else "")
+            + (
+                f" x VPP {sizes.virtual_pipeline_parallel_size}"
+                if sizes.virtual_pipeline_parallel_size
+                else ""
+            )
             + (f" x CP {sizes.context_parallel_size}" if sizes.context_parallel_size > 1 else "")
             + f" x DP {sizes.data_parallel_size}"
             + (f", EP {sizes.expert_parallel_size}" if sizes.expert_parallel_size > 1 else "")
             + (f", ETP {sizes.expert_tensor_parallel_size}" if sizes.expert_tensor_parallel_size > 1 else "")
         )
     index = read_index(folder)
-    model = {key: tensor for key, tensor in index.tensors.items() if "optimizer" not in key and not key.startswith("rng_state")}
-    prefix = next((prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in model), "")
-    head: Head = "value" if (stored := model.get(prefix + OUTPUT_LAYER)) is not None and stored.shape[0] == 1 else "lm"
+    model = {
+        key: tensor
+        for key, tensor in index.tensors.items()
+        if "optimizer" not in key and not key.startswith("rng_state")
+    }
+    prefix = next(
+        (prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in model), ""
+    )
+    head: Head = (
+        "value" if (stored := model.get(prefix + OUTPUT_LAYER)) is not None and stored.shape[0] == 1 else "lm"
+    )
     found: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
     used: set[str] = set()
@@ -107,7 +138,9 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
     if extra := model.keys() - used:
-        raise CheckpointError(f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)")
+        raise CheckpointError(
+            f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
+        )
     if check_contents and not (folder / MANIFEST_FILE).exists():
         _check_unlisted(index, used)
     return ModelSource(
@@ -123,7 +156,8 @@ def open_distributed(folder: Path, companions: Path, trust_remote_code: bool = F
 
 
 def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
-    """Where no manifest has checksums: the weights against those that torch.save took, and no code in `common.pt`."""
+    """Where no manifest has checksums: the weights against those that torch.save took, and no code in
+    `common.pt`."""
     if (index.folder / COMMON_FILE).exists():
         refuse_code(index.folder / COMMON_FILE)
     chunks = [(key, chunk) for key in sorted(keys) for chunk in index.tensors[key].chunks]
@@ -131,27 +165,38 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
         list(threads.map(lambda each: check_chunk(index, *each), chunks))
 
 
-def _find(folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight) -> StoredPlace:
-    """Layers are stacked, or have tensors of their own, whose norms may be named as without Transformer Engine."""
+def _find(
+    folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight
+) -> StoredPlace:
+    """Layers are stacked, or have tensors of their own, whose norms may be named as without Transformer
+    Engine."""
     candidates = [stored_place(architecture, weight)]
     if weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:
             candidates.append(StoredPlace(weight.megatron_name, (), ()))
-        if weight.megatron_name.endswith(_BEFORE_EXPERTS):  # Megatron's local layers name it as if there were no experts
+        # Megatron's local layers name it as if there were no experts
+        if weight.megatron_name.endswith(_BEFORE_EXPERTS):
             dense = _CANONICAL[_BEFORE_EXPERTS]
-            candidates += [place._replace(key=place.key.replace(_BEFORE_EXPERTS, dense)) for place in (stacked, own)]
+            candidates += [
+                place._replace(key=place.key.replace(_BEFORE_EXPERTS, dense)) for place in (stacked, own)
+            ]
     for place in candidates:
         if prefix + place.key in model:
             return place._replace(key=prefix + place.key)
     raise CheckpointError(
-        f"{folder}: {prefix}{candidates[0].key} is missing; config.json says {weight.tensors[0].name} {weight.tensors[0].shape}"
+        f"{folder}: {prefix}{candidates[0].key} is missing; config.json says {weight.tensors[0].name} "
+        f"{weight.tensors[0].shape}"
     )
 
 
 def _stored_pieces(
-    index: TorchDistIndex, architecture: Architecture, place: StoredPlace, tensor: DistributedTensor, weight: Weight
+    index: TorchDistIndex,
+    architecture: Architecture,
+    place: StoredPlace,
+    tensor: DistributedTensor,
+    weight: Weight,
 ) -> Iterator[tuple[str, StoredPiece]]:
     num_leading = len(place.leading)
     shape = tensor.shape[num_leading:]
@@ -161,7 +206,12 @@ def _stored_pieces(
     for chunk in tensor.chunks:
         tensor_slice = chunk.tensor_slice
         if num_leading:
-            if TensorSlice(tensor_slice.starts[:num_leading], tensor_slice.stops[:num_leading]).intersect(one) is None:
+            if (
+                TensorSlice(tensor_slice.starts[:num_leading], tensor_slice.stops[:num_leading]).intersect(
+                    one
+                )
+                is None
+            ):
                 continue
             tensor_slice = TensorSlice(tensor_slice.starts[num_leading:], tensor_slice.stops[num_leading:])
         first_row = 0
@@ -171,13 +221,19 @@ def _stored_pieces(
                 if (common := region.intersect(part.shard)) is None:
                     continue
                 found = common.relative_to(part.shard.starts, part.hf.starts)
-                opened = partial(_open, index, place, chunk, (first_row, first_row + num_rows), region, common)
+                opened = partial(
+                    _open, index, place, chunk, (first_row, first_row + num_rows), region, common
+                )
                 yield part.hf_name, StoredPiece(place=found, open=opened)
             first_row += num_rows
 
 
 def _check_shape(
-    index: TorchDistIndex, architecture: Architecture, place: StoredPlace, tensor: DistributedTensor, weight: Weight
+    index: TorchDistIndex,
+    architecture: Architecture,
+    place: StoredPlace,
+    tensor: DistributedTensor,
+    weight: Weight,
 ) -> tuple[int, ...]:
     """The view in which the weight's pieces are slices."""
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
@@ -185,19 +241,31 @@ def _check_shape(
     num_split = len(view) - len(weight.tensors[0].shape) + 1
     expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
     if tensor.shape != expected:
-        raise CheckpointError(f"{index.folder}: {place.key} has shape {tensor.shape}, config.json makes it {expected}")
+        raise CheckpointError(
+            f"{index.folder}: {place.key} has shape {tensor.shape}, config.json makes it {expected}"
+        )
     return view
 
 
-def view_regions(view: tuple[int, ...], shape: tuple[int, ...], tensor_slice: TensorSlice) -> Iterator[TensorSlice]:
-    """Yields the slices of the view that a slice of a tensor of `shape` is, in the order of its rows. `view` has split the rows."""
+def view_regions(
+    view: tuple[int, ...], shape: tuple[int, ...], tensor_slice: TensorSlice
+) -> Iterator[TensorSlice]:
+    """Yields the slices of the view that a slice of a tensor of `shape` is, in the order of its rows. `view`
+    has split the rows."""
     num_leading = len(view) - len(shape) + 1
     for leading in range_slices(view[:num_leading], tensor_slice.starts[0], tensor_slice.stops[0]):
-        yield TensorSlice((*leading.starts, *tensor_slice.starts[1:]), (*leading.stops, *tensor_slice.stops[1:]))
+        yield TensorSlice(
+            (*leading.starts, *tensor_slice.starts[1:]), (*leading.stops, *tensor_slice.stops[1:])
+        )
 
 
 def _open(
-    index: TorchDistIndex, place: StoredPlace, chunk: StoredChunk, rows: tuple[int, int], region: TensorSlice, common: TensorSlice
+    index: TorchDistIndex,
+    place: StoredPlace,
+    chunk: StoredChunk,
+    rows: tuple[int, int],
+    region: TensorSlice,
+    common: TensorSlice,
 ) -> torch.Tensor:
     stored = read_chunk(index, place.key, chunk)
     for number, first in zip(place.leading, chunk.offsets, strict=False):

@@ -1,8 +1,9 @@
-"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would have saved it.
+"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would have saved
+it.
 
-Which items lie in which files is a pure plan, made before a byte is written. A tensor has the chunks that the ranks would write: one
-for each rank that holds a part of it (two of a gated MLP: its gate and its up), and more where one would be too large for one item,
-which has to be in memory.
+Which items lie in which files is a pure plan, made before a byte is written. A tensor has the chunks that the
+ranks would write: one for each rank that holds a part of it (two of a gated MLP: its gate and its up), and
+more where one would be too large for one item, which has to be in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch
 
 from megarl.checkpoints.convert.distributed import stored_place
 from megarl.checkpoints.convert.source import ModelSource
-from megarl.checkpoints.convert.streaming import Progress, Room, Workers, Written, bytes_of, new_folder, no_progress
+from megarl.checkpoints.convert.streaming import (
+    Progress,
+    Room,
+    Workers,
+    Written,
+    bytes_of,
+    new_folder,
+    no_progress,
+)
 from megarl.checkpoints.role_folder import (
     HUGGING_FACE_FOLDER,
     WHOLE_FILES,
@@ -51,7 +60,8 @@ from megarl.weights.tensors import TensorSlice, contiguous_blocks
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
 _FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
-_HAS_STATE = re.compile(r"(.*\.linear_\w+)\.weight")  # the weight of a layer of which Megatron keeps something beside its tensors
+# the weight of a layer of which Megatron keeps something beside its tensors
+_HAS_STATE = re.compile(r"(.*\.linear_\w+)\.weight")
 
 
 def write_distributed(
@@ -62,10 +72,11 @@ def write_distributed(
     progress: Progress = no_progress,
     max_item_bytes: int = MAX_ITEM_BYTES,
 ) -> Written:
-    """`folder` becomes a role folder without the state of a training; it must be new or empty. dtype: None keeps that of the source.
+    """`folder` becomes a role folder without the state of a training; it must be new or empty. dtype: None
+    keeps that of the source.
 
-    Raises ValueError where the layout does not divide the model; CheckpointError, and leaves nothing behind, where the source is damaged
-    or the disk does not take it.
+    Raises ValueError where the layout does not divide the model; CheckpointError, and leaves nothing behind,
+    where the source is damaged or the disk does not take it.
     """
     dtype = dtype or source.single_dtype
     if source.architecture.experts:
@@ -90,7 +101,9 @@ def write_distributed(
 class _Writer:
     """written: the items that are in the files."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, max_item_bytes: int, report: Callable[[int], None]) -> None:
+    def __init__(
+        self, source: ModelSource, dtype: torch.dtype, max_item_bytes: int, report: Callable[[int], None]
+    ) -> None:
         self._source = source
         self._dtype = dtype
         self._report = report
@@ -117,14 +130,17 @@ class _Writer:
             yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
         for key in file.objects:
             self._workers.check()
-            yield ItemToWrite(key=key, data=[None])  # Megatron asks for them, and where they hold nothing it needs nothing
+            # Megatron asks for them, and where they hold nothing it needs nothing
+            yield ItemToWrite(key=key, data=[None])
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """Returns the slice of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
         tensor_slice = item.tensor_slice
         tensors = self._source.tensors
         parts = [
-            (piece, common) for piece in pieces(item.weight, item.layout) if (common := piece.shard.intersect(tensor_slice)) is not None
+            (piece, common)
+            for piece in pieces(item.weight, item.layout)
+            if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
         if len(parts) == 1 and parts[0][1] == tensor_slice:
             piece = parts[0][0]
@@ -141,7 +157,8 @@ class _Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """The slice `tensor_slice` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at `offsets` of the tensor `key`.
+    """The slice `tensor_slice` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at
+    `offsets` of the tensor `key`.
 
     shape: of the whole tensor. chunk: of the chunk.
     """
@@ -157,7 +174,8 @@ class PlannedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """What one thread writes. objects: keys of what Megatron keeps beside the tensors of a layer, which is nothing, in this order."""
+    """What one thread writes. objects: keys of what Megatron keeps beside the tensors of a layer, which is
+    nothing, in this order."""
 
     name: str
     items: tuple[PlannedItem, ...]
@@ -165,9 +183,14 @@ class PlannedFile:
 
 
 def plan_distributed(
-    architecture: Architecture, head: Head, layout: Layout, dtype: torch.dtype, max_item_bytes: int = MAX_ITEM_BYTES
+    architecture: Architecture,
+    head: Head,
+    layout: Layout,
+    dtype: torch.dtype,
+    max_item_bytes: int = MAX_ITEM_BYTES,
 ) -> tuple[PlannedFile, ...]:
-    """Files for each tensor-parallel rank of each pipeline stage. Raises ValueError where the layout does not divide the model."""
+    """Files for each tensor-parallel rank of each pipeline stage. Raises ValueError where the layout does not
+    divide the model."""
     ranks = model_layouts(
         architecture,
         tensor_parallel_size=layout.tensor_parallel_size,
@@ -179,8 +202,14 @@ def plan_distributed(
     files: list[PlannedFile] = []
     for number, rank in enumerate(ranks):
         objects = _objects(architecture, head, rank)
-        for part, items in enumerate(_fill_files(list(_items(architecture, head, rank, max_item_bytes // dtype.itemsize)), dtype)):
-            files.append(PlannedFile(name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects))
+        for part, items in enumerate(
+            _fill_files(list(_items(architecture, head, rank, max_item_bytes // dtype.itemsize)), dtype)
+        ):
+            files.append(
+                PlannedFile(
+                    name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects
+                )
+            )
     return tuple(files)
 
 
@@ -208,14 +237,24 @@ def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tup
     return tuple(objects)
 
 
-def _items(architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int) -> Iterator[PlannedItem]:
+def _items(
+    architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int
+) -> Iterator[PlannedItem]:
     for weight in held_weights(architecture, layout, head):
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
         for tensor_slice in _slices(weight, layout, max_volume):
             shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
             key, _, _ = stored_place(architecture, weight)
-            yield PlannedItem(key=key, shape=shape, offsets=offsets, chunk=chunk, weight=weight, layout=layout, tensor_slice=tensor_slice)
+            yield PlannedItem(
+                key=key,
+                shape=shape,
+                offsets=offsets,
+                chunk=chunk,
+                weight=weight,
+                layout=layout,
+                tensor_slice=tensor_slice,
+            )
 
 
 def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
@@ -230,14 +269,18 @@ def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Te
         for _, block in contiguous_blocks(part.shape, max_volume):
             tensor_slice = block.relative_to((0,) * len(view), part.starts)
             if len(weight.tensors[0].shape) > 1 and tensor_slice.shape[-1] != view[-1]:
-                raise ValueError(f"{weight.megatron_name}: a row of {view[-1]} elements does not fit into an item of {max_volume}")
+                raise ValueError(
+                    f"{weight.megatron_name}: a row of {view[-1]} elements does not fit into an item of "
+                    f"{max_volume}"
+                )
             yield tensor_slice
 
 
 def _place(
     architecture: Architecture, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, place of the slice's first element in it, shape of the chunk that the slice is)."""
+    """(shape of the whole tensor, place of the slice's first element in it, shape of the chunk that the slice
+    is)."""
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1

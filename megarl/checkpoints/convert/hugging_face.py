@@ -1,5 +1,5 @@
-"""A Hugging Face folder: read as a `ModelSource`, its safetensors mapped where they lie; and written with index, configuration,
-tokenizer and chat template."""
+"""A Hugging Face folder: read as a `ModelSource`, its safetensors mapped where they lie; and written with
+index, configuration, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -13,11 +13,28 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
-from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Job, Progress, Room, Workers, Written, in_turns, new_folder, no_progress
+from megarl.checkpoints.convert.streaming import (
+    BLOCK_BYTES,
+    Job,
+    Progress,
+    Room,
+    Workers,
+    Written,
+    in_turns,
+    new_folder,
+    no_progress,
+)
 from megarl.checkpoints.torch_file import mapped
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
-from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, copy_companions, has_bias, plan_files, write_index
+from megarl.weights.hf_folder import (
+    DEFAULT_FILE_BYTES,
+    FilePlan,
+    copy_companions,
+    has_bias,
+    plan_files,
+    write_index,
+)
 from megarl.weights.manifest import (
     TORCH_DTYPES,
     TensorInFile,
@@ -40,7 +57,11 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     architecture = read_architecture(str(folder), trust_remote_code)
     index = read_checkpoint_index(folder)
     head: Head = "value" if VALUE_HEAD_TENSOR in index.tensors else "lm"
-    check_index(index, manifest_of(architecture, torch.float32, head), lambda name: is_harmless_extra(name, architecture, head))
+    check_index(
+        index,
+        manifest_of(architecture, torch.float32, head),
+        lambda name: is_harmless_extra(name, architecture, head),
+    )
     if head == "lm" and architecture.tie_word_embeddings:
         check_tied_head(index)
     if head == "value":
@@ -78,7 +99,11 @@ def _data_starts(file: Path) -> dict[str, int]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    return {
+        name: 8 + length + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +124,22 @@ def write_hugging_face(
 ) -> Written:
     """`folder` must be new or empty. dtype: None keeps that of the source.
 
-    Raises CheckpointError, and leaves nothing behind, where the source is damaged or the disk does not take it.
+    Raises CheckpointError, and leaves nothing behind, where the source is damaged or the disk does not take
+    it.
     """
     dtype = dtype or source.single_dtype
-    files = plan_files(source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes)
+    files = plan_files(
+        source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes
+    )
     total = sum(prod(meta.shape) * dtype.itemsize for file in files for meta in file.manifest.values())
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)
         if source.head == "value" and has_bias(unfinished):
             files = _with_bias(files, dtype)
         _Writer(source, dtype, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
-        write_index(unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+        write_index(
+            unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
+        )
         nbytes = sum((unfinished / file.name).stat().st_size for file in files)
     return Written(folder=folder, num_files=len(files), nbytes=nbytes)
 

@@ -27,9 +27,11 @@ class TensorDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """architecture: the fields that decide the model's shapes and maths. model_class: as config.json has it, empty where it has none.
+    """architecture: the fields that decide the model's shapes and maths. model_class: as config.json has it,
+    empty where it has none.
 
-    tokenizer: in words. step: of the run that saved it. num_parameters: of tensors that are stored, a tied output layer not twice.
+    tokenizer: in words. step: of the run that saved it. num_parameters: of tensors that are stored, a tied
+    output layer not twice.
     """
 
     folder: str
@@ -67,7 +69,12 @@ def describe(source: ModelSource) -> ModelDescription:
         tokenizer=_tokenizer(source.companions),
         architecture=asdict(source.architecture),
         tensors=tuple(
-            TensorDescription(name=name, shape=tensor.hf.shape, dtype=str(tensor.dtype).removeprefix("torch."), nbytes=tensor.nbytes)
+            TensorDescription(
+                name=name,
+                shape=tensor.hf.shape,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                nbytes=tensor.nbytes,
+            )
             for name, tensor in source.tensors.items()
         ),
     )
@@ -80,7 +87,10 @@ def _tokenizer(companions: Path) -> str:
         return "none"
     config = _read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
     kind = config.get("tokenizer_class") or "a tokenizer"
-    return f"{kind} ({', '.join(files)}), {'with' if has_chat_template(companions) else 'without'} a chat template"
+    return (
+        f"{kind} ({', '.join(files)}), {'with' if has_chat_template(companions) else 'without'} a chat "
+        f"template"
+    )
 
 
 def _read_json(path: Path) -> dict:

@@ -1,8 +1,8 @@
 """Opens the model that lies in a folder, whatever the folder is.
 
-folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`, `.metadata`, `huggingface/`)
-folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) -> `iter_0000010` or `release`
-.metadata -> torch_dist        config.json -> Hugging Face
+folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`,
+`.metadata`, `huggingface/`) folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) ->
+`iter_0000010` or `release` .metadata -> torch_dist        config.json -> Hugging Face
 """
 
 from __future__ import annotations
@@ -33,23 +33,32 @@ def open_model(
 ) -> ModelSource:
     """role: of a run's checkpoint, which has several models; where none is given the only one, or the actor.
 
-    companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say what its model is.
+    companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say
+    what its model is.
     check_contents: weights are compared with their checksums where there are any, so all of them are read.
-    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, cannot be read, or is damaged.
+    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, cannot be
+    read, or is damaged.
     """
     try:
         return _open(path.absolute(), role, trust_remote_code, companions, check_contents)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}"
+        ) from error
 
 
-def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool) -> ModelSource:
+def _open(
+    path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool
+) -> ModelSource:
     _check_is_folder(path)
     folder = CheckpointFolder(path).latest() or path
     if (folder / DESCRIPTION_FILE).is_file():
         folder = _role_folder(folder, role)
     elif role is not None:
-        raise CheckpointError(f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; leave it out")
+        raise CheckpointError(
+            f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; "
+            f"leave it out"
+        )
     is_policy = (folder / CONFIG_FILE).is_file()  # exported beside the roles
     of_step = (folder.parent / DESCRIPTION_FILE).is_file() and not is_policy
     if of_step and not (folder / MANIFEST_FILE).is_file():
@@ -57,29 +66,42 @@ def _open(path: Path, role: str | None, trust_remote_code: bool, companions: Pat
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
     if is_torch_dist(folder):
-        return open_distributed(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
+        return open_distributed(
+            folder, _companions(path, folder, companions), trust_remote_code, check_contents
+        )
     if is_classic(folder):
         return open_classic(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
     if (folder / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known")
+        raise CheckpointError(
+            f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known"
+        )
     if (folder / CONFIG_FILE).is_file():
         if companions is not None:
-            raise CheckpointError(f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; leave {companions} out")
+            raise CheckpointError(
+                f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; leave {companions} out"
+            )
         return open_hugging_face(folder, trust_remote_code)
     raise _nothing_known(folder)
 
 
 def _check_is_folder(path: Path) -> None:
     if not path.is_dir():
-        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}")
+        raise CheckpointError(
+            f"{path}: "
+            f"{'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}"
+        )
 
 
 def _nothing_known(folder: Path) -> CheckpointError:
     names = sorted(path.name for path in folder.iterdir())
-    listed = ", ".join(names[:_MAX_LISTED]) + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+    listed = ", ".join(names[:_MAX_LISTED]) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )
     return CheckpointError(
-        f"{folder}: holds {listed or 'nothing'}, which is no model; give a Hugging Face folder ({CONFIG_FILE} and safetensors), a run's "
-        f"checkpoint ({DESCRIPTION_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint ({METADATA_FILE}, or mp_rank_00 ...)"
+        f"{folder}: holds {listed or 'nothing'}, which is no model; give a Hugging Face folder "
+        f"({CONFIG_FILE} and safetensors), a run's "
+        f"checkpoint ({DESCRIPTION_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint "
+        f"({METADATA_FILE}, or mp_rank_00 ...)"
     )
 
 
@@ -99,7 +121,9 @@ def _tracked_folder(folder: Path) -> Path:
     name = tracker.read_text(encoding="utf-8").strip()
     if name != "release":
         if not name.isdecimal():
-            raise CheckpointError(f"{tracker}: says {name!r}, which is neither the number of an iteration nor 'release'")
+            raise CheckpointError(
+                f"{tracker}: says {name!r}, which is neither the number of an iteration nor 'release'"
+            )
         name = f"iter_{int(name):07d}"
     if not (folder / name).is_dir():
         raise CheckpointError(f"{tracker}: names {name}, which is not in {folder}")
@@ -118,6 +142,8 @@ def _companions(path: Path, folder: Path, given: Path | None) -> Path:
         if (place / CONFIG_FILE).is_file():
             return place
     raise CheckpointError(
-        f"{path}: a Megatron checkpoint does not say what its model is, and there is no {HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
-        f"next to it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and tokenizer (its weights are not read)"
+        f"{path}: a Megatron checkpoint does not say what its model is, and there is no "
+        f"{HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
+        f"next to it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and "
+        f"tokenizer (its weights are not read)"
     )

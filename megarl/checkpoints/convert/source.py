@@ -1,4 +1,5 @@
-"""A model that lies somewhere, whatever its format: which pieces of which Hugging Face tensors are stored where."""
+"""A model that lies somewhere, whatever its format: which pieces of which Hugging Face tensors are stored
+where."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from megarl.weights.tensors import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """The elements `place` of a tensor seen in `HFTensor.view`; `open` maps them: no more is read than is touched."""
+    """The elements `place` of a tensor seen in `HFTensor.view`; `open` maps them: no more is read than is
+    touched."""
 
     place: TensorSlice
     open: Callable[[], torch.Tensor]
@@ -37,16 +39,22 @@ class SourceTensor:
         return prod(self.hf.shape) * self.dtype.itemsize
 
     def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
-        """`target` (place.shape) becomes the elements `place`, in its own dtype. Raises CheckpointError where that cannot hold them."""
+        """`target` (place.shape) becomes the elements `place`, in its own dtype. Raises CheckpointError where
+        that cannot hold them."""
         for piece in self.pieces:
             if (common := piece.place.intersect(place)) is not None:
                 source = piece.open()[common.relative_to(piece.place.starts).index]
                 target[common.relative_to(place.starts).index].copy_(source)
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
-            raise CheckpointError(f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32")
+            raise CheckpointError(
+                f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32"
+            )
 
-    def block(self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
-        """The elements `place`, contiguous: where they are stored so, mapped, else in what `room(shape, dtype=...)` gives.
+    def block(
+        self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
+    ) -> torch.Tensor:
+        """The elements `place`, contiguous: where they are stored so, mapped, else in what `room(shape,
+        dtype=...)` gives.
 
         Raises CheckpointError as `fill`.
         """
@@ -62,8 +70,8 @@ class SourceTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json and the tokenizer. step: of
-    the run that saved it."""
+    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json
+    and the tokenizer. step: of the run that saved it."""
 
     folder: Path
     kind: str
@@ -96,13 +104,18 @@ class ModelSource:
         for name, tensor in self.tensors.items():
             if tensor.dtype != self.dtype:
                 raise CheckpointError(
-                    f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; say with --dtype what all shall be"
+                    f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; say "
+                    f"with --dtype what all shall be"
                 )
         return self.dtype
 
 
 def checked_tensors(
-    folder: Path, architecture: Architecture, head: Head, dtypes: Mapping[str, torch.dtype], pieces: Mapping[str, list[StoredPiece]]
+    folder: Path,
+    architecture: Architecture,
+    head: Head,
+    dtypes: Mapping[str, torch.dtype],
+    pieces: Mapping[str, list[StoredPiece]],
 ) -> dict[str, SourceTensor]:
     """Raises CheckpointError where the pieces do not hold each element of each tensor of the model once."""
     tensors = {}
@@ -112,6 +125,8 @@ def checked_tensors(
         for hf in weight.tensors:
             found = pieces.get(hf.name, [])
             if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
-                raise CheckpointError(f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}")
+                raise CheckpointError(
+                    f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}"
+                )
             tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
     return tensors

@@ -1,5 +1,5 @@
-"""How a conversion goes: blocks carried by several threads, in little memory, until all is done or one fails, into a folder that is
-new, whole or not there, with one line for what the disk refuses."""
+"""How a conversion goes: blocks carried by several threads, in little memory, until all is done or one fails,
+into a folder that is new, whole or not there, with one line for what the disk refuses."""
 
 from __future__ import annotations
 
@@ -63,13 +63,17 @@ class Workers:
         self._own = threading.local()
 
     def check(self) -> None:
-        """Called by a job between its blocks: ends it where another has failed, or the user has interrupted."""
+        """Called by a job between its blocks: ends it where another has failed, or the user has
+        interrupted."""
         if self._stop.is_set():
             raise _Stopped
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Returns when all are done. Raises what the first job raised that failed, after the others have stopped."""
-        threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="conversion")
+        """Returns when all are done. Raises what the first job raised that failed, after the others have
+        stopped."""
+        threads = ThreadPoolExecutor(
+            min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="conversion"
+        )
         try:
             wait([threads.submit(self._do, job) for job in jobs], return_when=FIRST_EXCEPTION)
         except BaseException:  # the user interrupts
@@ -105,9 +109,11 @@ class Written:
 
 @contextmanager
 def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Gives an empty folder beside `folder`, which takes its name when the block ends without an error, and is removed otherwise.
+    """Gives an empty folder beside `folder`, which takes its name when the block ends without an error, and
+    is removed otherwise.
 
-    Raises CheckpointError where `folder` holds something, fewer than `nbytes` are free, or the disk refuses what the block writes.
+    Raises CheckpointError where `folder` holds something, fewer than `nbytes` are free, or the disk refuses
+    what the block writes.
     """
     folder = folder.absolute()
     partial = None
@@ -132,7 +138,10 @@ def check_new(folder: Path) -> None:
 def _check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(next(parent for parent in folder.parents if parent.is_dir())).free
     if free < nbytes:
-        raise CheckpointError(f"{folder}: needs {nbytes:,} bytes, and {free:,} are free on its disk; free some, or give another --output")
+        raise CheckpointError(
+            f"{folder}: needs {nbytes:,} bytes, and {free:,} are free on its disk; free some, or give "
+            f"another --output"
+        )
 
 
 def _line(folder: Path, partial: Path | None, error: OSError) -> str:

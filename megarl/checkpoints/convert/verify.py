@@ -18,14 +18,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class Match(Enum):
     identical = "bitwise identical"
-    rounded = "identical after rounding"  # the dtypes differ, and the wider one rounded to the narrower has its bits
+    # the dtypes differ, and the wider one rounded to the narrower has its bits
+    rounded = "identical after rounding"
     different = "different"
     missing = "missing"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """num_different: elements with other bits, after rounding. max_difference: of the elements as they are stored. reason: in words."""
+    """num_different: elements with other bits, after rounding. max_difference: of the elements as they are
+    stored. reason: in words."""
 
     name: str
     match: Match
@@ -58,9 +60,11 @@ class Comparison:
 
 
 def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progress) -> Comparison:
-    """Bits are compared: zeros of another sign differ, and numbers that are none agree where they are the same bits.
+    """Bits are compared: zeros of another sign differ, and numbers that are none agree where they are the
+    same bits.
 
-    progress: bytes of `left` that were compared, and those of all. Raises CheckpointError where a file cannot be read.
+    progress: bytes of `left` that were compared, and those of all. Raises CheckpointError where a file cannot
+    be read.
     """
     names = list(left.tensors) + [name for name in right.tensors if name not in left.tensors]
     total = sum(left.tensors[name].nbytes for name in names if name in left.tensors and name in right.tensors)
@@ -78,16 +82,26 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
     ]
     if left.head != right.head:
         architecture.append(("head", left.head, right.head))
-    return Comparison(left=left, right=right, architecture=tuple(architecture), tensors=tuple(found[name] for name in names))
+    return Comparison(
+        left=left, right=right, architecture=tuple(architecture), tensors=tuple(found[name] for name in names)
+    )
 
 
-def _compare_tensor(name: str, left: ModelSource, right: ModelSource, done: Callable[[int], None], workers: Workers) -> TensorComparison:
+def _compare_tensor(
+    name: str, left: ModelSource, right: ModelSource, done: Callable[[int], None], workers: Workers
+) -> TensorComparison:
     one = left.tensors.get(name)
     other = right.tensors.get(name)
     if one is None or other is None:
-        return TensorComparison(name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}")
+        return TensorComparison(
+            name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}"
+        )
     if one.hf != other.hf:
-        how = f"shape {one.hf.shape} and {other.hf.shape}" if one.hf.shape != other.hf.shape else "cut into other heads"
+        how = (
+            f"shape {one.hf.shape} and {other.hf.shape}"
+            if one.hf.shape != other.hf.shape
+            else "cut into other heads"
+        )
         return TensorComparison(name=name, match=Match.different, reason=how)
     tally = _Tally(one.dtype, other.dtype)
     volume = BLOCK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
@@ -136,7 +150,8 @@ class _Tally:
 
 
 def _narrower(left: torch.dtype, right: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes in which two are compared. float16 and bfloat16 do not hold one another: either may have been made of the other."""
+    """The dtypes in which two are compared. float16 and bfloat16 do not hold one another: either may have
+    been made of the other."""
     if left.itemsize == right.itemsize:
         return (left,) if left == right else (left, right)
     return (min(left, right, key=lambda dtype: dtype.itemsize),)

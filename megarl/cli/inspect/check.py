@@ -1,4 +1,5 @@
-"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would do."""
+"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would
+do."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 
 
-def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, fast: bool = False) -> int:
-    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other. fast: of the files that a run
-    reads only `config.json`s are looked into, and no push of weights is planned."""
+def run(
+    config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, fast: bool = False
+) -> int:
+    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other.
+    fast: of the files that a run reads only `config.json`s are looked into, and no push of weights is
+    planned."""
     if fast:
         config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
     else:
@@ -29,5 +33,9 @@ def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PP
     plan = plan_placement(config)
     print_absent(absent, console)
     good = "good, except for files that are not on this machine" if absent else "good"
-    print_line(console, f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, {counted(plan.num_devices, 'device')})")
+    print_line(
+        console,
+        f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, "
+        f"{counted(plan.num_devices, 'device')})",
+    )
     return 0

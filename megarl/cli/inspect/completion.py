@@ -1,4 +1,5 @@
-"""`megarl completion SHELL`: what makes a shell complete commands, options, files and the keys of overrides; and the completing itself."""
+"""`megarl completion SHELL`: what makes a shell complete commands, options, files and the keys of overrides;
+and the completing itself."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def _configs(prefix: str, **_: object) -> Iterator[str]:
 def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
     """Of the kind of run that the file describes, as far as it can be read."""
     try:
-        schema = schema_of(parsed_args.config) if parsed_args.config and os.path.exists(parsed_args.config) else PPOConfig
+        schema = (
+            schema_of(parsed_args.config)
+            if parsed_args.config and os.path.exists(parsed_args.config)
+            else PPOConfig
+        )
     except ConfigError:
         schema = PPOConfig
     keys = list(schema_keys(schema))

@@ -1,4 +1,5 @@
-"""`megarl doctor [CONFIG]`: examines this machine, the cluster and what a run reads, and prints whether each is good."""
+"""`megarl doctor [CONFIG]`: examines this machine, the cluster and what a run reads, and prints whether each
+is good."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def table(results: Sequence[CheckResult]) -> Table:
     drawn.add_column(overflow="fold")
     for finding in results:
         drawn.add_row(
-            finding.status.value, finding.check, finding.message, style=None if finding.status is Status.ok else _COLOURS[finding.status]
+            finding.status.value,
+            finding.check,
+            finding.message,
+            style=None if finding.status is Status.ok else _COLOURS[finding.status],
         )
         if finding.remedy is not None:
             drawn.add_row("", "", f"-> {finding.remedy}")
@@ -48,6 +52,12 @@ def table(results: Sequence[CheckResult]) -> Table:
 
 def summary(results: Sequence[CheckResult], seconds: float) -> str:
     counted_by = counts(results)
-    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[worst(results)]
-    found = (f"{counted_by['ok']} ok", counted(counted_by["warning"], "warning"), counted(counted_by["error"], "error"))
+    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[
+        worst(results)
+    ]
+    found = (
+        f"{counted_by['ok']} ok",
+        counted(counted_by["warning"], "warning"),
+        counted(counted_by["error"], "error"),
+    )
     return f"{said}: {', '.join(found)}, in {seconds:.0f} s"

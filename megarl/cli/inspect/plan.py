@@ -1,4 +1,5 @@
-"""`megarl plan CONFIG`: where each role would run and what each device would hold, as tables, and as a drawing."""
+"""`megarl plan CONFIG`: where each role would run and what each device would hold, as tables, and as a
+drawing."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ def check_drawing(output: str | None) -> None:
         raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
 
 
-def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, output: str | None = None) -> int:
-    """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any other configuration, and
-    ValueError for a file that is no drawing."""
+def run(
+    config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, output: str | None = None
+) -> int:
+    """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any
+    other configuration, and ValueError for a file that is no drawing."""
     check_drawing(output)
     config, absent, _ = load_checked_anywhere(schema, config_path, overrides)
     plan = plan_placement(config)
@@ -36,6 +39,8 @@ def run(config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PP
         # Here, because it imports matplotlib; the tables shall not wait for it.
         from megarl.cli.tables.plan_drawing import draw_plan
 
-        draw_plan(plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output))
+        draw_plan(
+            plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output)
+        )
         console.print(f"drawn to {output}", highlight=False, soft_wrap=True)
     return 0

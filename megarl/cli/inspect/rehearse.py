@@ -1,4 +1,5 @@
-"""`megarl rehearse CONFIG`: runs a role's engine for CUDA, rank by rank, on devices that are not there, and prints what it does to them.
+"""`megarl rehearse CONFIG`: runs a role's engine for CUDA, rank by rank, on devices that are not there, and
+prints what it does to them.
 
 Needs of the models nothing but their `config.json`. Imports no torch: the processes of the ranks do.
 """
@@ -44,10 +45,12 @@ def run(
     ranks: str = "distinct",
     json_path: str | None = None,
 ) -> int:
-    """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError for a role or a rank that
-    there is not, for layers that need a GPU, and where the guard of the devices cannot be compiled."""
+    """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError
+    for a role or a rank that there is not, for layers that need a GPU, and where the guard of the devices
+    cannot be compiled."""
     partial = read_config(schema, config_path, overrides)
-    if partial.config.device is Device.auto:  # resolved for the run's machines, not for this one; model.dtype depends on it
+    # resolved for the run's machines, not for this one; model.dtype depends on it
+    if partial.config.device is Device.auto:
         partial = read_config(schema, config_path, [*overrides, "device=cuda"])
     inputs = find_inputs(partial)
     violations, absences = inputs.divided(starts_elsewhere=True)
@@ -55,10 +58,14 @@ def run(
     config = inputs.partial.config
     absent = [*inputs.substituted, *map(str, absences)]
     if config.device is Device.cpu:
-        raise ValueError(f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the run would do on some")
+        raise ValueError(
+            f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the "
+            f"run would do on some"
+        )
     if config.engine.layers is Layers.transformer_engine:
         raise ValueError(
-            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add engine.layers=local, whose layers "
+            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add "
+            f"engine.layers=local, whose layers "
             "have the same parameters"
         )
     role = _role(config, role_name)
@@ -69,24 +76,36 @@ def run(
     records: list[RankRecord] = []
     with RehearsalProgress(len(numbers)) as progress:
         # Routes are given, whoever chose them first.
-        local = config.with_sections(engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off))
+        local = config.with_sections(
+            engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off)
+        )
         pushes = _pushes(config, role, architectures)
-        requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers]
-        for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report):
+        requests = [
+            RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers
+        ]
+        for record in rehearse_ranks(
+            requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report
+        ):
             records.append(record)
             progress.rank_finished()
     records.sort(key=lambda record: record.rank)
-    predicted = {record.rank: predicted_memory(config, role, architectures[role.name], record.rank) for record in records}
+    predicted = {
+        record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
+        for record in records
+    }
     mistakes = _mistakes(records)
     for record in records if ranks != "all" else _fullest(records):
-        console.print(memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches))
+        console.print(
+            memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches)
+        )
         console.print(collectives_table(record))
         console.print(waits_table(record))
     print_absent(absent, console)
     if config.engine.layers is Layers.auto and config.model.dtype is DType.bfloat16:
         _say(
             console,
-            "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: auto): their parameters are the "
+            "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: "
+            "auto): their parameters are the "
             "same, what they keep and where they wait is not seen here.",
         )
     _say(console, _unseen(role.parallel, numbers, ranks))
@@ -107,7 +126,9 @@ def _role(config: RunConfig, name: str) -> ModelRole:
     return roles[name]
 
 
-def _pushes(config: RunConfig, role: ModelRole, architectures: Mapping[str, Architecture]) -> dict[int, RankPush]:
+def _pushes(
+    config: RunConfig, role: ModelRole, architectures: Mapping[str, Architecture]
+) -> dict[int, RankPush]:
     """Of each rank of the actor; none where weights go through files."""
     if not isinstance(config, PPOConfig) or role.name != "actor":
         return {}
@@ -123,7 +144,8 @@ def _pushes(config: RunConfig, role: ModelRole, architectures: Mapping[str, Arch
 
 
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:
-    """Of a rank that ended early the rest of its calls is not known: hangs are looked for where all came to their end."""
+    """Of a rank that ended early the rest of its calls is not known: hangs are looked for where all came to
+    their end."""
     failed = [f"rank {record.rank}: {record.error}" for record in records if record.error is not None]
     return failed or [*hangs(records), *rounded_sums(records)]
 
@@ -139,13 +161,21 @@ def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 
 def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:
-    told = "Not seen: fragments of the allocator, NCCL's buffers, the CUDA context, streams and what overlaps on them, and times."
+    told = (
+        "Not seen: fragments of the allocator, NCCL's buffers, the CUDA context, streams and what "
+        "overlaps on them, and times."
+    )
     if ranks == "all":
-        return f"{told} Compared: the calls of all {parallel.world_size} ranks, in each group and in their order between groups."
+        return (
+            f"{told} Compared: the calls of all {parallel.world_size} ranks, in each group and in their "
+            f"order between groups."
+        )
     shown = ", ".join(map(str, numbers))
     return (
-        f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group make the same calls in the same "
-        "order, and that what a stage sends is what the next receives, unless both are among these; --ranks all compares them."
+        f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group "
+        f"make the same calls in the same "
+        "order, and that what a stage sends is what the next receives, unless both are among these; --ranks "
+        "all compares them."
     )
 
 
@@ -153,7 +183,12 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _write(path: Path, records: Sequence[RankRecord], predicted: Mapping[int, PredictedMemory], mistakes: Sequence[str]) -> None:
+def _write(
+    path: Path,
+    records: Sequence[RankRecord],
+    predicted: Mapping[int, PredictedMemory],
+    mistakes: Sequence[str],
+) -> None:
     ranks = [{**_plain(record), "plan": predicted[record.rank]._asdict()} for record in records]
     path.write_text(json.dumps({"ranks": ranks, "mistakes": list(mistakes)}, indent=1), encoding="utf-8")
 

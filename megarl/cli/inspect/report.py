@@ -20,8 +20,9 @@ from megarl.tracking.run_files import REPORT_FILE
 
 
 def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
-    """Writes one HTML file that needs nothing else, `report.html` in the first folder where `output` is None; or serves the page on
-    this machine until Ctrl-C. Returns the exit status: 0, or 2 with one line of error for what the user can mend."""
+    """Writes one HTML file that needs nothing else, `report.html` in the first folder where `output` is None;
+    or serves the page on this machine until Ctrl-C. Returns the exit status: 0, or 2 with one line of error
+    for what the user can mend."""
     try:
         runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
         if is_live:
@@ -35,8 +36,8 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
 
 
 def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
-    """Of each role in the fullest device of each pool, as `megarl check` shows it: `columns` and `rows`. None where the configuration is of
-    another version, or the models that it names are not here."""
+    """Of each role in the fullest device of each pool, as `megarl check` shows it: `columns` and `rows`. None
+    where the configuration is of another version, or the models that it names are not here."""
     try:
         config = load_config(schema_of(str(config_path)), config_path)
         architectures, absent = read_architectures(config)
@@ -46,14 +47,19 @@ def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
     except ConfigError:
         return None
     rows = zip(*(column.cells for column in table.columns), strict=True)
-    return {"columns": [str(column.header) for column in table.columns], "rows": [list(map(str, row)) for row in rows]}
+    return {
+        "columns": [str(column.header) for column in table.columns],
+        "rows": [list(map(str, row)) for row in rows],
+    }
 
 
 def _write(runs: Sequence[RunFolder], path: Path) -> None:
     try:
         nbytes = write_page(runs, path)
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be written ({error.strerror or error}); give another file by --output FILE") from error
+        raise RunFolderError(
+            f"{path}: cannot be written ({error.strerror or error}); give another file by --output FILE"
+        ) from error
     print(f"report written to {path} ({nbytes / 2**20:.1f} MiB); open it in a browser")
 
 
@@ -61,8 +67,14 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
     try:
         report = LiveReport(runs, port)
     except (OSError, OverflowError) as error:
-        raise RunFolderError(f"--port {port}: nothing can listen there ({error}); give another, or 0 for any that is free") from error
-    print(f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C ends it)", flush=True)
+        raise RunFolderError(
+            f"--port {port}: nothing can listen there ({error}); give another, or 0 for any that is free"
+        ) from error
+    print(
+        f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C ends "
+        f"it)",
+        flush=True,
+    )
     try:
         report.serve()
     except KeyboardInterrupt:

@@ -1,4 +1,5 @@
-"""`megarl plan CONFIG --simulate`: step time and idleness for several `rollout.max_staleness` and splits of devices."""
+"""`megarl plan CONFIG --simulate`: step time and idleness for several `rollout.max_staleness` and splits of
+devices."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from megarl.config.schema import PPOConfig, RunConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
-from megarl.simulation.forecast import STALENESSES, Forecast, Times, Work, forecast, log_normal, measured, splits_of
+from megarl.simulation.forecast import (
+    STALENESSES,
+    Forecast,
+    Times,
+    Work,
+    forecast,
+    log_normal,
+    measured,
+    splits_of,
+)
 
 
 class Given(NamedTuple):
@@ -33,17 +43,22 @@ def run(
     options: tuple[str | None, str | None, float | None, float | None],
     output: str | None = None,
 ) -> int:
-    """options: as in Given. Raises ConfigError, and ValueError for what is given and cannot be simulated, or is not given."""
+    """options: as in Given. Raises ConfigError, and ValueError for what is given and cannot be simulated, or
+    is not given."""
     check_drawing(output)
     if schema is not PPOConfig:
-        raise ValueError("--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning")
+        raise ValueError(
+            "--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning"
+        )
     config = load_checked_anywhere(PPOConfig, config_path, overrides).config
     plan = plan_placement(config)
     console = output_console()
     splits = splits_of(config, plan)
     (lengths, times) = _work(config, Given(*options))
     work = Work.of(config, lengths)
-    forecasts = [forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES]
+    forecasts = [
+        forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES
+    ]
     _print(config, times, forecasts, console)
     if output is not None:
         # Here, because it imports matplotlib; the table shall not wait for it.
@@ -61,9 +76,16 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
     if given.run_dir is not None:
         lengths, times = measured(Path(given.run_dir))
     else:
-        wanted = {"--lengths": given.lengths, "--training-s": given.training_s, "--tokens-per-s": given.tokens_per_s}
+        wanted = {
+            "--lengths": given.lengths,
+            "--training-s": given.training_s,
+            "--tokens-per-s": given.tokens_per_s,
+        }
         if missing := [name for name, value in wanted.items() if value is None]:
-            raise ValueError(f"--simulate needs {', '.join(missing)}, or --from with the folder of a run that has measured them")
+            raise ValueError(
+                f"--simulate needs {', '.join(missing)}, or --from with the folder of a run that has "
+                f"measured them"
+            )
         lengths = []
         times = Times(0.0, 0.0)
     if given.lengths is not None:
@@ -85,18 +107,37 @@ def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:
 
 def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], console: Console) -> None:
     own = config.rollout.num_replicas
-    drawn = table("Simulated steps", *("trainer", "engines", "k", "step, s", "trainer waits", "slots in use", "mean age"), wraps="mean age")
+    drawn = table(
+        "Simulated steps",
+        *("trainer", "engines", "k", "step, s", "trainer waits", "slots in use", "mean age"),
+        wraps="mean age",
+    )
     best = min(forecasts, key=lambda one: (one.step_s, one.max_staleness))
     for one in forecasts:
-        places = (f"{one.split.trainer_devices:,}", f"{one.split.num_engines:,}{' *' if one.split.num_engines == own else ''}")
-        numbers = (f"{one.step_s:,.4g}", f"{one.trainer_idle:.0%}", f"{one.slots_in_use:.0%}", f"{one.mean_age:.2f}")
+        places = (
+            f"{one.split.trainer_devices:,}",
+            f"{one.split.num_engines:,}{' *' if one.split.num_engines == own else ''}",
+        )
+        numbers = (
+            f"{one.step_s:,.4g}",
+            f"{one.trainer_idle:.0%}",
+            f"{one.slots_in_use:.0%}",
+            f"{one.mean_age:.2f}",
+        )
         drawn.add_row(*places, str(one.max_staleness), *numbers, style="bold" if one is best else None)
-    drawn.caption = "trainer: devices; *: as configured; k: rollout.max_staleness; age: in versions of the weights"
+    drawn.caption = (
+        "trainer: devices; *: as configured; k: rollout.max_staleness; age: in versions of the weights"
+    )
     console.print(drawn)
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now = next(one for one in forecasts if one.split.num_engines == own and one.max_staleness == nearest)
-    shortest = f"{counted(best.split.num_engines, 'engine')} and rollout.max_staleness={best.max_staleness}, {best.step_s:,.4g} s a step"
-    print_line(console, f"shortest: {shortest}: {now.step_s / best.step_s:.2f} times as many steps as configured")
+    shortest = (
+        f"{counted(best.split.num_engines, 'engine')} and "
+        f"rollout.max_staleness={best.max_staleness}, {best.step_s:,.4g} s a step"
+    )
+    print_line(
+        console, f"shortest: {shortest}: {now.step_s / best.step_s:.2f} times as many steps as configured"
+    )
     training = f"{times.training_s:,.4g} s of training on the configured devices, in inverse ratio on others"
     tokens = f"{1 / times.token_s:,.4g} tokens/s of a sample, whatever else its engine writes"
     print_line(console, f"with {training}; {tokens}; {times.push_s:,.4g} s a push", style="dim")

@@ -1,4 +1,5 @@
-"""`megarl status RUN_DIR`: where a run is right now, read from its `status.json` alone, on any machine that sees the folder."""
+"""`megarl status RUN_DIR`: where a run is right now, read from its `status.json` alone, on any machine that
+sees the folder."""
 
 from __future__ import annotations
 
@@ -15,20 +16,33 @@ from megarl.cli.run.end import cause_of, checkpoints_of, how_to_resume, result_o
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import FAILURE_FILE
-from megarl.tracking.status import ENDED, EVERY_S, INTERRUPTED, RUNNING, STOPPED, RunStatus, StatusRecord, read_status
+from megarl.tracking.status import (
+    ENDED,
+    EVERY_S,
+    INTERRUPTED,
+    RUNNING,
+    STOPPED,
+    RunStatus,
+    StatusRecord,
+    read_status,
+)
 
 _LATE = 4  # files that were not written, after which a run does not write any more
 _WATCH_S = 1.0
 
 
 def run(run_dir: str, watch: bool = False) -> int:
-    """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run ends. Raises StatusError where
-    there is none."""
+    """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run
+    ends. Raises StatusError where there is none."""
     folder = Path(run_dir)
     console = output_console()
     record = read_status(folder)
     records = _until_it_ends(folder, record) if watch else iter([record])
-    with Live(console=console, auto_refresh=False, transient=True) if watch and console.is_terminal else nullcontext() as live:
+    with (
+        Live(console=console, auto_refresh=False, transient=True)
+        if watch and console.is_terminal
+        else nullcontext() as live
+    ):
         for record in records:
             if live is None:
                 console.print(shown(folder, record))
@@ -67,7 +81,9 @@ def last_words(folder: Path, record: StatusRecord) -> str:
     """Describe in one line how a run ended, what is saved, and what to type next."""
     status = record.run
     ago = f"{duration(_age_s(record))} ago"
-    where = "before its first step" if status.step is None else f"in step {status.step} of {status.total_steps}"
+    where = (
+        "before its first step" if status.step is None else f"in step {status.step} of {status.total_steps}"
+    )
     report = f"`megarl report {folder}` shows it"
     if status.state == ENDED:
         how = f"the run is complete, {ago}, after step {status.step}"
@@ -80,7 +96,10 @@ def last_words(folder: Path, record: StatusRecord) -> str:
         how = f"the run was interrupted, {ago}, {where}"
     else:
         cause = cause_of(folder)
-        how = f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (all of it: {folder / FAILURE_FILE})"
+        how = (
+            f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (all of it: "
+            f"{folder / FAILURE_FILE})"
+        )
     return f"{folder}: {how}; {how_to_resume(checkpoints_of(folder))}; {report}"
 
 
@@ -91,14 +110,26 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
     status = record.run
     age_s = _age_s(record)
     late = age_s > EVERY_S * _LATE
-    alive = {True: "its process is there", None: f"its process {record.pid} on {record.host} cannot be seen from here"}
+    alive = {
+        True: "its process is there",
+        None: f"its process {record.pid} on {record.host} cannot be seen from here",
+    }
     lines = [
         Text(f"{folder}: {_place(status)}, weights {status.weight_version}", style="bold"),
         Text(f"prompts: {', '.join(f'{number:,} {state}' for state, number in status.groups.items())}"),
-        Text(f"{status.tokens_per_s:,.0f} tokens/s; idle: trainer {status.trainer_idle:.0%}, engines {status.engines_idle:.0%}"),
+        Text(
+            f"{status.tokens_per_s:,.0f} tokens/s; idle: trainer {status.trainer_idle:.0%}, engines "
+            f"{status.engines_idle:.0%}"
+        ),
     ]
     if late:
-        lines.append(Text(f"written {duration(age_s)} ago, and every {EVERY_S:g} s as a rule; {alive[record.is_alive or None]}", "yellow"))
+        lines.append(
+            Text(
+                f"written {duration(age_s)} ago, and every {EVERY_S:g} s as a rule; "
+                f"{alive[record.is_alive or None]}",
+                "yellow",
+            )
+        )
     if status.stalled is not None:
         lines.append(Text(status.stalled, style="yellow"))
     return Group(*lines, _replicas(status), *([_oldest(status)] if status.oldest else []))
@@ -106,17 +137,32 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
 
 def _place(status: RunStatus) -> str:
     inner = [phase for phase in status.phases if phase != "step"]
-    phase = f", {inner[-1]} for {duration(status.phase_s)}" if inner else ", training" if status.step is not None else ""
+    phase = (
+        f", {inner[-1]} for {duration(status.phase_s)}"
+        if inner
+        else ", training"
+        if status.step is not None
+        else ""
+    )
     step = "before the first step" if status.step is None else f"step {status.step} of {status.total_steps}"
     ahead = f" (up to {counted(status.max_staleness, 'step')} ahead)" if status.max_staleness else ""
     return f"{step}{phase}{ahead}"
 
 
 def _replicas(status: RunStatus) -> RenderableType:
-    drawn = table(f"Replicas; {counted(status.num_restarts, 'restart')}", "replica", "state", "requests", "tokens/s", "last sample")
+    drawn = table(
+        f"Replicas; {counted(status.num_restarts, 'restart')}",
+        "replica",
+        "state",
+        "requests",
+        "tokens/s",
+        "last sample",
+    )
     for number, replica in enumerate(status.replicas):
         silent = f"{duration(replica.silent_s)} ago" if replica.in_flight else "-"
-        drawn.add_row(str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent)
+        drawn.add_row(
+            str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent
+        )
     return drawn
 
 

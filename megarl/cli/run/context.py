@@ -1,4 +1,5 @@
-"""What a run knows about itself, brought to the command line when it fails. Imports no torch: every command reads it."""
+"""What a run knows about itself, brought to the command line when it fails. Imports no torch: every command
+reads it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder: Ray's, the same on each
-    of `nodes`; empty before Ray runs. position: None before there are steps."""
+    """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder:
+    Ray's, the same on each of `nodes`; empty before Ray runs. position: None before there are steps."""
 
     config: RunConfig
     output_dir: Path | None = None
@@ -46,7 +47,8 @@ class RunFailedError(Exception):
 
 @contextmanager
 def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunContext]:
-    """Raises RunFailedError from whatever fails inside, and KeyboardInterrupt with what to type next; see Interruption."""
+    """Raises RunFailedError from whatever fails inside, and KeyboardInterrupt with what to type next; see
+    Interruption."""
     context = RunContext(config, verbose=verbose)
     try:
         with Interruption(print):

@@ -1,5 +1,5 @@
-"""The work of `megarl convert`: opens, converts with a progress bar, and prints what was made or found. Needs no process group and no
-GPU."""
+"""The work of `megarl convert`: opens, converts with a progress bar, and prints what was made or found. Needs
+no process group and no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
@@ -63,15 +70,24 @@ def hf_to_megatron(parsed: argparse.Namespace) -> int:
         virtual_pipeline_parallel_size=parsed.virtual_pipeline_parallel_size,
         data_parallel_size=1,
     )
-    return _convert(parsed, lambda source, dtype, report: write_distributed(source, parsed.output, layout, dtype, report))
+    return _convert(
+        parsed, lambda source, dtype, report: write_distributed(source, parsed.output, layout, dtype, report)
+    )
 
 
 @_in_one_line
 def megatron_to_hf(parsed: argparse.Namespace) -> int:
-    return _convert(parsed, lambda source, dtype, report: write_hugging_face(source, parsed.output, dtype, parsed.max_shard_size, report))
+    return _convert(
+        parsed,
+        lambda source, dtype, report: write_hugging_face(
+            source, parsed.output, dtype, parsed.max_shard_size, report
+        ),
+    )
 
 
-def _convert(parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dtype | None, Report], Written]) -> int:
+def _convert(
+    parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dtype | None, Report], Written]
+) -> int:
     check_new(parsed.output)  # before anything large is read
     start_s = time.monotonic()
     source = _open(parsed.input, parsed)
@@ -79,10 +95,12 @@ def _convert(parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dty
         written = write(source, getattr(torch, parsed.dtype) if parsed.dtype else None, report)
     seconds = time.monotonic() - start_s
     print(
-        f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} in "
+        f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} "
+        f"in "
         f"{counted(written.num_files, 'file')}, {seconds:.1f} s, "
         f"{written.nbytes / seconds / 1e9:.2f} GB/s, "
-        f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the program itself included"
+        f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the "
+        f"program itself included"
     )
     return GOOD
 
@@ -116,7 +134,14 @@ def _open(folder: Path, parsed: argparse.Namespace, check_contents: bool = True)
 @contextmanager
 def _progress_bar(name: str) -> Iterator[Report]:
     """On the terminal, none in a log; gives what workers report to."""
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
     console = output_console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(name, total=None)
@@ -132,8 +157,13 @@ def print_description(description: ModelDescription, console: Console) -> None:
         if name != "model_type":
             facts.add_row(name, str(value))
     console.print(facts)
-    rows = [(each.name, " x ".join(f"{size:,}" for size in each.shape), each.dtype, f"{each.nbytes:,}") for each in description.tensors]
-    tensors = Table(title=f"Tensors: {len(rows):,}, by their Hugging Face names", title_justify="left", title_style="bold")
+    rows = [
+        (each.name, " x ".join(f"{size:,}" for size in each.shape), each.dtype, f"{each.nbytes:,}")
+        for each in description.tensors
+    ]
+    tensors = Table(
+        title=f"Tensors: {len(rows):,}, by their Hugging Face names", title_justify="left", title_style="bold"
+    )
     for column, cells in zip(("name", "shape", "dtype", "bytes"), zip(*rows, strict=True), strict=True):
         tensors.add_column(column, no_wrap=True, min_width=max(map(len, cells)))  # names stay whole, for grep
     for row in rows:
@@ -166,16 +196,26 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(table)
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
-        table = _table(f"Tensors that differ: {len(differing):,}, the first {len(shown)}", "name", "elements", "largest difference", "")
+        table = _table(
+            f"Tensors that differ: {len(differing):,}, the first {len(shown)}",
+            "name",
+            "elements",
+            "largest difference",
+            "",
+        )
         for tensor in shown:
-            table.add_row(tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value)
+            table.add_row(
+                tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value
+            )
         console.print(table)
     console.print(verdict(comparison), highlight=False, soft_wrap=True)
 
 
 def verdict(comparison: Comparison) -> str:
     """Return one line that says whether the models are the same."""
-    counts = ", ".join(f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match)))
+    counts = ", ".join(
+        f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match))
+    )
     if not comparison.is_same:
         return f"not the same model: {counts}"
     rounded = [tensor for tensor in comparison.tensors if tensor.match is Match.rounded]

@@ -1,4 +1,5 @@
-"""`megarl convert`: models between Hugging Face and Megatron, what is in a folder, and whether two hold the same model.
+"""`megarl convert`: models between Hugging Face and Megatron, what is in a folder, and whether two hold the
+same model.
 
 Only the command line is here, so that it can be shown without torch; the work is in cli/conversion.py.
 """
@@ -12,7 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 Commands = argparse._SubParsersAction
 
@@ -21,11 +32,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="conversion", required=True, metavar="COMMAND")
     _add_to_megatron(commands)
     _add_to_hugging_face(commands)
-    inspect = _command(commands, "inspect", "show architecture, layout, and every tensor's name, shape and dtype", _run("inspect"))
+    inspect = _command(
+        commands,
+        "inspect",
+        "show architecture, layout, and every tensor's name, shape and dtype",
+        _run("inspect"),
+    )
     inspect.add_argument("folder", metavar="CKPT_OR_HF_DIR", type=Path)
     inspect.add_argument("--json", action="store_true", help="for programs")
     _add_source_options(inspect)
-    verify = _command(commands, "verify", "compare two folders tensor by tensor, across formats and layouts", _run("verify"))
+    verify = _command(
+        commands, "verify", "compare two folders tensor by tensor, across formats and layouts", _run("verify")
+    )
     verify.description = "Status: 0 the same model, 1 not the same, 2 one of them cannot be read."
     verify.add_argument("left", metavar="A", type=Path)
     verify.add_argument("right", metavar="B", type=Path)
@@ -33,26 +51,48 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
-    command = _command(commands, "hf-to-megatron", "write Megatron's distributed checkpoint, in any layout", _run("hf_to_megatron"))
+    command = _command(
+        commands,
+        "hf-to-megatron",
+        "write Megatron's distributed checkpoint, in any layout",
+        _run("hf_to_megatron"),
+    )
     command.add_argument("--input", required=True, metavar="HF_DIR", type=Path)
     _add_output(command, "DIR")
     command.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N")
     command.add_argument("--pipeline-parallel-size", type=positive, default=1, metavar="N")
-    command.add_argument("--virtual-pipeline-parallel-size", type=positive, metavar="N", help="stages of each pipeline rank")
+    command.add_argument(
+        "--virtual-pipeline-parallel-size", type=positive, metavar="N", help="stages of each pipeline rank"
+    )
     _add_source_options(command)
 
 
 def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
     summary = "write a Hugging Face folder: safetensors with index, configuration, tokenizer"
     command = _command(commands, "megatron-to-hf", summary, _run("megatron_to_hf"))
-    command.add_argument("--input", required=True, metavar="CKPT_DIR", type=Path, help="of megarl or of Megatron's own programs")
+    command.add_argument(
+        "--input",
+        required=True,
+        metavar="CKPT_DIR",
+        type=Path,
+        help="of megarl or of Megatron's own programs",
+    )
     _add_output(command, "HF_DIR")
-    command.add_argument("--max-shard-size", type=_bytes, default=5 * 10**9, metavar="SIZE", help="of a file, such as 5GB (the default)")
+    command.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="of a file, such as 5GB (the default)",
+    )
     _add_source_options(command)
 
 
 def _command(
-    commands: Commands[argparse.ArgumentParser], name: str, summary: str, start: Callable[[argparse.Namespace], int]
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    start: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=summary)
     command.set_defaults(start=start)
@@ -61,14 +101,22 @@ def _command(
 
 def _add_output(command: argparse.ArgumentParser, metavar: str) -> None:
     command.add_argument("--output", required=True, metavar=metavar, type=Path, help="must be new, or empty")
-    command.add_argument("--dtype", choices=DTYPES, help="of the written weights; without it, that of the input")
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="of the written weights; without it, that of the input"
+    )
 
 
 def _add_source_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--role", metavar="actor|critic", help="of a run's checkpoint with several models; actor where none is given")
+    command.add_argument(
+        "--role",
+        metavar="actor|critic",
+        help="of a run's checkpoint with several models; actor where none is given",
+    )
     config = "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint that has none"
     command.add_argument("--config", metavar="HF_DIR", type=Path, help=config)
-    code = "accept a folder with model code of its own, which is never run: it computes what its model_type says"
+    code = (
+        "accept a folder with model code of its own, which is never run: it computes what its model_type says"
+    )
     command.add_argument("--trust-remote-code", action="store_true", help=code)
 
 
@@ -80,8 +128,14 @@ def positive(text: str) -> int:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number of bytes, or one such as 5GB, 500MB or 2GiB")
+    if (
+        match is None
+        or match[2].upper() not in _UNITS
+        or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; give a number of bytes, or one such as 5GB, 500MB or 2GiB"
+        )
     return size
 
 

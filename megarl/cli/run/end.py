@@ -1,4 +1,5 @@
-"""What a user needs to know when a run no longer runs: how it ended, what is saved, and how to continue. Imports no torch."""
+"""What a user needs to know when a run no longer runs: how it ended, what is saved, and how to continue.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def how_to_resume(checkpoints: Path) -> str:
 
 
 def checkpoints_of(run_dir: Path) -> Path:
-    """Return the folder of a run's checkpoints, which its resolved configuration names if it is not in the run's own folder."""
+    """Return the folder of a run's checkpoints, which its resolved configuration names if it is not in the
+    run's own folder."""
     path = run_dir / CONFIG_FILE
     values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     given = values.get("checkpoint", {}).get("dir")

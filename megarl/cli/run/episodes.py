@@ -1,4 +1,5 @@
-"""`megarl generate` with tools or an environment: whole episodes, printed as the conversations that they are."""
+"""`megarl generate` with tools or an environment: whole episodes, printed as the conversations that they
+are."""
 
 from __future__ import annotations
 
@@ -33,9 +34,12 @@ class _Played(NamedTuple):
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints the episodes of each prompt; 0. Raises ValueError for what cannot be, before weights are loaded; EnvironmentFailedError."""
+    """Prints the episodes of each prompt; 0. Raises ValueError for what cannot be, before weights are loaded;
+    EnvironmentFailedError."""
     if parsed.stop:
-        raise ValueError("--stop ends an answer, but in an episode the model's own end of a turn does; leave it out")
+        raise ValueError(
+            "--stop ends an answer, but in an episode the model's own end of a turn does; leave it out"
+        )
     if not parsed.prompts and sys.stdin.isatty():
         raise ValueError("with tools or an environment there is no chat; give a prompt")
     chats = read_chats(parsed)
@@ -64,7 +68,9 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
     """Raises ValueError (ConfigError among them)."""
     given = [f"--{name}" for name in ("agent", "tool", "environment") if getattr(parsed, name)]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given, but each says what answers the model; give one of them")
+        raise ValueError(
+            f"{' and '.join(given)} are given, but each says what answers the model; give one of them"
+        )
     if parsed.agent is None:
         agent = AgentConfig(
             tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
@@ -73,8 +79,13 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
     else:
         agent = load_config(PPOConfig, parsed.agent).agent
         if not agent.is_used:
-            raise ValueError(f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a run's that has")
-    changes = {name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None}
+            raise ValueError(
+                f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a "
+                f"run's that has"
+            )
+    changes = {
+        name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None
+    }
     return replace(agent, **changes)
 
 
@@ -103,7 +114,9 @@ async def _play(
 ) -> _Played:
     """Prints each message as it comes, but for JSON."""
     max_tokens = request.sampling.max_new_tokens
-    limits = EpisodeLimits(max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens)
+    limits = EpisodeLimits(
+        max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
+    )
     episode = Episode(request.prompt, request.sampling.seed, limits)
     messages: list[Message] = []
 
@@ -119,7 +132,13 @@ async def _play(
                 sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
                 sample = writer.sample(request._replace(prompt=step.token_ids, sampling=sampling))
                 say([{"role": "assistant", "content": template.read(sample.token_ids.tolist())}])
-                episode.wrote(step.place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
+                episode.wrote(
+                    step.place,
+                    sample.token_ids,
+                    sample.log_probs,
+                    sample.token_versions,
+                    sample.finish_reason,
+                )
             else:
                 answer, reply = await responder.answer(step)
                 say(reply.messages)
@@ -134,12 +153,24 @@ async def _play(
 def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> None:
     assert trajectory.end is not None
     errors = [f"{count} {kind.value}" for kind, count in trajectory.call_errors.items()]
-    counts = [f"turns {trajectory.num_turns}", f"calls {trajectory.num_calls}", *errors, f"tokens {len(trajectory.token_ids)}"]
+    counts = [
+        f"turns {trajectory.num_turns}",
+        f"calls {trajectory.num_calls}",
+        *errors,
+        f"tokens {len(trajectory.token_ids)}",
+    ]
     print(f"[{trajectory.end.value}: {', '.join(counts)}]")
     if with_log_probs:
-        rows = zip(trajectory.token_ids.tolist(), trajectory.log_probs.tolist(), trajectory.mask.tolist(), strict=True)
+        rows = zip(
+            trajectory.token_ids.tolist(),
+            trajectory.log_probs.tolist(),
+            trajectory.mask.tolist(),
+            strict=True,
+        )
         for token_id, log_prob, is_models in rows:
-            print(f"{f'{log_prob:10.4f}' if is_models else ' ' * 10}  {writer.tokenizer.decode([token_id])!r}")
+            print(
+                f"{f'{log_prob:10.4f}' if is_models else ' ' * 10}  {writer.tokenizer.decode([token_id])!r}"
+            )
 
 
 def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
@@ -157,5 +188,9 @@ def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
     }
     if not with_log_probs:
         return values
-    tokens = {"token_ids": trajectory.token_ids, "log_probs": trajectory.log_probs, "response_mask": trajectory.mask}
+    tokens = {
+        "token_ids": trajectory.token_ids,
+        "log_probs": trajectory.log_probs,
+        "response_mask": trajectory.mask,
+    }
     return values | {name: row.tolist() for name, row in tokens.items()}

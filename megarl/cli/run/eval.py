@@ -1,4 +1,5 @@
-"""`megarl eval MODEL`: samples a model on a data file and scores them, as a run's validation does, without a trainer."""
+"""`megarl eval MODEL`: samples a model on a data file and scores them, as a run's validation does, without a
+trainer."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ RESULTS_FILE = "results.json"
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints a table, or JSON, and writes `results.json`, `samples.jsonl` and `config.yaml`; 0. What can be known to be wrong raises
-    ValueError before a process is started."""
+    """Prints a table, or JSON, and writes `results.json`, `samples.jsonl` and `config.yaml`; 0. What can be
+    known to be wrong raises ValueError before a process is started."""
     refuse_launched_ranks("eval")
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
@@ -67,7 +68,10 @@ def run(parsed: argparse.Namespace) -> int:
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
     tools = load_agent(config.agent).tools if config.agent.tools else None
     data = PromptDataset(config.data.val_files, tokenizer, config.data, tools)
-    architectures = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
+    architectures = {
+        role.name: read_architecture(role.path, config.model.trust_remote_code)
+        for role in model_roles(config)
+    }
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
     keys = _try_reward(config)
@@ -77,8 +81,15 @@ def run(parsed: argparse.Namespace) -> int:
     console = output_console(stderr=True)
     start_s = time.monotonic()
     if others is not None and (lacking := _not_compared(config, keys, others)):
-        console.print(f"not compared, because only one side has it: {', '.join(lacking)}", highlight=False, soft_wrap=True)
-    what = f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of {model.source.folder}"
+        console.print(
+            f"not compared, because only one side has it: {', '.join(lacking)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    what = (
+        f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of "
+        f"{model.source.folder}"
+    )
     console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
     dtype = getattr(torch, config.model.dtype.value)
     with (
@@ -98,7 +109,8 @@ def run(parsed: argparse.Namespace) -> int:
     report = _report(model, config, parsed.against, results, comparisons, time.monotonic() - start_s)
     if reads_clock(tokenizer):
         report["chat_time"] = data.identity.chat_time
-    write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")  # the last: with it the folder is whole
+    # the last: with it the folder is whole
+    write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
@@ -107,28 +119,40 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
-    """Return what the reward functions return beside the score, by data source. Raises ConfigError where they cannot be used."""
+    """Return what the reward functions return beside the score, by data source. Raises ConfigError where they
+    cannot be used."""
     if not config.reward.functions:
         return {}
-    results, keys = judge_rewards(config.reward, choose_truths(config.data, ["data.train_files"], most=1).rows)
+    results, keys = judge_rewards(
+        config.reward, choose_truths(config.data, ["data.train_files"], most=1).rows
+    )
     if problems := [str(found) for found in results if found.status is Status.error]:
         raise ConfigError("the reward", problems)
     return keys
 
 
-def _not_compared(config: PPOConfig, keys: Mapping[str, RewardKeys], others: Sequence[ScoredSample]) -> list[str]:
-    """Return the metrics that this evaluation or the other one will not have, of the data sources whose reward was tried."""
+def _not_compared(
+    config: PPOConfig, keys: Mapping[str, RewardKeys], others: Sequence[ScoredSample]
+) -> list[str]:
+    """Return the metrics that this evaluation or the other one will not have, of the data sources whose
+    reward was tried."""
     theirs = by_data_source(others)
     lacking: set[str] = set()
     for source in keys.keys() & theirs.keys():
-        lacking |= set(source_metrics(config, keys[source])) ^ prompt_values(theirs[source], config.reward.pass_score).keys()
+        lacking |= (
+            set(source_metrics(config, keys[source]))
+            ^ prompt_values(theirs[source], config.reward.pass_score).keys()
+        )
     return sorted(lacking)
 
 
 def _claim(output: Path) -> None:
     """Raises ConfigError where results lie there, or none can be written."""
     if (output / RESULTS_FILE).exists():
-        raise ConfigError("--output", [f"{output} holds the results of another evaluation; give another folder, or remove it"])
+        raise ConfigError(
+            "--output",
+            [f"{output} holds the results of another evaluation; give another folder, or remove it"],
+        )
     if (partial := output / PARTIAL_FILE).exists():
         what = f"{partial} has the samples of an evaluation that did not end, which `megarl score` reads"
         raise ConfigError("--output", [f"{what}; give another folder, or remove the file"])
@@ -136,7 +160,9 @@ def _claim(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=output).cleanup()
     except OSError as error:
-        raise ConfigError("--output", [f"{output} cannot be written ({error.strerror}); give a folder that can be"]) from error
+        raise ConfigError(
+            "--output", [f"{output} cannot be written ({error.strerror}); give a folder that can be"]
+        ) from error
 
 
 def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | None:
@@ -145,20 +171,29 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
         return None
     file = Path(against) / SAMPLES_FILE
     others = read_samples(file)
-    check_same_prompts(file, others, {str(row): (data[row].data_source, data[row].messages) for row in range(len(data))})
+    check_same_prompts(
+        file, others, {str(row): (data[row].data_source, data[row].messages) for row in range(len(data))}
+    )
     return others
 
 
-def _samples(config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console) -> list[ScoredSample]:
-    """They are in `partial` as soon as they are there: an evaluation of hours that is killed leaves what it has."""
-    evaluation = Evaluation(data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score)
+def _samples(
+    config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console
+) -> list[ScoredSample]:
+    """They are in `partial` as soon as they are there: an evaluation of hours that is killed leaves what it
+    has."""
+    evaluation = Evaluation(
+        data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score
+    )
     samples: list[ScoredSample] = []
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
             samples += batch
             with partial.open("a", encoding="utf-8") as file:
                 file.write(sample_lines(batch))
-            progress.advance(len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples))
+            progress.advance(
+                len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples)
+            )
     return samples
 
 
@@ -174,7 +209,11 @@ def _report(
         "model": str(model.source.folder),
         "step": model.source.step,
         "data": config.data.val_files,
-        "sampling": {**asdict(config.rollout.validation), "max_tokens": config.data.max_response_length, "seed": config.trainer.seed},
+        "sampling": {
+            **asdict(config.rollout.validation),
+            "max_tokens": config.data.max_response_length,
+            "seed": config.trainer.seed,
+        },
         "seconds": round(seconds, 1),
         "results": {source: result.as_json() for source, result in results.items()},
     }
@@ -182,18 +221,24 @@ def _report(
         report["against"] = against
         report["differences"] = {source: comparison.as_json() for source, comparison in comparisons.items()}
         report["not_compared"] = {
-            source: {"only_here": comparison.only_here, "only_there": comparison.only_there} for source, comparison in comparisons.items()
+            source: {"only_here": comparison.only_here, "only_there": comparison.only_there}
+            for source, comparison in comparisons.items()
         }
     return report
 
 
 def _print(
-    output: Path, results: Mapping[str, SourceResult], comparisons: Mapping[str, SourceComparison] | None, against: str | None
+    output: Path,
+    results: Mapping[str, SourceResult],
+    comparisons: Mapping[str, SourceComparison] | None,
+    against: str | None,
 ) -> None:
     console = output_console()
     for source, result in results.items():
         comparison = None if comparisons is None else comparisons[source]
         print_result(source, result, comparison, console)
         if comparison is not None and comparison.only_there:
-            console.print(f"only in {against}: {', '.join(comparison.only_there)}", soft_wrap=True, highlight=False)
+            console.print(
+                f"only in {against}: {', '.join(comparison.only_there)}", soft_wrap=True, highlight=False
+            )
     console.print(f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}", soft_wrap=True, highlight=False)

@@ -36,7 +36,8 @@ _EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
 
 
 def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConfig:
-    """Of the run that made the model, of the file that is given, or the defaults; what trains is replaced by what needs nothing.
+    """Of the run that made the model, of the file that is given, or the defaults; what trains is replaced by
+    what needs nothing.
 
     Raises ConfigError that lists all that is wrong.
     """
@@ -53,7 +54,11 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     output = _output(model, config, options)  # by the names of the data as they are given
     inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
     # The weights may be those of a checkpoint, and an evaluation logs nothing.
-    violations = [each for each in inputs.violations() if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")]
+    violations = [
+        each
+        for each in inputs.violations()
+        if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")
+    ]
     refuse(source, problems_of(inputs.partial, violations))
     return inputs.partial.config
 
@@ -78,7 +83,8 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_training(config: PPOConfig, output: str) -> PPOConfig:
-    """The engines have all devices to themselves: as `hybrid` has them, with an actor that is never started."""
+    """The engines have all devices to themselves: as `hybrid` has them, with an actor that is never
+    started."""
     rollout = config.rollout
     placement = config.placement
     trainer = config.trainer
@@ -87,14 +93,18 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
         config,
         data=replace(config.data, train_files=config.data.val_files, train_weights=[]),
         algorithm=AlgorithmConfig(
-            advantage=AdvantageConfig(estimator=AdvantageEstimator.reinforce_plus_plus), kl=KLConfig(where=KLWhere.none)
+            advantage=AdvantageConfig(estimator=AdvantageEstimator.reinforce_plus_plus),
+            kl=KLConfig(where=KLWhere.none),
         ),
         actor=ActorConfig(
-            parallel=ParallelConfig(data_parallel_size=num_devices), micro_batch=MicroBatchConfig(sequences=1, max_tokens=None)
+            parallel=ParallelConfig(data_parallel_size=num_devices),
+            micro_batch=MicroBatchConfig(sequences=1, max_tokens=None),
         ),
         rollout=replace(rollout, n=num_devices, temperature=1.0, top_p=1.0, top_k=-1),
         placement=PlacementConfig(
-            strategy=PlacementStrategy.hybrid, num_nodes=placement.num_nodes, devices_per_node=placement.devices_per_node
+            strategy=PlacementStrategy.hybrid,
+            num_nodes=placement.num_nodes,
+            devices_per_node=placement.devices_per_node,
         ),
         critic=CriticConfig(),
         reference=ReferenceConfig(),
@@ -109,7 +119,8 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
 
 
 def _output(model: NamedModel, config: PPOConfig, options: argparse.Namespace) -> Path:
-    """Where the results go: in the run's folder, named by step and data; for a model of no run, below the current folder."""
+    """Where the results go: in the run's folder, named by step and data; for a model of no run, below the
+    current folder."""
     if options.output is not None:
         return Path(options.output)
     data = "-".join(Path(file).stem for file in config.data.val_files)

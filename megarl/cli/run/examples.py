@@ -1,16 +1,23 @@
-"""Command lines that work, for the help of each command and its page of the documentation. A test parses them all."""
+"""Command lines that work, for the help of each command and its page of the documentation. A test parses them
+all."""
 
 from __future__ import annotations
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": ("megarl train run.yaml", "megarl train run.yaml trainer.total_steps=10 algorithm=grpo"),
-    "sft": ("megarl sft sft.yaml", "megarl sft configs/quickstart_sft.yaml trainer.total_steps=10 actor.optim.lr=1e-4"),
+    "sft": (
+        "megarl sft sft.yaml",
+        "megarl sft configs/quickstart_sft.yaml trainer.total_steps=10 actor.optim.lr=1e-4",
+    ),
     "check": (
         "megarl check run.yaml",
         "megarl check --fast run.yaml trainer.updates_per_step=2",
         "megarl check run.yaml --machine --plan --output placement.svg",
     ),
-    "plan": ("megarl plan configs/qwen2.5_7b_grpo.yaml --output placement.svg", "megarl plan run.yaml --simulate --lengths 900,4096"),
+    "plan": (
+        "megarl plan configs/qwen2.5_7b_grpo.yaml --output placement.svg",
+        "megarl plan run.yaml --simulate --lengths 900,4096",
+    ),
     "rehearse": (
         "megarl rehearse configs/qwen2.5_7b_grpo.yaml",
         "megarl rehearse configs/llama3_70b_ppo.yaml --role critic --ranks 0,8 --json ranks.json",
@@ -24,14 +31,23 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megarl eval MODEL_DIR --data qa.csv --reward reward.py:compute_score "
         "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null",
     ),
-    "generate": ('megarl generate outputs/run "12 + 30"', "megarl generate MODEL_DIR --lines --json --n 4 --temperature 1"),
+    "generate": (
+        'megarl generate outputs/run "12 + 30"',
+        "megarl generate MODEL_DIR --lines --json --n 4 --temperature 1",
+    ),
     "status": ("megarl status outputs/run", "megarl status outputs/run --watch"),
     "scale": ("megarl scale outputs/run --replicas 4",),
     "plot": ("megarl plot outputs/run",),
     "report": ("megarl report outputs/run", "megarl report outputs/run outputs/other --live"),
-    "score": ("megarl score run.yaml outputs/run/generations.jsonl", "megarl score run.yaml train.jsonl --ground-truth"),
+    "score": (
+        "megarl score run.yaml outputs/run/generations.jsonl",
+        "megarl score run.yaml train.jsonl --ground-truth",
+    ),
     "quickstart": ("megarl quickstart", "megarl quickstart trainer.total_steps=10"),
-    "init": ("megarl init my_run --model MODEL_DIR --data rows.jsonl", "megarl init my_run --model MODEL_DIR --kind sft"),
+    "init": (
+        "megarl init my_run --model MODEL_DIR --data rows.jsonl",
+        "megarl init my_run --model MODEL_DIR --kind sft",
+    ),
     "schema": ("megarl schema", "megarl schema algorithm"),
     "completion": ('eval "$(megarl completion bash)"',),
     "convert": ("megarl convert hf-to-megatron --help",),

@@ -1,4 +1,5 @@
-"""What is printed when a command fails: the tracebacks, and last one page with the first cause, what to do, and where the logs are."""
+"""What is printed when a command fails: the tracebacks, and last one page with the first cause, what to do,
+and where the logs are."""
 
 from __future__ import annotations
 
@@ -124,7 +125,9 @@ def _place(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
     if isinstance(call, WorkerError):
         process = f"pid {call.pid}" if call.pid is not None else "pid not known"
-        return [_Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])]
+        return [
+            _Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])
+        ]
     if isinstance(call, PhaseTimeoutError):
         return [_Entry("where", [f"{call.role}, in {call.method}"])]
     return []
@@ -151,8 +154,15 @@ def _others(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
     if not isinstance(call, WorkerError) or not call.others:
         return []
-    ranks = ", ".join(f"{role} rank {rank}" for role, rank in sorted((other.role, other.rank) for other in call.others)[:8])
-    return [_Entry("after", [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"])]
+    ranks = ", ".join(
+        f"{role} rank {rank}" for role, rank in sorted((other.role, other.rank) for other in call.others)[:8]
+    )
+    return [
+        _Entry(
+            "after",
+            [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"],
+        )
+    ]
 
 
 def _logs(error: Exception, context: RunContext) -> list[str]:
@@ -161,7 +171,9 @@ def _logs(error: Exception, context: RunContext) -> list[str]:
     if isinstance(call, WorkerError) and call.log_path:
         lines.append(f"{call.log_path}: that process and the engine in it, on node {call.node}")
     if context.log_folder:
-        nodes = ", ".join(context.nodes[:4]) + (f" and {len(context.nodes) - 4} more" if len(context.nodes) > 4 else "")
+        nodes = ", ".join(context.nodes[:4]) + (
+            f" and {len(context.nodes) - 4} more" if len(context.nodes) > 4 else ""
+        )
         lines.append(f"{context.log_folder}: Ray and all workers, on each node ({nodes})")
     if context.output_dir is None:
         return lines

@@ -1,4 +1,5 @@
-"""`megarl generate MODEL`: writes on from prompts of the command line, of the standard input, or of a chat; without Ray."""
+"""`megarl generate MODEL`: writes on from prompts of the command line, of the standard input, or of a chat;
+without Ray."""
 
 from __future__ import annotations
 
@@ -18,14 +19,22 @@ from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.whole_chat import render_whole
 from megarl.machine.strict_json import dump_readable
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, Sample, SamplingParameters, check_request, plan_requests
+from megarl.rollout.interface import (
+    GenerationRequest,
+    RolloutEngineSpec,
+    Sample,
+    SamplingParameters,
+    check_request,
+    plan_requests,
+)
 
 _Messages = list[dict[str, Any]]
 _MAX_TOKENS = 256  # of an answer, where nobody says it and the model has room
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints what the model writes; 0. Raises ValueError for a model, prompts or options that cannot be, before weights are loaded."""
+    """Prints what the model writes; 0. Raises ValueError for a model, prompts or options that cannot be,
+    before weights are loaded."""
     is_chat = not parsed.prompts and sys.stdin.isatty()
     if is_chat and (parsed.n > 1 or parsed.json):
         raise ValueError("a chat has one answer at a time, as text; for --n and --json give prompts")
@@ -41,14 +50,21 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def read_chats(parsed: argparse.Namespace) -> list[_Messages]:
-    """Of the prompts, each a chat that is to be answered. Raises ValueError where there are none, or `n` would be the same."""
+    """Of the prompts, each a chat that is to be answered. Raises ValueError where there are none, or `n`
+    would be the same."""
     if parsed.n > 1 and parsed.temperature == 0:
-        raise ValueError(f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or another above 0")
+        raise ValueError(
+            f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or "
+            f"another above 0"
+        )
     return [_opened(parsed.system, prompt) for prompt in parsed.prompts or _read_input(parsed.lines)]
 
 
 def _opened(system: str | None, prompt: str) -> _Messages:
-    return [*([] if system is None else [{"role": "system", "content": system}]), {"role": "user", "content": prompt}]
+    return [
+        *([] if system is None else [{"role": "system", "content": system}]),
+        {"role": "user", "content": prompt},
+    ]
 
 
 def _read_input(by_lines: bool) -> list[str]:
@@ -56,13 +72,16 @@ def _read_input(by_lines: bool) -> list[str]:
     text = sys.stdin.read()
     prompts = [line for line in text.splitlines() if line.strip()] if by_lines else [text.rstrip("\n")]
     if not any(prompt.strip() for prompt in prompts):
-        raise ValueError("no prompt is given, and the standard input is empty; write `megarl generate MODEL 'a prompt'`")
+        raise ValueError(
+            "no prompt is given, and the standard input is empty; write `megarl generate MODEL 'a prompt'`"
+        )
     return prompts
 
 
 class Continuation(NamedTuple):
-    """text: without special tokens, and without a stop text and what is behind it. token_ids, log_probs and pieces (the text of each
-    token): of all that were written, until a stop text was complete. finish_reason: stop, or length where it was cut."""
+    """text: without special tokens, and without a stop text and what is behind it. token_ids, log_probs and
+    pieces (the text of each token): of all that were written, until a stop text was complete. finish_reason:
+    stop, or length where it was cut."""
 
     text: str
     token_ids: list[int]
@@ -72,7 +91,8 @@ class Continuation(NamedTuple):
 
 
 class Writer:
-    """A model in this process: in float32 on a CPU, in bfloat16 on a GPU. Raises ValueError for options that cannot be."""
+    """A model in this process: in float32 on a CPU, in bfloat16 on a GPU. Raises ValueError for options that
+    cannot be."""
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
         self._model = model
@@ -89,7 +109,8 @@ class Writer:
         )
 
     def render(self, chat: _Messages, tools: Tools = None) -> list[int]:
-        """Token ids of the chat, opened for the answer. Raises ValueError where the model has no room for them, or the template for it."""
+        """Token ids of the chat, opened for the answer. Raises ValueError where the model has no room for
+        them, or the template for it."""
         ids = render_whole(self.tokenizer, chat, LossyText.refuse, for_generation=True, tools=tools)
         architecture = self._model.source.architecture
         (request, *_) = self.requests([ids])
@@ -98,7 +119,11 @@ class Writer:
 
     def _fitting(self, prompts: Sequence[list[int]]) -> SamplingParameters:
         room = self._model.source.architecture.max_position_embeddings - max(map(len, prompts))
-        return self._sampling if self._is_limit_given or room >= _MAX_TOKENS else replace(self._sampling, max_new_tokens=max(1, room))
+        return (
+            self._sampling
+            if self._is_limit_given or room >= _MAX_TOKENS
+            else replace(self._sampling, max_new_tokens=max(1, room))
+        )
 
     def requests(self, prompts: Sequence[list[int]]) -> list[GenerationRequest]:
         """`n` of each prompt, side by side."""
@@ -112,16 +137,23 @@ class Writer:
     def load(self) -> None:
         """Says on the standard error what it is."""
         start_s = time.monotonic()
-        device, dtype = (Device.cuda, DType.bfloat16) if torch.cuda.is_available() else (Device.cpu, DType.float32)
+        device, dtype = (
+            (Device.cuda, DType.bfloat16) if torch.cuda.is_available() else (Device.cpu, DType.float32)
+        )
         config = ModelConfig(path=str(self._model.source.companions), dtype=dtype)
         is_ended = self._has_stop_text if self._stop_texts else None
-        self._engine = HFEngine(RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended)
+        self._engine = HFEngine(
+            RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended
+        )
         with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
             self._engine.begin_weight_update(manifest)
             self._engine.load_folder(folder)
             self._engine.end_weight_update(1)
         seconds = time.monotonic() - start_s
-        print(f"{self._model.source.folder}: {dtype.value} on {device.value}, loaded in {seconds:.1f} s", file=sys.stderr)
+        print(
+            f"{self._model.source.folder}: {dtype.value} on {device.value}, loaded in {seconds:.1f} s",
+            file=sys.stderr,
+        )
 
     def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
         """`n` of each prompt, side by side."""
@@ -129,9 +161,13 @@ class Writer:
         for sample in self._engine.generate(prompts, self._fitting(prompts)):
             token_ids = sample.token_ids.tolist()
             text = self._text(token_ids)
-            end = min((start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text))
+            end = min(
+                (start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text)
+            )
             pieces = [str(self.tokenizer.decode([token_id])) for token_id in token_ids]
-            continuations.append(Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason))
+            continuations.append(
+                Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason)
+            )
         return continuations
 
     def _has_stop_text(self, token_ids: list[int]) -> bool:
@@ -147,8 +183,17 @@ def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: 
         chat = chats[index // parsed.n]
         sample = index % parsed.n
         if parsed.json:
-            tokens = {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs} if parsed.log_probs else {}
-            values = {"messages": chat, "sample": sample, "text": continuation.text, "finish_reason": continuation.finish_reason}
+            tokens = (
+                {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs}
+                if parsed.log_probs
+                else {}
+            )
+            values = {
+                "messages": chat,
+                "sample": sample,
+                "text": continuation.text,
+                "finish_reason": continuation.finish_reason,
+            }
             print(dump_readable({**values, **tokens}))
             continue
         if len(written) > 1:
@@ -158,7 +203,9 @@ def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: 
 
 def _print_text(continuation: Continuation, with_log_probs: bool) -> None:
     print(continuation.text, flush=True)
-    for log_prob, piece in zip(continuation.log_probs, continuation.pieces, strict=True) if with_log_probs else ():
+    for log_prob, piece in (
+        zip(continuation.log_probs, continuation.pieces, strict=True) if with_log_probs else ()
+    ):
         print(f"{log_prob:10.4f}  {piece!r}")
 
 

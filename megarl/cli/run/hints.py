@@ -1,4 +1,5 @@
-"""What to try after a failure: the hint of the error, or of a table of other programs' messages, with the numbers of the run."""
+"""What to try after a failure: the hint of the error, or of a table of other programs' messages, with the
+numbers of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Cause(NamedTuple):
         message: The lines that are shown.
         text: All that was said, with the traceback.
         hint: The hint of the error, with its fields not yet filled.
-        role: The role of the call that failed, empty for what the driver did. Roles that share a process are joined by "+".
+        role: The role of the call that failed, empty for what the driver did. Roles that share a process are
+            joined by "+".
         method: The method of that call.
     """
 
@@ -56,7 +58,8 @@ class ForeignFailure(NamedTuple):
 def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
     """Return what to try, a line each, empty where nothing is known.
 
-    A message of CUDA, the system or Ray is more specific than the error of ours that it caused, so it comes first.
+    A message of CUDA, the system or Ray is more specific than the error of ours that it caused, so it comes
+    first.
 
     Args:
         cause: The failure.
@@ -75,11 +78,14 @@ def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
-def _filled(hint: Sequence[str], cause: Cause, config: RunConfig | None, found: Mapping[str, str | None]) -> list[str]:
+def _filled(
+    hint: Sequence[str], cause: Cause, config: RunConfig | None, found: Mapping[str, str | None]
+) -> list[str]:
     """Replace each `{field}` by its value, and drop the lines with a field that this run does not have.
 
-    A field is the name of a fact, a group of the pattern that was found, or one or more keys of the configuration, of which those
-    that are set are shown as `key=value`. `role.` at the beginning of a key stands for the section of the role that failed.
+    A field is the name of a fact, a group of the pattern that was found, or one or more keys of the
+    configuration, of which those that are set are shown as `key=value`. `role.` at the beginning of a key
+    stands for the section of the role that failed.
     """
     lines: list[str] = []
     for line in hint:
@@ -147,7 +153,10 @@ def _free_disk(config: RunConfig | None) -> str:
     """Return a line for each folder that a run writes to, with the room that is left there."""
     places = {"/dev/shm": Path("/dev/shm"), "temporary files, and Ray's": Path(tempfile.gettempdir())}
     if config is not None:
-        of_run = {"trainer.output_dir": Path(config.trainer.output_dir), "the checkpoints": checkpoint_path(config)}
+        of_run = {
+            "trainer.output_dir": Path(config.trainer.output_dir),
+            "the checkpoints": checkpoint_path(config),
+        }
         places = {**of_run, **places}
 
     lines = []
@@ -191,48 +200,70 @@ _DEVICE_MEMORY = (
     "less at a time: {role.micro_batch.max_tokens, role.micro_batch.sequences}; try half",
     "activations: {role.recompute}; full keeps the fewest and takes about a third more time",
     "more devices for the model: {role.parallel.tensor_parallel_size, role.parallel.context_parallel_size, "
-    "role.parallel.pipeline_parallel_size, role.parallel.data_parallel_size}; the optimizer's state is cut over "
+    "role.parallel.pipeline_parallel_size, role.parallel.data_parallel_size}; the optimizer's state is cut "
+    "over "
     "data_parallel_size as well",
     "logits: {logit_chunk}; try half",
     "roles that share its devices: {placement.strategy}; `megarl plan` prints the memory of each device",
 )
-_GPU_FULL = "CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|torch\\.(cuda\\.)?OutOfMemoryError"
+_GPU_FULL = (
+    "CUDA out of memory|CUDA error: out of "
+    "memory|CUBLAS_STATUS_ALLOC_FAILED|torch\\.(cuda\\.)?OutOfMemoryError"
+)
 
 # The first that is found is taken: what is certain before what is likely.
 FOREIGN_FAILURES = (
     ForeignFailure(_GPU_FULL, LESS_ENGINE_MEMORY, call=r"rollout\."),
-    ForeignFailure(_GPU_FULL, ("sending weights: {resharding.bucket_mb}; try half", *_DEVICE_MEMORY), call=r"[^.]+\..*(push|weight)"),
+    ForeignFailure(
+        _GPU_FULL,
+        ("sending weights: {resharding.bucket_mb}; try half", *_DEVICE_MEMORY),
+        call=r"[^.]+\..*(push|weight)",
+    ),
     ForeignFailure(_GPU_FULL, _DEVICE_MEMORY, call=r"[^.]+\."),
-    ForeignFailure(_GPU_FULL, ("the GPU is full: use a device with more memory, or smaller parts", *_DEVICE_MEMORY)),
+    ForeignFailure(
+        _GPU_FULL, ("the GPU is full: use a device with more memory, or smaller parts", *_DEVICE_MEMORY)
+    ),
     ForeignFailure(r"memory monitor ended the process|node running low on memory", hints.MEMORY_MONITOR),
-    ForeignFailure(r"can't allocate memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b", hints.HOST_MEMORY),
+    ForeignFailure(
+        r"can't allocate memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b", hints.HOST_MEMORY
+    ),
     ForeignFailure(
         r"No space left on device|Disk quota exceeded|OutOfDiskError",
         (
             "make room where it is full; of the driver's node:",
             "{free_disk}",
-            "fewer checkpoints: {checkpoint.keep, checkpoint.save_hf, checkpoint.every_steps}; elsewhere: checkpoint.dir",
+            "fewer checkpoints: {checkpoint.keep, checkpoint.save_hf, checkpoint.every_steps}; elsewhere: "
+            "checkpoint.dir",
         ),
     ),
     ForeignFailure(
         # the port stands before the words, behind them, or nowhere
         r"(?s)^(?=.*(?:Address already in use|EADDRINUSE))(?:.*?(?:port[ =:]+|:)(?P<port>\d{4,5})\b)?",
         (
-            "another process listens there: `ss -ltnp | grep {port}` on the node says which; end it, if it is a leftover of a run",
-            "megarl itself asks the system for free ports; a port given by hand is in RAY_ADDRESS or MASTER_PORT: give another",
+            "another process listens there: `ss -ltnp | grep {port}` on the node says which; end it, if it "
+            "is a leftover of a run",
+            "megarl itself asks the system for free ports; a port given by hand is in RAY_ADDRESS or "
+            "MASTER_PORT: give another",
         ),
     ),
-    ForeignFailure(r"ActorUnschedulableError|ActorPlacementGroupRemoved|placement group .* (removed|infeasible)", hints.NO_RESOURCES),
+    ForeignFailure(
+        r"ActorUnschedulableError|ActorPlacementGroupRemoved|placement group .* (removed|infeasible)",
+        hints.NO_RESOURCES,
+    ),
     ForeignFailure(
         r"node timed out during startup",
         (
-            "Ray gives its own processes 30 s to start, whatever is set. The same command again often succeeds: their files are in "
+            "Ray gives its own processes 30 s to start, whatever is set. The same command again often "
+            "succeeds: their files are in "
             "memory by now",
-            "a busy machine ({load}): `ps -C raylet,gcs_server -o pid,etime,user` shows other runs and leftovers; `ray stop` ends "
+            "a busy machine ({load}): `ps -C raylet,gcs_server -o pid,etime,user` shows other runs and "
+            "leftovers; `ray stop` ends "
             "yours, also those at work",
-            "a slow or full disk: Ray works in {ray_folder} ({ray_folder_free}); RAY_TMPDIR=FOLDER for a local one with room",
+            "a slow or full disk: Ray works in {ray_folder} ({ray_folder_free}); RAY_TMPDIR=FOLDER for a "
+            "local one with room",
             "in Ray's words: raylet.err and gcs_server.err in {ray_folder}/ray/session_latest/logs",
-            "or start Ray by itself, as often as it needs: `ray start --head`, then RAY_ADDRESS=auto and the same command",
+            "or start Ray by itself, as often as it needs: `ray start --head`, then RAY_ADDRESS=auto and "
+            "the same command",
         ),
     ),
 )

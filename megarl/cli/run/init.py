@@ -1,4 +1,5 @@
-"""`megarl init [FOLDER]`: writes the first files of a run: a commented configuration, a reward with its test, a data script."""
+"""`megarl init [FOLDER]`: writes the first files of a run: a commented configuration, a reward with its test,
+a data script."""
 
 from __future__ import annotations
 
@@ -72,14 +73,21 @@ def run(wishes: Wishes) -> int:
     reward = _reward(data, wishes.validation) if wishes.kind is RunKind.ppo else None
     files = {CONFIG_FILE: _config(wishes, model, data, reward)}
     files |= {} if reward is None else {REWARD_FILE: reward.source}
-    files |= {DATA_SCRIPT: (STARTER / DATA_SCRIPT).read_text(encoding="utf-8")} if data is None else data.split
+    files |= (
+        {DATA_SCRIPT: (STARTER / DATA_SCRIPT).read_text(encoding="utf-8")} if data is None else data.split
+    )
     wishes.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_whole(wishes.folder / name, text)
     if data is None:
-        subprocess.run([sys.executable, str(wishes.folder / DATA_SCRIPT)], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, str(wishes.folder / DATA_SCRIPT)], check=True, stdout=subprocess.DEVNULL
+        )
 
-    print(f"{wishes.folder}: wrote {', '.join(files)}" + (f"; by {DATA_SCRIPT}: {', '.join(_MADE)}" if data is None else ""))
+    print(
+        f"{wishes.folder}: wrote {', '.join(files)}"
+        + (f"; by {DATA_SCRIPT}: {', '.join(_MADE)}" if data is None else "")
+    )
     for line in _remarks(wishes, data, reward):
         print(line)
     print("next:")
@@ -93,7 +101,10 @@ def _refuse_existing(wishes: Wishes) -> None:
     script = [DATA_SCRIPT] if wishes.data is None else []
     names = [CONFIG_FILE, *([REWARD_FILE] if wishes.kind is RunKind.ppo else []), *script, *_MADE]
     if there := [name for name in names if (wishes.folder / name).exists()]:
-        raise ValueError(f"{wishes.folder} has {', '.join(there)} already, and nothing is written over: give another folder")
+        raise ValueError(
+            f"{wishes.folder} has {', '.join(there)} already, and nothing is written over: give another "
+            f"folder"
+        )
 
 
 def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
@@ -101,7 +112,9 @@ def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
         return ChosenReward(NUMBER.source(), NUMBER.prompt, [])
     columns: dict[str, Any] = dict(data.columns_here)
     val_files = [] if validation is None else [validation]
-    return choose_reward(DataConfig(train_files=[data.path], val_files=val_files, columns=PromptColumnsConfig(**columns)))
+    return choose_reward(
+        DataConfig(train_files=[data.path], val_files=val_files, columns=PromptColumnsConfig(**columns))
+    )
 
 
 def _remarks(wishes: Wishes, data: UserData | None, reward: ChosenReward | None) -> Iterator[str]:
@@ -126,7 +139,8 @@ def _config(wishes: Wishes, model: Architecture, data: UserData | None, reward: 
     train, validation, columns = _data_values(wishes, data)
     return template.format(
         algorithm=wishes.algorithm,
-        algorithms="or " + ", ".join(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml"))),
+        algorithms="or "
+        + ", ".join(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml"))),
         model=_from(wishes.folder, wishes.model),
         train=train,
         validation=f"[{validation or ''}]",
@@ -152,7 +166,9 @@ def _data_values(wishes: Wishes, data: UserData | None) -> tuple[str, str | None
     if data is None:
         is_rl = wishes.kind is RunKind.ppo
         made = (
-            {"prompt": "question", "ground_truth": "answer", "data_source": None} if is_rl else {"prompt": "question", "answer": "answer"}
+            {"prompt": "question", "ground_truth": "answer", "data_source": None}
+            if is_rl
+            else {"prompt": "question", "answer": "answer"}
         )
         return TRAIN_FILE, VALIDATION_FILE, _columns(made)
     train = TRAIN_FILE if data.split else _from(wishes.folder, data.path)
@@ -173,13 +189,16 @@ def _critic(wishes: Wishes) -> str:
     """Its section, where the algorithm has one."""
     if wishes.kind is RunKind.sft:
         return ""
-    algorithm = load_config(PPOConfig, str(CONFIGS_DIR / "quickstart.yaml"), [f"algorithm={wishes.algorithm}"]).algorithm
+    algorithm = load_config(
+        PPOConfig, str(CONFIGS_DIR / "quickstart.yaml"), [f"algorithm={wishes.algorithm}"]
+    ).algorithm
     needs = algorithm.advantage.estimator.needs.critic
     return f"\ncritic:\n  parallel:\n    data_parallel_size: {wishes.num_devices}\n" if needs else ""
 
 
 def _from(folder: Path, path: str) -> str:
-    """As the configuration names it: relative to its folder, where it was given so; a name on a hub as it is."""
+    """As the configuration names it: relative to its folder, where it was given so; a name on a hub as it
+    is."""
     return path if os.path.isabs(path) or is_hub_name(path) else os.path.relpath(path, folder)
 
 

@@ -1,4 +1,5 @@
-"""The policy that a command names: a Hugging Face folder, a run's folder, a checkpoint of it, or a folder of Megatron's own programs."""
+"""The policy that a command names: a Hugging Face folder, a run's folder, a checkpoint of it, or a folder of
+Megatron's own programs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _HUGGING_FACE = "huggingface"
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """run: the configuration of the run that made it, in the file `run_file`, and `run_dir` its folder; None for a model of no run."""
+    """run: the configuration of the run that made it, in the file `run_file`, and `run_dir` its folder; None
+    for a model of no run."""
 
     source: ModelSource
     run: RunConfig | None = None
@@ -42,9 +44,11 @@ class NamedModel:
 
 
 def find_model(path: Path, step: str = LATEST) -> NamedModel:
-    """step: `latest`, `best` (`checkpoint.keep_best`) or the number of a step, of a folder of checkpoints or of a run's.
+    """step: `latest`, `best` (`checkpoint.keep_best`) or the number of a step, of a folder of checkpoints or
+    of a run's.
 
-    A name on the hub is fetched. Raises ValueError for a folder that holds no language model, is damaged, or has no such step.
+    A name on the hub is fetched. Raises ValueError for a folder that holds no language model, is damaged, or
+    has no such step.
     """
     if is_hub_name(str(path)):
         path = model_folder(str(path), "MODEL", fetch=True)
@@ -55,16 +59,25 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
     except CheckpointError as error:  # here nothing has run yet: it is one line
         raise ValueError(str(error)) from error
     if source.head != "lm":
-        raise ValueError(f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that writes text")
+        raise ValueError(
+            f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that "
+            f"writes text"
+        )
     return NamedModel(
-        source=source, run=run, run_file=run_file, run_dir=path if os.path.isfile(path / CONFIG_FILE) and path != folder else None
+        source=source,
+        run=run,
+        run_file=run_file,
+        run_dir=path if os.path.isfile(path / CONFIG_FILE) and path != folder else None,
     )
 
 
 def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
     """The folder of one model, and the file of its run's configuration."""
     if not os.path.isdir(path):
-        raise CheckpointError(f"{path}: {'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}")
+        raise CheckpointError(
+            f"{path}: "
+            f"{'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}"
+        )
     if os.path.isfile(path / DESCRIPTION_FILE):
         _refuse_step(path, step, "is a checkpoint of one step")
         return path, path / CONFIG_FILE
@@ -83,9 +96,13 @@ def _of_run(path: Path, step: str) -> tuple[Path, Path]:
     if checkpoints.whole():
         chosen = _of_step(checkpoints, step)
         return chosen, chosen / CONFIG_FILE
-    if step == LATEST and os.path.isdir(path / _HUGGING_FACE):  # a run that saved nothing but the trained model
+    # a run that saved nothing but the trained model
+    if step == LATEST and os.path.isdir(path / _HUGGING_FACE):
         return path / _HUGGING_FACE, path / CONFIG_FILE
-    raise CheckpointError(f"{path}: is the folder of a run that has no checkpoint in {checkpoints.path}, and no trained model yet")
+    raise CheckpointError(
+        f"{path}: is the folder of a run that has no checkpoint in {checkpoints.path}, and no trained model "
+        f"yet"
+    )
 
 
 def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
@@ -99,7 +116,8 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
     if not step.isdecimal() or (name := step_name(int(step))) not in whole:
         kept = "" if step != BEST else ", as the run kept no best one (checkpoint.keep_best)"
         raise CheckpointError(
-            f"{checkpoints.path}: has no step {step!r}{kept}; give --step {LATEST}, or the number of one of {', '.join(whole)}"
+            f"{checkpoints.path}: has no step {step!r}{kept}; give --step {LATEST}, or the number of one of "
+            f"{', '.join(whole)}"
         )
     return whole[name]
 
@@ -114,15 +132,23 @@ def _run_config(file: Path) -> RunConfig:
 
 
 @contextmanager
-def hugging_face_folder(model: NamedModel, dtype: torch.dtype, scratch: Path | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """A folder from which engines load the model, with what is in its files: its own, where it has every tensor once and nothing else;
-    else one that is made below `scratch`, in `dtype`, and is gone after the block. Raises CheckpointError where it cannot be made."""
+def hugging_face_folder(
+    model: NamedModel, dtype: torch.dtype, scratch: Path | None = None
+) -> Iterator[tuple[Path, Manifest]]:
+    """A folder from which engines load the model, with what is in its files: its own, where it has every
+    tensor once and nothing else; else one that is made below `scratch`, in `dtype`, and is gone after the
+    block. Raises CheckpointError where it cannot be made."""
     source = model.source
     expected = manifest_of(source.architecture, dtype)
     if source.kind == "Hugging Face":
         stored = read_checkpoint_index(source.folder).tensors
-        if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(source.folder.glob("*.safetensors")):
-            yield source.folder, {name: TensorMeta(each.shape, TORCH_DTYPES[each.dtype]) for name, each in stored.items()}
+        if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(
+            source.folder.glob("*.safetensors")
+        ):
+            yield (
+                source.folder,
+                {name: TensorMeta(each.shape, TORCH_DTYPES[each.dtype]) for name, each in stored.items()},
+            )
             return
     with tempfile.TemporaryDirectory(prefix=".model-", dir=scratch) as temporary:
         folder = Path(temporary) / "model"

@@ -27,13 +27,15 @@ ENVIRONMENT_FILE = "environment.txt"  # in `trainer.output_dir`
 
 
 def refuse_launched_ranks(command: str) -> None:
-    """Raises ValueError where torchrun, or a launcher of its kind, has started this process: each of them would be a driver."""
+    """Raises ValueError where torchrun, or a launcher of its kind, has started this process: each of them
+    would be a driver."""
     size = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
         return
     raise ValueError(
         f"this process was started by torchrun, or by a launcher of its kind, as one of {size} "
-        f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl {command}` as it is; on several, "
+        f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl "
+        f"{command}` as it is; on several, "
         f"torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each (docs/launch.md)"
     )
 
@@ -54,7 +56,9 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
     plan = plan_placement(context.config)
     given = dict(os.environ)
     console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
-    start_ray(num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0)
+    start_ray(
+        num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0
+    )
     try:
         context.log_folder = log_folder()
         context.nodes = node_addresses()
@@ -63,12 +67,17 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
             device = Device.cuda if num_cluster_gpus() else Device.cpu
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
         joins_engines = joins_weight_groups(config, plan)
-        environment = _environment(device, given, [where for where in Where if joins_engines or where is not Where.weight_group_workers])
+        environment = _environment(
+            device,
+            given,
+            [where for where in Where if joins_engines or where is not Where.weight_group_workers],
+        )
         if context.output_dir is not None:
             write_whole(context.output_dir / ENVIRONMENT_FILE, environment)
         if context.verbose:
             print_line(console, environment)
-        if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):  # which nobody knew before
+        # which nobody knew before
+        if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):
             print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
         pools.create_resource_pool()
         yield RayProcesses(device=device, pools=pools)

@@ -1,4 +1,5 @@
-"""How a command goes on from a checkpoint, and how it says so: the state into the models, the run's files cut, what is different."""
+"""How a command goes on from a checkpoint, and how it says so: the state into the models, the run's files
+cut, what is different."""
 
 from __future__ import annotations
 
@@ -31,19 +32,33 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
     steps = config.trainer.total_steps
     summary = read_summary(output_dir)
     if summary is None:
-        return False  # also of a run that was killed between its last step and its end: it still writes the trained model
+        # also of a run that was killed between its last step and its end: it still writes the trained model
+        return False
     if resume is not None and resume.is_own:
         why = ends_early(config.trainer.early_stop, resume.state)
         if resume.step < steps and why is None:
             return False
-        print(f"the run in {output_dir} is complete: {resume.checkpoint} is of step {resume.step}. {_to_train_on(config, why)}")
+        print(
+            f"the run in {output_dir} is complete: {resume.checkpoint} is of step {resume.step}. "
+            f"{_to_train_on(config, why)}"
+        )
         return True
     if of_another_run(output_dir, config):
         return False  # which the folder's check refuses
-    weights = f"start from its weights: model.path={output_dir / 'huggingface'}" if config.checkpoint.save_hf else "start again"
-    further = f"It has no checkpoint (checkpoint.at_end was false); to train further, {weights}, with another trainer.output_dir"
+    weights = (
+        f"start from its weights: model.path={output_dir / 'huggingface'}"
+        if config.checkpoint.save_hf
+        else "start again"
+    )
+    further = (
+        f"It has no checkpoint (checkpoint.at_end was false); to train further, {weights}, with "
+        f"another trainer.output_dir"
+    )
     if summary["steps"] < steps and "stopped_early" not in summary:
-        raise ValueError(f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. {further}")
+        raise ValueError(
+            f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. "
+            f"{further}"
+        )
     print(f"the run in {output_dir} is complete: it ended after step {summary['steps']}. {further}")
     return True
 
@@ -58,7 +73,8 @@ def _to_train_on(config: RunConfig, why_it_ended_early: str | None) -> str:
 
 
 def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, resume: Resume | None) -> None:
-    """The models continue from the checkpoint, and the run's files end where it was written. Raises CheckpointError."""
+    """The models continue from the checkpoint, and the run's files end where it was written. Raises
+    CheckpointError."""
     if resume is None:
         return
     _print_differences(session.console, resume)
@@ -74,10 +90,15 @@ def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, re
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
     seconds = time.monotonic() - start_s
-    session.console.print(f"resumed from {resume.checkpoint} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True)
+    session.console.print(
+        f"resumed from {resume.checkpoint} after step {resume.step}, loaded in {seconds:.1f} s",
+        soft_wrap=True,
+    )
 
 
-def open_checkpoints(session: Session, config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None) -> Checkpointer:
+def open_checkpoints(
+    session: Session, config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None
+) -> Checkpointer:
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
@@ -96,11 +117,15 @@ def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if why := checkpoints.stopped_early:
         told["stopped_early"] = why
-        session.console.print(f"ended early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False)
+        session.console.print(
+            f"ended early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False
+        )
     if best := checkpoints.best:
         told["best"] = best._asdict()
         session.console.print(
-            f"the best {best.metric} is {best.value:.6g}, of the checkpoint of step {best.step}", soft_wrap=True, highlight=False
+            f"the best {best.metric} is {best.value:.6g}, of the checkpoint of step {best.step}",
+            soft_wrap=True,
+            highlight=False,
         )
     return told
 
@@ -109,10 +134,18 @@ def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
     """The exit status of a run that was told to end."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
-    session.console.print(f"ended by SIGTERM {saved}; run the same command to resume from there", soft_wrap=True, highlight=False)
+    session.console.print(
+        f"ended by SIGTERM {saved}; run the same command to resume from there",
+        soft_wrap=True,
+        highlight=False,
+    )
     return TERMINATED
 
 
 def _print_differences(console: Console, resume: Resume) -> None:
     for change in resume.differences:
-        print_line(console, f"other than when {resume.checkpoint.name} was written: {change.key}={change.now} (was {change.before})")
+        print_line(
+            console,
+            f"other than when {resume.checkpoint.name} was written: {change.key}={change.now} (was "
+            f"{change.before})",
+        )

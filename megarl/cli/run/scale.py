@@ -23,17 +23,20 @@ def run(run_dir: str, num_replicas: int) -> int:
     record = read_status(folder)
     if not is_running(record):
         raise ValueError(
-            f"{last_words(folder, record)}. To resume with {counted(num_replicas, 'replica')}: rollout.num_replicas={num_replicas}"
+            f"{last_words(folder, record)}. To resume with {counted(num_replicas, 'replica')}: "
+            f"rollout.num_replicas={num_replicas}"
         )
     config = load_config(PPOConfig, folder / CONFIG_FILE)
     if OffloadPlan(plan_placement(config)).engines_move:
         raise ValueError(
-            f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with others on the same devices, so "
+            f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with "
+            f"others on the same devices, so "
             "none can join or leave; split_collocate and stand_alone give them devices of their own"
         )
     ask_for(folder, num_replicas)  # also where the status has as many: it is some seconds old
     print(
-        f"{folder}: asked for {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the run checks between "
+        f"{folder}: asked for {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the "
+        f"run checks between "
         f"two steps, and new replicas get weights before their first request: megarl status {folder} --watch"
     )
     return 0

@@ -1,4 +1,5 @@
-"""`megarl score CONFIG ROWS`: runs the reward functions of a configuration on a file of responses, without a model. Imports no torch."""
+"""`megarl score CONFIG ROWS`: runs the reward functions of a configuration on a file of responses, without a
+model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,23 +33,36 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         of_ground_truth: Score the ground truth of each row as a response (see rewards.truths).
 
     Returns:
-        1 where more rows fail than `reward.max_error_rate` allows, with which a run would end, or a ground truth is refused; else 0.
+        1 where more rows fail than `reward.max_error_rate` allows, with which a run would end, or a ground
+        truth is refused; else 0.
 
     Raises:
-        ConfigError, DataError for rows that have no response, RewardFunctionError for functions that cannot be loaded.
+        ConfigError, DataError for rows that have no response, RewardFunctionError for functions that cannot
+        be loaded.
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
     rows = list(read_rows([rows_path], (), _COLUMNS))
     truths = [_truth(row) for row in rows]
-    with RewardScorer(reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox) as scorer:
+    with RewardScorer(
+        reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox
+    ) as scorer:
         if of_ground_truth:
             return _print_trials(reward, rows, try_truths(scorer, truths))
         responses = [_response(row) for row in rows]
         report = scorer.score(
-            [truth.request(response)._replace(uid=_uid(row)) for row, truth, response in zip(rows, truths, responses, strict=True)]
+            [
+                truth.request(response)._replace(uid=_uid(row))
+                for row, truth, response in zip(rows, truths, responses, strict=True)
+            ]
         )
     scored = zip(rows, responses, report.scores, report.is_scored, strict=True)
-    _print_scores([_Scored(index, _uid(row), text, score) for index, (row, text, score, is_scored) in enumerate(scored) if is_scored])
+    _print_scores(
+        [
+            _Scored(index, _uid(row), text, score)
+            for index, (row, text, score, is_scored) in enumerate(scored)
+            if is_scored
+        ]
+    )
     return _print_errors(reward, [str(error) for error in report.errors], len(rows))
 
 
@@ -56,7 +70,9 @@ def _truth(row: DataRow) -> TruthRow:
     values = row.values
     model = values.get("reward_model") or {}
     if "ground_truth" not in values and "ground_truth" not in model:
-        raise row.error("ground_truth", "is missing; give it in a column, or in reward_model as the training data have it")
+        raise row.error(
+            "ground_truth", "is missing; give it in a column, or in reward_model as the training data have it"
+        )
     truth = values["ground_truth"] if "ground_truth" in values else model["ground_truth"]
     if "data_source" not in values:
         raise row.error("data_source", "is missing; the function gets it as its first argument")
@@ -65,7 +81,10 @@ def _truth(row: DataRow) -> TruthRow:
 
 def _response(row: DataRow) -> str:
     if "response" not in row.values:
-        raise row.error("response", "is missing: what a model would write. With --ground-truth the right answers are scored instead")
+        raise row.error(
+            "response",
+            "is missing: what a model would write. With --ground-truth the right answers are scored instead",
+        )
     return str(typed_value(row, "response", str, "'the answer is 5'"))
 
 
@@ -84,13 +103,20 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
         known = counted(underivable, "ground truth")
         print(f"no response can be derived from {known} that can be read (answer_from_truth returns None)")
     if alike := worthless(trials):
-        print(f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; {TRUTH_FORM_HINT}")
+        print(
+            f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; "
+            f"{TRUTH_FORM_HINT}"
+        )
     status = GOOD
     for file, lines in refused(trials).items():
         print(f"refused, {counted(len(lines), 'row')} of {file}:")
         print("\n".join(f"  {line}" for line in lines[:NUM_SHOWN]))
         status = FAILED
-    errors = [f"sample {index} (uid {_uid(rows[index])}): {trial.error}" for index, trial in enumerate(trials) if trial.error is not None]
+    errors = [
+        f"sample {index} (uid {_uid(rows[index])}): {trial.error}"
+        for index, trial in enumerate(trials)
+        if trial.error is not None
+    ]
     return max(status, _print_errors(reward, errors, len(trials)))
 
 
@@ -98,7 +124,8 @@ def _print_scores(scored: Sequence[_Scored]) -> None:
     if scored:
         scores = [each.score for each in scored]
         print(
-            f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, least {min(scores):.4g}, most {max(scores):.4g}"
+            f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, least "
+            f"{min(scores):.4g}, most {max(scores):.4g}"
         )
     for each in scored[:NUM_SHOWN]:
         print(f"  row {each.row} (uid {each.uid}): {each.score:.4g}  {_short(each.response)}")

@@ -1,4 +1,5 @@
-"""What every run has around its trainer: the output folder, its processes, the monitor, and an end that leaves nothing behind."""
+"""What every run has around its trainer: the output folder, its processes, the monitor, and an end that
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ class Session:
 
 @contextmanager
 def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session]:
-    """Makes the run's folder with the resolved `config.yaml`, and starts the processes, which end with the block.
+    """Makes the run's folder with the resolved `config.yaml`, and starts the processes, which end with the
+    block.
 
-    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be written, and what `ray_processes`
-    raises.
+    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be
+    written, and what `ray_processes` raises.
     """
     config = context.config
     position = Position()
@@ -76,14 +78,21 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
         Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
     ):
         yield Session(
-            output_dir=output_dir, processes=started, console=console, termination=termination, position=position, at_last=at_last
+            output_dir=output_dir,
+            processes=started,
+            console=console,
+            termination=termination,
+            position=position,
+            at_last=at_last,
         )
 
 
 def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
-    """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is cleared: it starts over."""
+    """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is
+    cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    for folder in output_dir.glob(PUSHED_FOLDERS):  # of a process that was killed while it sent weights through the disk
+    # of a process that was killed while it sent weights through the disk
+    for folder in output_dir.glob(PUSHED_FOLDERS):
         shutil.rmtree(folder)
     metrics = output_dir / METRICS_FILE
     if not metrics.exists() or (resume is not None and resume.is_own):
@@ -91,11 +100,13 @@ def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: 
     num_steps = metrics.read_bytes().count(b"\n")
     if num_steps and (why := of_another_run(output_dir, config)):
         raise ValueError(
-            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the folder or give a new one, "
+            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the "
+            f"folder or give a new one, "
             "so that two runs are not mixed"
         )
     console.print(
-        f"the run in {output_dir} ended before its first checkpoint, after {counted(num_steps, 'logged step')}: starting over",
+        f"the run in {output_dir} ended before its first checkpoint, after "
+        f"{counted(num_steps, 'logged step')}: starting over",
         style="yellow",
         soft_wrap=True,
         highlight=False,
@@ -114,7 +125,8 @@ def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
 
 
 def read_summary(output_dir: Path) -> dict[str, Any] | None:
-    """What `write_summary` wrote; None where no run has come to its end here. Raises ValueError where that is damaged."""
+    """What `write_summary` wrote; None where no run has come to its end here. Raises ValueError where that is
+    damaged."""
     path = output_dir / SUMMARY_FILE
     try:
         summary = json.loads(path.read_bytes())
@@ -139,12 +151,21 @@ def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None
         if data_set.num_filtered:
             total = len(data_set) + data_set.num_filtered
             console.print(
-                f"{name}: left out {data_set.num_filtered:,} of {total:,} rows, longer than the configuration allows", style="yellow"
+                f"{name}: left out {data_set.num_filtered:,} of {total:,} rows, longer than the "
+                f"configuration allows",
+                style="yellow",
             )
 
 
-def open_monitor(session: Session, config: RunConfig, groups: Sequence[Watched], resume: Resume | None) -> Monitor:
-    progress = ProgressBar(title_of(config), config.trainer.total_steps, session.console, done=0 if resume is None else resume.step)
+def open_monitor(
+    session: Session, config: RunConfig, groups: Sequence[Watched], resume: Resume | None
+) -> Monitor:
+    progress = ProgressBar(
+        title_of(config),
+        config.trainer.total_steps,
+        session.console,
+        done=0 if resume is None else resume.step,
+    )
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
     run = TrackedRun(
@@ -156,7 +177,9 @@ def open_monitor(session: Session, config: RunConfig, groups: Sequence[Watched],
         resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
     num_devices = plan_placement(config).num_devices
-    return Monitor(groups, Tracker(names, run), Timeline(session.output_dir), progress, num_devices, session.position)
+    return Monitor(
+        groups, Tracker(names, run), Timeline(session.output_dir), progress, num_devices, session.position
+    )
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -23,7 +23,8 @@ from megarl.trainers.sft import SFTTrainer
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started."""
+    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError
+    before a process is started."""
     refuse_launched_ranks("sft")
     config = load_for_run(SFTConfig, config_path, overrides)
     with run_context_of(config, verbose) as context:
@@ -48,7 +49,9 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
 
     with open_session(context, resume) as session:
-        report_filtered(session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {}))
+        report_filtered(
+            session.console, {"data.train_files": train} | ({"data.val_files": held_out} if held_out else {})
+        )
         actor = start_sft(config, architecture, session.processes.device, session.processes.pools)
         saved = sft_models(config, actor)
         load_checkpoint(session, config, saved, resume)
@@ -68,5 +71,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)
         told = say_ended(session, checkpoints)
-        write_summary(session.output_dir, {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told})
+        write_summary(
+            session.output_dir,
+            {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told},
+        )
     return 0

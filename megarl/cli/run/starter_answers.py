@@ -23,7 +23,9 @@ _LONGEST_TEXT = 100
 _LETTER = re.compile(r"[A-J]", re.IGNORECASE)
 _NUMBER = re.compile(r"-?[$€£]?-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)(?:[eE][+-]?\d+)?\s*%?")
 _DATE_OR_TIME = re.compile(r"\d+[-/.]\d+[-/.]\d+|\d:\d\d")
-_MATH_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+|\b(?:sin|cos|tan|log|ln|exp|sqrt|and|or)\b")
+_MATH_WORDS = re.compile(
+    r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+|\b(?:sin|cos|tan|log|ln|exp|sqrt|and|or)\b"
+)
 _TESTS = re.compile(r"\bassert\b.*\(|\"(?:stdin|call)\"\s*:")
 _PROGRAM = re.compile(r"^\s*(?:(?:def|class) .*:|(?:from|import) [\w.]+.*|#include\b.*)\s*$", re.MULTILINE)
 
@@ -47,17 +49,24 @@ def looks_mathematical(answer: Any) -> bool:
     if "\\boxed" in answer:
         return True
     has_words = re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is not None
-    return not has_words and not _DATE_OR_TIME.search(answer) and re.search(r"[\d\\^=]|^\W*[A-Za-z]\W*$", answer) is not None
+    return (
+        not has_words
+        and not _DATE_OR_TIME.search(answer)
+        and re.search(r"[\d\\^=]|^\W*[A-Za-z]\W*$", answer) is not None
+    )
 
 
 def looks_like_tests(answer: Any) -> bool:
     if isinstance(answer, list):
-        return bool(answer) and all(isinstance(test, dict) or (isinstance(test, str) and "assert" in test) for test in answer)
+        return bool(answer) and all(
+            isinstance(test, dict) or (isinstance(test, str) and "assert" in test) for test in answer
+        )
     return isinstance(answer, str) and _TESTS.search(answer) is not None
 
 
 def find_choices(data: DataConfig) -> list[str]:
-    """Return the few different answers that all rows have; none if there are many of them, or too few rows to tell."""
+    """Return the few different answers that all rows have; none if there are many of them, or too few rows to
+    tell."""
     labels: dict[str, str] = {}
     num_rows = 0
     for row in read_reward_rows([*data.train_files, *data.val_files], data.columns):
@@ -67,14 +76,22 @@ def find_choices(data: DataConfig) -> list[str]:
         label = answer.strip(" ().") if isinstance(answer, str) else str(answer)
         labels.setdefault(label.casefold(), label)
         num_rows += 1
-        if not isinstance(answer, str | bool) or not 0 < len(label) <= _LONGEST_CHOICE or len(labels) > _MOST_CHOICES:
+        if (
+            not isinstance(answer, str | bool)
+            or not 0 < len(label) <= _LONGEST_CHOICE
+            or len(labels) > _MOST_CHOICES
+        ):
             return []
 
     # Letters are choices in a file of any length, and a letter that is no answer in it may be a choice too.
     if labels and all(_LETTER.fullmatch(label) for label in labels.values()):
         last = max(label.upper() for label in labels.values())
         return [chr(code) for code in range(ord("A"), max(ord(last), ord("B")) + 1)]
-    if len(labels) < 2 or num_rows < _ROWS_PER_CHOICE * len(labels) or all(map(looks_like_number, labels.values())):
+    if (
+        len(labels) < 2
+        or num_rows < _ROWS_PER_CHOICE * len(labels)
+        or all(map(looks_like_number, labels.values()))
+    ):
         return []
     return sorted(labels.values())
 
@@ -85,8 +102,14 @@ def why_not_text(answers: Sequence[Any]) -> str | None:
         return "all of them are null"
     if share(lambda answer: isinstance(answer, list | dict), answers) >= LOOKS_SHARE:
         return f"they are lists or mappings, such as {short(answers[0])}"
-    if share(lambda answer: isinstance(answer, str) and _PROGRAM.search(answer) is not None, answers) >= LOOKS_SHARE:
-        return "they are programs, and many programs solve the same task; give tests in a column `tests`, as docs/rewards.md describes"
+    if (
+        share(lambda answer: isinstance(answer, str) and _PROGRAM.search(answer) is not None, answers)
+        >= LOOKS_SHARE
+    ):
+        return (
+            "they are programs, and many programs solve the same task; give tests in a column `tests`, "
+            "as docs/rewards.md describes"
+        )
     length = int(median(len(str(answer)) for answer in answers))
     if length > _LONGEST_TEXT:
         return f"they are texts of {length:,} characters (the median), which no response will repeat"

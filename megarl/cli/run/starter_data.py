@@ -1,4 +1,5 @@
-"""The user's data file in `megarl init`: which columns hold questions and answers, and which questions are held out for validation."""
+"""The user's data file in `megarl init`: which columns hold questions and answers, and which questions are
+held out for validation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class UserData:
         columns_here: The value of `data.columns` for reading the file itself.
         num_rows: The rows that are trained on.
         num_held_out: The held-out rows, if they come from the same file.
-        split: Name -> text of the files to write instead of using the file itself; empty if nothing is held out.
+        split: Name -> text of the files to write instead of using the file itself; empty if nothing is held
+            out.
     """
 
     path: str
@@ -66,11 +68,15 @@ class UserData:
         """What is held out of the file for validation, or why nothing is."""
         if not self.split:
             return (
-                f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out rows with --val, or set "
+                f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out "
+                f"rows with --val, or set "
                 "data.val_files and trainer.validate_every_steps"
             )
         num_all = self.num_rows + self.num_held_out
-        return f"{self.num_held_out:,} of the {num_all:,} rows are held out in {VALIDATION_FILE}; {TRAIN_FILE} has none of their questions"
+        return (
+            f"{self.num_held_out:,} of the {num_all:,} rows are held out in {VALIDATION_FILE}; "
+            f"{TRAIN_FILE} has none of their questions"
+        )
 
 
 def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData:
@@ -87,18 +93,34 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     if validation is not None:
         next(read_rows([validation], columns.required))
     rows = [_Row.of(row, columns) for row in read_rows([path], columns.required, columns.optional)]
-    held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(row.question for row in rows)))
+    held_out = (
+        set[bytes]()
+        if validation is not None
+        else _choose_held_out(list(dict.fromkeys(row.question for row in rows)))
+    )
     needs_source = kind is RunKind.ppo and not columns.has_source
     here: dict[str, str | None] = columns.named | ({"data_source": None} if needs_source else {})
     if not held_out:
-        return UserData(path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={})
+        return UserData(
+            path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={}
+        )
 
     # Both files have the data source of the file that they come from, so that metrics are named after it.
     source = {"data_source": Path(path).stem} if needs_source else {}
     train = [row for row in rows if row.question not in held_out]
     validate = [row for row in rows if row.question in held_out]
-    split = {name: "".join(row.line(path, source) for row in part) for name, part in ((TRAIN_FILE, train), (VALIDATION_FILE, validate))}
-    return UserData(path=path, columns=dict(columns.named), columns_here=here, num_rows=len(train), num_held_out=len(validate), split=split)
+    split = {
+        name: "".join(row.line(path, source) for row in part)
+        for name, part in ((TRAIN_FILE, train), (VALIDATION_FILE, validate))
+    }
+    return UserData(
+        path=path,
+        columns=dict(columns.named),
+        columns_here=here,
+        num_rows=len(train),
+        num_held_out=len(validate),
+        split=split,
+    )
 
 
 def _find_columns(path: str, kind: RunKind) -> Columns:
@@ -113,11 +135,15 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
     answer = next((name for name in known if name in found), None)
     if question is None or answer is None:
         raise ValueError(
-            f"{path} has the columns {', '.join(found)}: a question is looked for in {', '.join(_QUESTIONS)}, its answer in "
-            f"{', '.join(known)}; leave --data out, and name file and columns in the configuration (data.train_files, data.columns)"
+            f"{path} has the columns {', '.join(found)}: a question is looked for in "
+            f"{', '.join(_QUESTIONS)}, its answer in "
+            f"{', '.join(known)}; leave --data out, and name file and columns in the configuration "
+            f"(data.train_files, data.columns)"
         )
     if kind is RunKind.sft:
-        return Columns(question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False)
+        return Columns(
+            question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False
+        )
 
     # Columns that are called as `data.columns` calls them by default need no line there.
     named: dict[str, str | None] = {} if question == "prompt" else {"prompt": question}
@@ -134,7 +160,9 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, row: DataRow, columns: Columns) -> _Row:
-        values = {name: row.values[name] for name in (*columns.required, *columns.optional) if name in row.values}
+        values = {
+            name: row.values[name] for name in (*columns.required, *columns.optional) if name in row.values
+        }
         text = json.dumps(values[columns.question], default=repr)
         return cls(row.number, hashlib.sha256(text.encode()).digest(), values)
 
@@ -143,7 +171,8 @@ class _Row(NamedTuple):
             return json.dumps(self.values | more, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{path}, row {self.number}: {error}, so no held-out rows can be written as JSON lines; give a validation file with --val"
+                f"{path}, row {self.number}: {error}, so no held-out rows can be written as JSON lines; "
+                f"give a validation file with --val"
             ) from error
 
 

@@ -1,4 +1,5 @@
-"""The reward that `megarl init` writes: chosen by the answers in the data, and tried on them before it is written."""
+"""The reward that `megarl init` writes: chosen by the answers in the data, and tried on them before it is
+written."""
 
 from __future__ import annotations
 
@@ -45,18 +46,26 @@ class RewardKind(NamedTuple):
         return (STARTER / f"{self.name}_reward.py").read_text(encoding="utf-8")
 
 
-NUMBER = RewardKind("number", "numbers", "the last number of a response is compared with the answer", "Answer with a number.")
+NUMBER = RewardKind(
+    "number", "numbers", "the last number of a response is compared with the answer", "Answer with a number."
+)
 MATH = RewardKind(
     "math",
     "mathematical expressions",
     "the last \\boxed{} of a response is compared with the answer by its value",
     "Put the final answer into \\boxed{}.",
 )
-CHOICE = RewardKind("choice", "choices", "the choice that a response names is compared with the answer", "Answer with your choice alone.")
+CHOICE = RewardKind(
+    "choice",
+    "choices",
+    "the choice that a response names is compared with the answer",
+    "Answer with your choice alone.",
+)
 TEXT = RewardKind(
     "text",
     "free texts",
-    'what follows "the answer is" in a response, otherwise the whole response, must equal the answer, except for case, spaces and the '
+    'what follows "the answer is" in a response, otherwise the whole response, must equal the answer, '
+    "except for case, spaces and the "
     "punctuation around it",
     "End with the answer alone, after the words the answer is.",
 )
@@ -87,7 +96,8 @@ class _Proof(NamedTuple):
     """A reward that was tried on answers.
 
     Attributes:
-        problems: By file, a line for each answer that does not get full marks, or whose empty response gets any.
+        problems: By file, a line for each answer that does not get full marks, or whose empty response gets
+            any.
         has_responses: Whether right responses follow from the answers, unlike from tests of programs.
     """
 
@@ -109,8 +119,8 @@ class _Proof(NamedTuple):
 def choose_reward(data: DataConfig) -> ChosenReward:
     """Choose a reward by the form of the ground truths in the data, and score the ground truths with it.
 
-    The first reward that all of them pass is taken. Otherwise it is the one that most of them pass, if that is at least 9 of 10. Free
-    text, which nearly everything passes, comes last.
+    The first reward that all of them pass is taken. Otherwise it is the one that most of them pass, if that
+    is at least 9 of 10. Free text, which nearly everything passes, comes last.
 
     Raises:
         ValueError: The answers are mathematical expressions, and Math-Verify is not installed.
@@ -119,10 +129,16 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     answers = [row.ground_truth for row in rows if not is_null(row.ground_truth)]
     proofs: list[_Proof] = []
     if choices := find_choices(data):
-        written = CHOICE.source().replace(_CHOICES_LINE, f"CHOICES = {json.dumps(choices, ensure_ascii=False)}\n")
+        written = CHOICE.source().replace(
+            _CHOICES_LINE, f"CHOICES = {json.dumps(choices, ensure_ascii=False)}\n"
+        )
         proofs.append(_prove(CHOICE, written, rows))
     is_plain = all(looks_like_number(answer) or not looks_mathematical(answer) for answer in answers)
-    for kind, looks_like in ((CODE, looks_like_tests), (NUMBER, looks_like_number), (MATH, looks_mathematical)):
+    for kind, looks_like in (
+        (CODE, looks_like_tests),
+        (NUMBER, looks_like_number),
+        (MATH, looks_mathematical),
+    ):
         best_share = max((proof.pass_share for proof in proofs), default=0.0)
         if best_share == 1 or share(looks_like, answers) < LOOKS_SHARE:
             continue
@@ -130,7 +146,8 @@ def choose_reward(data: DataConfig) -> ChosenReward:
             continue  # what the other reward does not pass is no mathematics, such as "N/A"
         if kind is MATH and not _has_math_verify():
             raise ValueError(
-                f"the answers, such as {short(answers[0])}, are mathematical expressions, and their reward needs Math-Verify: "
+                f"the answers, such as {short(answers[0])}, are mathematical expressions, and their reward "
+                f"needs Math-Verify: "
                 "pip install math-verify, then run this again"
             )
         proofs.append(_prove(kind, kind.source(), rows))
@@ -139,7 +156,9 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     if best is not None and best.pass_share >= _PASS_SHARE:
         return _chosen(best)
     if best is not None and best.kind is CODE:
-        return _unknown(f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}")
+        return _unknown(
+            f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}"
+        )
     if (reason := why_not_text(answers)) is not None:
         return _unknown(reason)
     as_text = _prove(TEXT, TEXT.source(), rows)
@@ -153,11 +172,14 @@ def _has_math_verify() -> bool:
 
 
 def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
-    """Score the ground truths of the rows, and empty responses, with a reward whose file is written to a temporary folder."""
+    """Score the ground truths of the rows, and empty responses, with a reward whose file is written to a
+    temporary folder."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "reward.py"
         file.write_text(source, encoding="utf-8")
-        trials = try_reward(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows)
+        trials = try_reward(
+            RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows
+        )
     problems: dict[str, list[str]] = {}
     for trial in trials:
         if (problem := problem_with(trial, full_marks=1.0)) is not None:
@@ -174,7 +196,8 @@ def _chosen(proof: _Proof) -> ChosenReward:
     ]
     if proof.problems:
         lines.append(
-            f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: {in_files(proof.problems)}. "
+            f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: "
+            f"{in_files(proof.problems)}. "
             "Correct these rows, leave them out, or change reward.py"
         )
     return ChosenReward(proof.source, proof.kind.prompt, lines)
@@ -183,8 +206,10 @@ def _chosen(proof: _Proof) -> ChosenReward:
 def _unknown(reason: str) -> ChosenReward:
     lines = [
         f"warning: no reward fits the answers, because {reason}",
-        "write compute_score in reward.py, which now raises NotImplementedError: it gets a response and its ground truth, and returns a "
-        "score, such as 1.0 for a right response and 0.0 for a wrong one. If no rule can judge the responses, use a reward model "
+        "write compute_score in reward.py, which now raises NotImplementedError: it gets a response and its "
+        "ground truth, and returns a "
+        "score, such as 1.0 for a right response and 0.0 for a wrong one. If no rule can judge the "
+        "responses, use a reward model "
         "(reward.model.path); see docs/rewards.md",
     ]
     return ChosenReward(OWN.source(), OWN.prompt, lines)

@@ -1,4 +1,5 @@
-"""Signals that end a run: SIGTERM, by which schedulers say that a job must leave, after its step and saved; Ctrl-C at once."""
+"""Signals that end a run: SIGTERM, by which schedulers say that a job must leave, after its step and saved;
+Ctrl-C at once."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ INTERRUPTED = 128 + signal.SIGINT
 def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
     """Within the block SIGTERM, SIGHUP and Ctrl-C end the child processes first, then unwind this process.
 
-    SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt. Further signals do not
-    interrupt the cleanup. Signals that are ignored (nohup, background jobs of a shell) stay ignored. `Termination` and `Interruption`
-    replace these handlers while a run is active.
+    SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt.
+    Further signals do not interrupt the cleanup. Signals that are ignored (nohup, background jobs of a shell)
+    stay ignored. `Termination` and `Interruption` replace these handlers while a run is active.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -46,8 +47,8 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
 
 
 class Termination:
-    """Listens within its block. Enter it after Ray was started, which takes the signal for itself; the handler that was there
-    before comes back in the end."""
+    """Listens within its block. Enter it after Ray was started, which takes the signal for itself; the
+    handler that was there before comes back in the end."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -58,7 +59,9 @@ class Termination:
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -72,9 +75,10 @@ class Termination:
 class Interruption:
     """Make Ctrl-C end a run in order within the block, and the loss of the terminal (SIGHUP) too.
 
-    The first Ctrl-C raises KeyboardInterrupt. The second one, pressed while the run's processes are being ended, does not interrupt that.
-    The third one ends this process immediately; its child processes then end by themselves, as when it is killed. A signal that is
-    ignored (nohup, background jobs of a shell) stays ignored.
+    The first Ctrl-C raises KeyboardInterrupt. The second one, pressed while the run's processes are being
+    ended, does not interrupt that. The third one ends this process immediately; its child processes then end
+    by themselves, as when it is killed. A signal that is ignored (nohup, background jobs of a shell) stays
+    ignored.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -88,7 +92,9 @@ class Interruption:
                 self._before[number] = handler
                 signal.signal(number, self._on_signal)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

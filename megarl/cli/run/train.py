@@ -1,4 +1,5 @@
-"""`megarl train`: puts a run of reinforcement learning together from its configuration, runs it, and writes what it gives."""
+"""`megarl train`: puts a run of reinforcement learning together from its configuration, runs it, and writes
+what it gives."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ _log = logging.getLogger(__name__)
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Trains, by reinforcement learning or, where the file is of that kind, on demonstrations; 0 at the end, 143 where SIGTERM ended it.
-    What can be known to be wrong raises ValueError before a process is started."""
+    """Trains, by reinforcement learning or, where the file is of that kind, on demonstrations; 0 at the end,
+    143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started.
+    """
     refuse_launched_ranks("train")
     if schema_of(config_path, overrides) is SFTConfig:
         return sft.run(config_path, overrides, verbose)
@@ -62,9 +64,14 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
 
 @contextmanager
-def open_ppo(config: PPOConfig, context: RunContext, resume: Resume | None) -> Iterator[tuple[Session, PPOTrainer]]:
+def open_ppo(
+    config: PPOConfig, context: RunContext, resume: Resume | None
+) -> Iterator[tuple[Session, PPOTrainer]]:
     """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
-    models = {role.name: read_architecture(role.path, config.model.trust_remote_code) for role in model_roles(config)}
+    models = {
+        role.name: read_architecture(role.path, config.model.trust_remote_code)
+        for role in model_roles(config)
+    }
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     if resume is not None:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
@@ -117,11 +124,16 @@ def token_rules(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
 
 
 def check_reward_chats(
-    config: PPOConfig, architecture: Architecture, data_sets: Mapping[str, PromptDataset], chat_time: datetime | None
+    config: PPOConfig,
+    architecture: Architecture,
+    data_sets: Mapping[str, PromptDataset],
+    chat_time: datetime | None,
 ) -> None:
     """Raises ConversationError for prompts that the reward model could not read."""
     assert config.reward.model.path is not None
-    encoder = conversation_encoder(config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time))
+    encoder = conversation_encoder(
+        config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time)
+    )
     for data_set in data_sets.values():
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
 

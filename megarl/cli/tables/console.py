@@ -1,4 +1,5 @@
-"""Tables and lines of every command: they fit a terminal, and a pipe or a log gets each row on one line, unpadded, for grep."""
+"""Tables and lines of every command: they fit a terminal, and a pipe or a log gets each row on one line,
+unpadded, for grep."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ UNLIMITED = 10_000  # columns; more than any row has
 
 
 class _Unpadded:
-    """A text stream without the blanks at the ends of lines, with which rich fills tables. Finds the standard stream at each write."""
+    """A text stream without the blanks at the ends of lines, with which rich fills tables. Finds the standard
+    stream at each write."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,7 +32,8 @@ class _Unpadded:
 
 
 def output_console(stderr: bool = False) -> Console:
-    """The console of a command: as wide as its terminal, or as COLUMNS says; without either nothing is wrapped, cut or padded."""
+    """The console of a command: as wide as its terminal, or as COLUMNS says; without either nothing is
+    wrapped, cut or padded."""
     console = Console(stderr=stderr)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -43,14 +46,17 @@ class _Table(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if console.width >= UNLIMITED:
             self.title, self.caption = (
-                Text(part, no_wrap=True, overflow="ignore") if isinstance(part, str) else part for part in (self.title, self.caption)
+                Text(part, no_wrap=True, overflow="ignore") if isinstance(part, str) else part
+                for part in (self.title, self.caption)
             )
         yield from super().__rich_console__(console, options)
 
 
 def table(title: str, *columns: str, wraps: str | None = None) -> Table:
     """One column is for text that goes on in the next line: `wraps`, or the last."""
-    drawn = _Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = _Table(
+        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for column in columns:
         drawn.add_column(column, overflow="fold", no_wrap=column != (wraps or columns[-1]))
     return drawn

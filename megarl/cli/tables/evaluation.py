@@ -6,7 +6,14 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from megarl.algorithms.sampling_metrics import Estimate
@@ -15,7 +22,8 @@ from megarl.trainers.evaluation_results import SourceComparison, SourceResult
 
 
 class PassProgress:
-    """One pass over the prompts: a bar on a terminal, in a log a line for each batch, both with the time left."""
+    """One pass over the prompts: a bar on a terminal, in a log a line for each batch, both with the time
+    left."""
 
     def __init__(self, num_prompts: int, console: Console) -> None:
         self._num_prompts = num_prompts
@@ -38,7 +46,9 @@ class PassProgress:
         self._start_s = time.monotonic()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def advance(self, num_prompts: int, mean_score: float) -> None:
@@ -46,23 +56,39 @@ class PassProgress:
         self._num_done += num_prompts
         self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
         if not self._console.is_terminal:
-            left_s = (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
+            left_s = (
+                (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
+            )
             done = f"{self._num_done:,} of {counted(self._num_prompts, 'prompt')}"
-            self._console.print(f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True
+            )
 
 
-def print_result(source: str, result: SourceResult, comparison: SourceComparison | None, console: Console) -> None:
+def print_result(
+    source: str, result: SourceResult, comparison: SourceComparison | None, console: Console
+) -> None:
     """Print the table of one data source. comparison: with the evaluation that `--against` names."""
-    size = f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of {result.mean_tokens:.1f} tokens on average"
+    size = (
+        f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of "
+        f"{result.mean_tokens:.1f} tokens on average"
+    )
     console.print(f"{source}: {size}, {result.truncated:.1%} truncated", highlight=False, soft_wrap=True)
     table = Table()
-    for column in ("metric", "value", "standard error", *([] if comparison is None else ["difference", "its standard error"])):
+    for column in (
+        "metric",
+        "value",
+        "standard error",
+        *([] if comparison is None else ["difference", "its standard error"]),
+    ):
         table.add_column(column, justify="left" if column == "metric" else "right")
     for name, estimate in result.metrics.items():
         cells = [f"{estimate.value:.4f}", _error(estimate)]
         if comparison is not None:
             difference = comparison.differences.get(name)
-            cells += ["only here", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
+            cells += (
+                ["only here", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
+            )
         table.add_row(name, *cells)
     console.print(table)
 

@@ -1,4 +1,5 @@
-"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool, the way of the weights.
+"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool,
+the way of the weights.
 
 Imports no torch.
 """
@@ -25,12 +26,20 @@ from megarl.roles.weights.forecast import forecast_weights
 
 
 def print_placement(
-    config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], console: Console, with_push: bool = True
+    config: RunConfig,
+    plan: PlacementPlan,
+    architectures: Mapping[str, Architecture],
+    console: Console,
+    with_push: bool = True,
 ) -> None:
-    """Warns where devices have too little memory and the configuration allows it. with_push: also what a push of weights takes, whose plan
-    takes seconds for a model with many experts."""
+    """Warns where devices have too little memory and the configuration allows it. with_push: also what a push
+    of weights takes, whose plan takes seconds for a model with many experts."""
     memory = plan_memory(config, plan, architectures)
-    console.print(placement_table(plan, generates_ahead=isinstance(config, PPOConfig) and config.rollout.max_staleness > 0))
+    console.print(
+        placement_table(
+            plan, generates_ahead=isinstance(config, PPOConfig) and config.rollout.max_staleness > 0
+        )
+    )
     console.print(memory_table(memory))
     console.print(parts_table(memory))
     if with_push and isinstance(config, PPOConfig):
@@ -48,21 +57,39 @@ def print_absent(lines: Sequence[str], console: Console) -> None:
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:
     size = f"{plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
-    drawn = table(f"Placement: {plan.strategy.value} on {size}", "pool", "process", "roles", "node", "device", wraps="roles")
+    drawn = table(
+        f"Placement: {plan.strategy.value} on {size}",
+        "pool",
+        "process",
+        "roles",
+        "node",
+        "device",
+        wraps="roles",
+    )
     for group in plan.groups:
         for ranks, nodes, devices in _folded(group):
-            drawn.add_row(group.pool, f"{group.name} {_spans(ranks)}", " + ".join(group.roles), _spans(nodes), devices)
+            drawn.add_row(
+                group.pool, f"{group.name} {_spans(ranks)}", " + ".join(group.roles), _spans(nodes), devices
+            )
     drawn.caption = _turns(plan, generates_ahead)
     return drawn
 
 
 def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
-    """The ranks, nodes and devices of a group: one row for consecutive nodes whose processes have the same devices."""
-    by_node = [(node, list(processes)) for node, processes in groupby(group.processes, key=lambda process: process.node)]
+    """The ranks, nodes and devices of a group: one row for consecutive nodes whose processes have the same
+    devices."""
+    by_node = [
+        (node, list(processes))
+        for node, processes in groupby(group.processes, key=lambda process: process.node)
+    ]
     for devices, nodes in groupby(by_node, key=lambda each: _devices(each[1])):
         rows = list(nodes)
         ranks = [process.rank for _, processes in rows for process in processes]
-        yield ranks, [node for node, _ in rows], f"{devices} of each" if len(rows) > 1 and group.uses_devices else devices
+        yield (
+            ranks,
+            [node for node, _ in rows],
+            f"{devices} of each" if len(rows) > 1 and group.uses_devices else devices,
+        )
 
 
 def _devices(processes: Sequence[ProcessPlan]) -> str:
@@ -93,10 +120,18 @@ def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
     turns = OffloadPlan(plan)
     groups = {plan.group_of(role).name: turns.takes_turns_with(role) for role in plan.roles}
     turns_between = sorted(
-        {tuple(sorted({name, *(plan.group_of(other).name for other in others)})) for name, others in groups.items() if others}
+        {
+            tuple(sorted({name, *(plan.group_of(other).name for other in others)}))
+            for name, others in groups.items()
+            if others
+        }
     )
     beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan, generates_ahead=generates_ahead))
-    lines = [f"take turns: {'; '.join(' and '.join(each) for each in turns_between)}"] if turns_between else ["nobody takes turns"]
+    lines = (
+        [f"take turns: {'; '.join(' and '.join(each) for each in turns_between)}"]
+        if turns_between
+        else ["nobody takes turns"]
+    )
     return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
 
 
@@ -141,14 +176,25 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
         drawn.add_row(
-            "an engine rank gets", about + _range(forecast.received), f"{counted(len(forecast.received), 'rank')}, only what they keep"
+            "an engine rank gets",
+            about + _range(forecast.received),
+            f"{counted(len(forecast.received), 'rank')}, only what they keep",
         )
-        drawn.add_row("a trainer rank gives", about + _range(forecast.sent), counted(len(forecast.sent), "rank"))
+        drawn.add_row(
+            "a trainer rank gives", about + _range(forecast.sent), counted(len(forecast.sent), "rank")
+        )
         if transport is Transport.device:
             away = about + _range(forecast.sent_away)
-            drawn.add_row("of that to other devices", away, "what the trainer rank on the engine rank's device does not have")
+            drawn.add_row(
+                "of that to other devices",
+                away,
+                "what the trainer rank on the engine rank's device does not have",
+            )
         smaller = ", on a CPU less" if transport is Transport.device and config.device is Device.auto else ""
-        largest = f"of at most {_range([forecast.message_bytes])} a rank: resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
+        largest = (
+            f"of at most {_range([forecast.message_bytes])} a rank: "
+            f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
+        )
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
     drawn.add_row("weights compared", resharding.verify.value, "resharding.verify")
     return drawn

@@ -1,4 +1,5 @@
-"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role; and what simulations of it say."""
+"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role; and
+what simulations of it say."""
 
 from __future__ import annotations
 
@@ -22,28 +23,41 @@ _COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
 _GIB = 2**30
 
 
-def draw_plan(plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: float | None, path: Path) -> None:
-    """`limit_gb`: of a device, drawn as a line. The format is that of the path's ending; the file is there whole or not at all."""
+def draw_plan(
+    plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: float | None, path: Path
+) -> None:
+    """`limit_gb`: of a device, drawn as a line. The format is that of the path's ending; the file is there
+    whole or not at all."""
     shown = memory[:_MOST_DEVICES]
     nodes = list(dict.fromkeys(device.node for device in shown))
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
-    figure = Figure(figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2))
+    figure = Figure(
+        figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2)
+    )
     FigureCanvasAgg(figure)
     frames = figure.subplots(len(nodes), 1, squeeze=False, sharey=True)[:, 0]
     for frame, node in zip(frames, nodes, strict=True):
         _draw_node(frame, node, [device for device in shown if device.node == node], colours, limit_gb)
     left_out = f"; {len(memory) - len(shown)} more devices" if len(shown) < len(memory) else ""
-    figure.suptitle(f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11)
-    figure.legend(handles=[Patch(color=colour, label=role) for role, colour in colours.items()], loc="lower center", ncols=6, fontsize=8)
+    figure.suptitle(
+        f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11
+    )
+    figure.legend(
+        handles=[Patch(color=colour, label=role) for role, colour in colours.items()],
+        loc="lower center",
+        ncols=6,
+        fontsize=8,
+    )
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     _write(figure, path)
 
 
 def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
-    """Of each split of the devices: how long a step takes, and below how much the trainer waits and how full the engines are; a bar for
-    each max_staleness."""
+    """Of each split of the devices: how long a step takes, and below how much the trainer waits and how full
+    the engines are; a bar for each max_staleness."""
     splits, stalenesses = (
-        list(dict.fromkeys(values)) for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)
+        list(dict.fromkeys(values))
+        for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)
     )
     figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
     FigureCanvasAgg(figure)
@@ -53,12 +67,21 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
         for number, max_staleness in enumerate(stalenesses):
             heights = [getattr(one, attribute) for one in forecasts if one.max_staleness == max_staleness]
             left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]
-            frame.bar(left, heights, 0.75 / len(stalenesses), align="edge", color=_COLOURS[number], label=f"max_staleness {max_staleness}")
+            frame.bar(
+                left,
+                heights,
+                0.75 / len(stalenesses),
+                align="edge",
+                color=_COLOURS[number],
+                label=f"max_staleness {max_staleness}",
+            )
         frame.set_ylabel(label, fontsize=9)
         frame.spines[["top", "right"]].set_visible(False)
     names = [f"trainer {split.trainer_devices}\nengines {split.num_engines}" for split in splits]
     frames[-1].set_xticks([index + 0.5 for index in range(len(splits))], names, fontsize=8)
-    frames[0].legend(fontsize=8, ncols=len(stalenesses), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    frames[0].legend(
+        fontsize=8, ncols=len(stalenesses), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False
+    )
     figure.tight_layout()
     _write(figure, path)
 
@@ -66,7 +89,8 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
 def _write(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
     metadata = {"Date": None} if path.suffix == ".svg" else None  # the same plan is the same file
-    with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):  # the same plan is the same file, with text as text
+    # the same plan is the same file, with text as text
+    with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120, metadata=metadata)
     write_whole(path, drawn.getvalue())
 
@@ -79,7 +103,9 @@ def _roles(memory: Sequence[DeviceMemory]) -> list[str]:
     return list(dict.fromkeys(role for device in memory for role in next(iter(device.phases.values()))))
 
 
-def _draw_node(frame: Axes, node: int, devices: Sequence[DeviceMemory], colours: dict[str, str], limit_gb: float | None) -> None:
+def _draw_node(
+    frame: Axes, node: int, devices: Sequence[DeviceMemory], colours: dict[str, str], limit_gb: float | None
+) -> None:
     """A group of bars for each device: its phases from left to right."""
     names: list[str] = []
     for index, device in enumerate(devices):
@@ -90,7 +116,9 @@ def _draw_node(frame: Axes, node: int, devices: Sequence[DeviceMemory], colours:
             for role, usage in usages.items():
                 frame.bar(left, usage.total / _GIB, width * 0.9, bottom, align="edge", color=colours[role])
                 bottom += usage.total / _GIB
-            frame.text(left + width / 2, bottom, f" {phase}", rotation=90, fontsize=5, ha="center", va="bottom")
+            frame.text(
+                left + width / 2, bottom, f" {phase}", rotation=90, fontsize=5, ha="center", va="bottom"
+            )
         names.append(f"device {device.device}\npool {device.pool}")
     frame.set_xticks([index + 0.5 for index in range(len(devices))], names, fontsize=8)
     frame.set_xlim(0, len(devices))

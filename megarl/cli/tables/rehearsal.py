@@ -1,4 +1,5 @@
-"""What a rehearsed rank did, as tables: memory by phase beside the plan, collectives, and where the host would wait. Imports no torch."""
+"""What a rehearsed rank did, as tables: memory by phase beside the plan, collectives, and where the host
+would wait. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +15,14 @@ from megarl.rehearsal.record import RankRecord
 _MOST_PLACES = 12  # of a rank where the host waits
 
 
-def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: float | None, num_micro_batches: int) -> Table:
+def memory_table(
+    record: RankRecord, predicted: PredictedMemory, device_gb: float | None, num_micro_batches: int
+) -> Table:
     context = f"context rank {record.context_rank}, " if record.context_rank else ""
-    place = f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, {context}data rank {record.data_rank}"
+    place = (
+        f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, {context}data rank "
+        f"{record.data_rank}"
+    )
     title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
     drawn = table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "syncs", "TFLOP")
     for phase in record.phases:
@@ -30,8 +36,16 @@ def memory_table(record: RankRecord, predicted: PredictedMemory, device_gb: floa
             f"{sum(wait.times for wait in phase.waits):,}",
             f"{phase.flops / 1e12:,.1f}",
         )
-    size = "its size is not given (placement.device_memory_gb)" if device_gb is None else f"the device has {device_gb:g} GiB for tensors"
-    uneven = "; uneven: one expert has twice its share of the tokens" if any(phase.name.endswith(UNEVEN) for phase in record.phases) else ""
+    size = (
+        "its size is not given (placement.device_memory_gb)"
+        if device_gb is None
+        else f"the device has {device_gb:g} GiB for tensors"
+    )
+    uneven = (
+        "; uneven: one expert has twice its share of the tokens"
+        if any(phase.name.endswith(UNEVEN) for phase in record.phases)
+        else ""
+    )
     drawn.caption = f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{uneven}"
     return drawn
 
@@ -55,7 +69,9 @@ def collectives_table(record: RankRecord) -> Table:
 def waits_table(record: RankRecord) -> Table:
     """The places with the most host-device synchronizations."""
     drawn = table(f"Host-device synchronizations of rank {record.rank}", "phase", "kind", "times", "at")
-    waits = sorted(((wait.times, phase.name, wait) for phase in record.phases for wait in phase.waits), reverse=True)
+    waits = sorted(
+        ((wait.times, phase.name, wait) for phase in record.phases for wait in phase.waits), reverse=True
+    )
     for count, phase, wait in waits[:_MOST_PLACES]:
         drawn.add_row(phase, wait.kind, f"{count:,}", wait.place)
     if len(waits) > _MOST_PLACES:

@@ -1,4 +1,5 @@
-"""What `megarl rehearse` shows while it works: on a terminal one line that changes, elsewhere a line for each finished phase."""
+"""What `megarl rehearse` shows while it works: on a terminal one line that changes, elsewhere a line for each
+finished phase."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class RehearsalProgress:
             print_line(self._console, self._begin)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._status.stop()
 
     def report(self, progress: RankProgress) -> None:

@@ -1,5 +1,5 @@
-"""What a run will do, as tables: models, arithmetic, placement, memory, rewards, checkpoints; and what may be meant otherwise. Imports no
-torch."""
+"""What a run will do, as tables: models, arithmetic, placement, memory, rewards, checkpoints; and what may be
+meant otherwise. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.schema import AgentConfig, DType, OverlongConversation, PPOConfig, RolloutEngineKind, RunConfig
+from megarl.config.schema import (
+    AgentConfig,
+    DType,
+    OverlongConversation,
+    PPOConfig,
+    RolloutEngineKind,
+    RunConfig,
+)
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
@@ -29,7 +36,10 @@ from megarl.models.architecture import Architecture
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
-BFLOAT16_ON_A_CPU = "most processors compute bfloat16 many times as slowly as float32: on a CPU use model.dtype=float32, or leave it out"
+BFLOAT16_ON_A_CPU = (
+    "most processors compute bfloat16 many times as slowly as float32: on a CPU use "
+    "model.dtype=float32, or leave it out"
+)
 
 
 def print_run(config: RunConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
@@ -58,7 +68,9 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
         print_line(console, f"warning: {warning}", style="yellow")
 
 
-def warnings_of(config: RunConfig, architectures: Mapping[str, Architecture], is_here: bool = True) -> Iterator[str]:
+def warnings_of(
+    config: RunConfig, architectures: Mapping[str, Architecture], is_here: bool = True
+) -> Iterator[str]:
     """Find what will run and is rarely meant. is_here: as in print_run."""
     if is_here:
         yield from _of_a_full_disk(config, architectures)
@@ -73,10 +85,16 @@ def print_models(config: RunConfig, architectures: Mapping[str, Architecture], c
     for role in model_roles(config):
         roles.setdefault(role.path, []).append(role.name)
     for path, names in roles.items():
-        print_line(console, f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, {config.model.dtype.value})")
+        print_line(
+            console,
+            f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, "
+            f"{config.model.dtype.value})",
+        )
 
 
-def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic) -> Table:
+def _models(
+    roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic
+) -> Table:
     columns = {}
     for role, row in zip(roles, arithmetic.roles, strict=True):
         architecture = architectures[role.name]
@@ -86,12 +104,22 @@ def _models(roles: Sequence[ModelRole], architectures: Mapping[str, Architecture
             str(architecture.num_hidden_layers),
             str(architecture.hidden_size),
             f"{architecture.num_attention_heads} ({architecture.num_key_value_heads})",
-            f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} x {parallel.data_parallel_size}",
+            f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} x "
+            f"{parallel.data_parallel_size}",
             str(parallel.virtual_pipeline_parallel_size or "-"),
             str(parallel.context_parallel_size) if parallel.context_parallel_size > 1 else "-",
             f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
-    rows = ("parameters", "layers", "hidden", "heads (key-value)", "TP x PP x DP", "virtual stages", "context parallel", "state per rank")
+    rows = (
+        "parameters",
+        "layers",
+        "hidden",
+        "heads (key-value)",
+        "TP x PP x DP",
+        "virtual stages",
+        "context parallel",
+        "state per rank",
+    )
     drawn = table_of_numbers("Models", columns, rows)
     drawn.caption = "state: weights, gradients and optimizer state; activations come on top"
     return drawn
@@ -114,9 +142,21 @@ def _arithmetic(arithmetic: RunArithmetic) -> Table:
 
 
 def _per_role(arithmetic: RunArithmetic) -> Table:
-    rows = ("ranks", "replicas", "rows per pass", "rows per replica", "micro-batches", "updates per step", "updates")
-    drawn = table_of_numbers("Work of each role", {role.role: _work_of(role) for role in arithmetic.roles}, rows)
-    drawn.caption = "rows per pass: of a mini-batch where the role trains; micro-batches: per replica and pass"
+    rows = (
+        "ranks",
+        "replicas",
+        "rows per pass",
+        "rows per replica",
+        "micro-batches",
+        "updates per step",
+        "updates",
+    )
+    drawn = table_of_numbers(
+        "Work of each role", {role.role: _work_of(role) for role in arithmetic.roles}, rows
+    )
+    drawn.caption = (
+        "rows per pass: of a mini-batch where the role trains; micro-batches: per replica and pass"
+    )
     return drawn
 
 
@@ -144,7 +184,11 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     drawn.add_row("engine", rollout.engine.value, "rollout.engine")
     replicas = f"{rollout.num_replicas} x {counted(rollout.tensor_parallel_size, 'device')}"
     drawn.add_row("replicas", replicas, _whose_devices(plan))
-    drawn.add_row("sequences at a time", f"{rollout.num_replicas * rollout.max_concurrency:,}", f"{rollout.max_concurrency:,} per replica")
+    drawn.add_row(
+        "sequences at a time",
+        f"{rollout.num_replicas * rollout.max_concurrency:,}",
+        f"{rollout.max_concurrency:,} per replica",
+    )
     console.print(drawn)
     if (settings := rollout.settings_of(rollout.engine)) is not None:
         shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
@@ -154,17 +198,30 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
 def print_agent(agent: AgentConfig, console: Console) -> None:
     environment = f"{agent.environment.name} in {agent.environment.path}"
     who = ", ".join(tool.name for tool in agent.tools) or environment
-    print_line(console, f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}")
+    print_line(
+        console,
+        f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",
+    )
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    processes = f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s a sample"
+    processes = (
+        f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s a sample"
+    )
     for function in config.reward.functions:
         print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
     if (model := config.reward.model).path is not None:
-        longer = "longer ones are refused" if model.overlong is OverlongConversation.refuse else "longer ones lose their oldest"
+        longer = (
+            "longer ones are refused"
+            if model.overlong is OverlongConversation.refuse
+            else "longer ones lose their oldest"
+        )
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
-        print_line(console, f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} tokens of its own, {longer}")
+        print_line(
+            console,
+            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} tokens of its "
+            f"own, {longer}",
+        )
 
 
 def _whose_devices(plan: PlacementPlan) -> str:
@@ -172,17 +229,23 @@ def _whose_devices(plan: PlacementPlan) -> str:
     return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
 
 
-def _print_checkpoints(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+def _print_checkpoints(
+    config: RunConfig, architectures: Mapping[str, Architecture], console: Console
+) -> None:
     checkpoint = config.checkpoint
     drawn = table("Checkpoints", "quantity", "value", "from")
     drawn.add_row("saved", *when_saved(config))
     best = checkpoint.keep_best.metric
     kept = f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
-    drawn.add_row("kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep")
+    drawn.add_row(
+        "kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep"
+    )
     parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
     drawn.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
-    drawn.add_row("most at a time", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint"))
+    drawn.add_row(
+        "most at a time", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
+    )
     drawn.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
@@ -210,7 +273,8 @@ def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]
     path = checkpoint_path(config)
     if needed > (free := _free_bytes(path)):
         yield (
-            f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower checkpoint.keep, raise "
+            f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower "
+            f"checkpoint.keep, raise "
             "checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
         )
 
@@ -219,7 +283,8 @@ def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
     for role in model_roles(config):
         if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
             yield (
-                f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but the run makes {total:,}: "
+                f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but "
+                f"the run makes {total:,}: "
                 f"its learning rate never reaches {role.optim.lr:g}"
             )
 
@@ -230,7 +295,10 @@ def _of_another_engine(config: RunConfig) -> Iterator[str]:
     for engine in RolloutEngineKind:
         settings = config.rollout.settings_of(engine)
         if engine is not config.rollout.engine and settings is not None and settings.server_args:
-            yield f"rollout.{engine.needs.section}.server_args do nothing with rollout.engine={config.rollout.engine.value}"
+            yield (
+                f"rollout.{engine.needs.section}.server_args do nothing with "
+                f"rollout.engine={config.rollout.engine.value}"
+            )
 
 
 def _of_bfloat16(config: RunConfig) -> Iterator[str]:

@@ -54,7 +54,9 @@ def print_summary(config: RunConfig, console: Console) -> None:
     plan = plan_placement(config)
     fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
     prompts = (
-        f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt} = " if isinstance(config, PPOConfig) else ""
+        f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt} = "
+        if isinstance(config, PPOConfig)
+        else ""
     )
     rows = f"{counted(arithmetic.samples_per_step, 'row')} of at most {arithmetic.max_row_tokens:,} tokens"
     print_line(
@@ -67,11 +69,20 @@ def print_summary(config: RunConfig, console: Console) -> None:
         print_line(console, f"KL: {_kl(config)}")
         print_reward(config, architectures, console)
         engines = f"{config.rollout.num_replicas} x {counted(config.rollout.tensor_parallel_size, 'device')}"
-        print_line(console, f"rollout: {config.rollout.engine.value} on {engines}, weights by {choose_transport(config, plan).value}")
+        print_line(
+            console,
+            f"rollout: {config.rollout.engine.value} on {engines}, weights by "
+            f"{choose_transport(config, plan).value}",
+        )
     place = (
-        f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
+        f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x "
+        f"{counted(plan.devices_per_node, 'device')}"
     )
-    print_line(console, f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} GiB by the plan")
+    print_line(
+        console,
+        f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} "
+        f"GiB by the plan",
+    )
     print_line(console, f"checkpoints: {when_saved(config)[0]}, in {checkpoint_path(config)}")
     for warning in warnings_of(config, architectures):
         print_line(console, f"warning: {warning}", style="yellow")

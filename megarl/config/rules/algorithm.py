@@ -20,7 +20,11 @@ _AGGREGATION = "algorithm.policy_loss.aggregation"
 _CORRECTION = "algorithm.rollout_correction"
 _DYNAMIC = "algorithm.dynamic_sampling"
 
-_STRAIGHT_THROUGH = (KLEstimator.k1_straight_through, KLEstimator.abs_k1_straight_through, KLEstimator.k3_straight_through)
+_STRAIGHT_THROUGH = (
+    KLEstimator.k1_straight_through,
+    KLEstimator.abs_k1_straight_through,
+    KLEstimator.k3_straight_through,
+)
 
 
 def estimator(config: PPOConfig) -> Violations:
@@ -32,25 +36,31 @@ def estimator(config: PPOConfig) -> Violations:
     if needs.compares_samples and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
-            f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; use 2 or more",
+            f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; "
+            f"use 2 or more",
         )
     if needs.greedy_baseline and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
-            f"{kind.name} generates a greedy response to every prompt and learns nothing from it, which with n {n} is half of all that is "
+            f"{kind.name} generates a greedy response to every prompt and learns nothing from it, which "
+            f"with n {n} is half of all that is "
             "generated; use 2 or more",
         )
     if needs.score_parts:
         if num_scores == 1:
             yield Violation(
                 ("reward.functions", _ESTIMATOR),
-                f"{kind.name} takes several scores apart, but one reward function (or model) is all there is; name another, or use grpo",
+                f"{kind.name} takes several scores apart, but one reward function (or model) is all there "
+                f"is; name another, or use grpo",
             )
         unread = f"{kind.name} reads the scores and not the rewards, so a penalty there has no effect"
         if config.algorithm.kl.in_reward:
             yield Violation((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
         if config.algorithm.overlong.buffer_share:
-            yield Violation(("algorithm.overlong.buffer_share", _ESTIMATOR), f"{unread}; use 0, and a reward function for the length")
+            yield Violation(
+                ("algorithm.overlong.buffer_share", _ESTIMATOR),
+                f"{unread}; use 0, and a reward function for the length",
+            )
 
 
 def critic(config: PPOConfig) -> Violations:
@@ -59,12 +69,14 @@ def critic(config: PPOConfig) -> Violations:
     if warmup and not needs_critic(config):
         yield Violation(
             ("trainer.critic_warmup_steps", _ESTIMATOR),
-            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use 0, or the estimator gae",
+            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use "
+            f"0, or the estimator gae",
         )
     if warmup >= total:
         yield Violation(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
-            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use {total - 1} or fewer",
+            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use "
+            f"{total - 1} or fewer",
         )
 
 
@@ -76,13 +88,15 @@ def policy_loss(config: PPOConfig) -> Violations:
     if needs.aggregation not in (None, loss.aggregation):
         yield Violation(
             (_KIND, _AGGREGATION),
-            f"{loss.kind.name} is the loss of its paper only under {needs.aggregation.name}, not under {loss.aggregation.name}; "
+            f"{loss.kind.name} is the loss of its paper only under {needs.aggregation.name}, not under "
+            f"{loss.aggregation.name}; "
             f"use aggregation={needs.aggregation.name}, or another kind",
         )
     if not needs.ratio and updates > 1:
         yield Violation(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
-            f"{loss.kind.name} has no ratio, so it is right for samples of the very policy that is updated, but a step makes {updates} "
+            f"{loss.kind.name} has no ratio, so it is right for samples of the very policy that is updated, "
+            f"but a step makes {updates} "
             "updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
         )
     if loss.clip_dual is not None and not needs.dual_clip:
@@ -101,7 +115,10 @@ def policy_loss(config: PPOConfig) -> Violations:
 
 def aggregations(config: PPOConfig) -> Violations:
     """Of the policy loss and of the value loss."""
-    for section, loss in (("policy_loss", config.algorithm.policy_loss), ("value_loss", config.algorithm.value_loss)):
+    for section, loss in (
+        ("policy_loss", config.algorithm.policy_loss),
+        ("value_loss", config.algorithm.value_loss),
+    ):
         keys = (f"algorithm.{section}.norm_tokens", f"algorithm.{section}.aggregation")
         with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
         if with_norm and loss.norm_tokens is None:
@@ -113,7 +130,8 @@ def aggregations(config: PPOConfig) -> Violations:
         if not with_norm and loss.norm_tokens is not None:
             yield Violation(
                 keys,
-                f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or sequence_mean_token_sum_norm",
+                f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or "
+                f"sequence_mean_token_sum_norm",
             )
 
 
@@ -121,7 +139,11 @@ def functions(config: PPOConfig) -> Violations:
     for key, reference in config.algorithm.own_functions:
         path, colon, name = reference.rpartition(":")
         if not (colon and path.endswith(".py") and name.isidentifier()):
-            yield Violation((key,), f"{reference!r} names no function of a file; write it as FILE.py:NAME, such as my_functions.py:my_loss")
+            yield Violation(
+                (key,),
+                f"{reference!r} names no function of a file; write it as FILE.py:NAME, such as "
+                f"my_functions.py:my_loss",
+            )
 
 
 def kl(config: PPOConfig) -> Violations:
@@ -136,7 +158,8 @@ def kl(config: PPOConfig) -> Violations:
         plain = section.estimator.name.removesuffix("_straight_through")
         yield Violation(
             ("algorithm.kl.estimator", _WHERE),
-            f"{section.estimator.name} differs from {plain} by its gradient, which a penalty in the reward has not; "
+            f"{section.estimator.name} differs from {plain} by its gradient, which a penalty in the reward "
+            f"has not; "
             f"use {plain}, or where=loss",
         )
 
@@ -145,13 +168,15 @@ def rollout_correction(config: PPOConfig) -> Violations:
     correction = config.algorithm.rollout_correction
     if correction.low > correction.high:
         yield Violation(
-            (f"{_CORRECTION}.low", f"{_CORRECTION}.high"), f"no weight is in [{correction.low:g}, {correction.high:g}]; use low <= high"
+            (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
+            f"no weight is in [{correction.low:g}, {correction.high:g}]; use low <= high",
         )
     rejection = correction.rejection
     if rejection.low is not None and rejection.low > rejection.high:
         yield Violation(
             (f"{_CORRECTION}.rejection.low", f"{_CORRECTION}.rejection.high"),
-            f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low <= high",
+            f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low "
+            f"<= high",
         )
     if not correction.bypass:
         return
@@ -159,19 +184,22 @@ def rollout_correction(config: PPOConfig) -> Violations:
     if correction.enabled:
         yield Violation(
             (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
-            "in bypass the old log-probs are the rollout engine's, so that the policy loss's own ratio is the weight and nothing is left "
+            "in bypass the old log-probs are the rollout engine's, so that the policy loss's own ratio is "
+            "the weight and nothing is left "
             "to correct; use level=none and rejection.estimator=none, or bypass=false",
         )
     if config.algorithm.kl.in_reward:
         yield Violation(
             (bypass, _WHERE),
-            "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not compute; "
+            "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not "
+            "compute; "
             "use where=loss, or bypass=false",
         )
     if config.algorithm.advantage.estimator.needs.old_log_probs:
         yield Violation(
             (bypass, _ESTIMATOR),
-            f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, which bypass does not compute; "
+            f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, "
+            f"which bypass does not compute; "
             "use another estimator, or bypass=false",
         )
 
@@ -184,12 +212,14 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
     if not kind.needs.compares_samples:
         yield Violation(
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
-            f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples of a prompt and learns from "
+            f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples "
+            f"of a prompt and learns from "
             "those as well; use false, or an estimator such as grpo",
         )
     if section.max_generations < 2:
         yield Violation(
             (f"{_DYNAMIC}.max_generations",),
-            f"is {section.max_generations}: the first prompt that is dropped would end the run, as none could take its place; "
+            f"is {section.max_generations}: the first prompt that is dropped would end the run, as none "
+            f"could take its place; "
             "use 2 or more",
         )

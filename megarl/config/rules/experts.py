@@ -1,12 +1,19 @@
-"""What models with experts ask for: how experts are dealt and cut, in training and in an engine; which models have the routers that keys
-are about; and whose routes an update may replay."""
+"""What models with experts ask for: how experts are dealt and cut, in training and in an engine; which models
+have the routers that keys are about; and whose routes an update may replay."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
 from megarl.config.roles import ModelRole, scores_in_update
-from megarl.config.schema import OnUpdate, ParallelConfig, PPOConfig, RolloutEngineKind, RoutingReplay, SFTConfig
+from megarl.config.schema import (
+    OnUpdate,
+    ParallelConfig,
+    PPOConfig,
+    RolloutEngineKind,
+    RoutingReplay,
+    SFTConfig,
+)
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
@@ -23,17 +30,23 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     if experts is None:
         for name, key in (("expert_parallel_size", keys.dealt), ("expert_tensor_parallel_size", keys.cut)):
             if (size := getattr(parallel, name)) > 1:
-                yield Violation((key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1")
+                yield Violation(
+                    (key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1"
+                )
         for each in fields(role.experts):
             if (value := getattr(role.experts, each.name)) != each.default:
-                said = f"is {value}, but {role.path} ({architecture.model_type}) has no experts; leave it at {each.default}"
+                said = (
+                    f"is {value}, but {role.path} ({architecture.model_type}) has no experts; leave it "
+                    f"at {each.default}"
+                )
                 yield Violation((f"{role.name}.experts.{each.name}",), said)
         return
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:
         yield Violation(
             (keys.dealt,),
-            f"the {experts.num_experts} experts of {role.path} do not divide by expert_parallel_size {parallel.expert_parallel_size}; "
+            f"the {experts.num_experts} experts of {role.path} do not divide by expert_parallel_size "
+            f"{parallel.expert_parallel_size}; "
             f"use {either(nearest_divisors(experts.num_experts, parallel.expert_parallel_size))}",
         )
     for width, size, key in (
@@ -44,13 +57,15 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             name = key.rpartition(".")[2]
             yield Violation(
                 (key,),
-                f"an expert of {role.path} has intermediate size {width}, which does not divide by {name} {size}; "
+                f"an expert of {role.path} has intermediate size {width}, which does not divide by {name} "
+                f"{size}; "
                 f"use {either(nearest_divisors(width, size))}",
             )
     if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         yield Violation(
             (f"{role.parallel_key}.sequence_parallel", keys.tensor),
-            f"{role.path} has experts: with tensor_parallel_size {parallel.tensor_parallel_size} each token would go to them as often; "
+            f"{role.path} has experts: with tensor_parallel_size {parallel.tensor_parallel_size} each token "
+            f"would go to them as often; "
             "use sequence_parallel=true",
         )
 
@@ -68,11 +83,16 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
     cut = parallel.expert_tensor_parallel_size
     there = parallel.stage_size
     if there % (dealt * cut):
-        fitting = nearest_divisors(there // cut, dealt) if there % cut == 0 else nearest_divisors(there, dealt * cut)
+        fitting = (
+            nearest_divisors(there // cut, dealt)
+            if there % cut == 0
+            else nearest_divisors(there, dealt * cut)
+        )
         meant = "expert_parallel_size" if there % cut == 0 else "a product of"
         yield Violation(
             (keys.dealt, keys.cut),
-            f"expert_parallel_size {dealt} x expert_tensor_parallel_size {cut} = {dealt * cut} does not divide the {there} ranks of "
+            f"expert_parallel_size {dealt} x expert_tensor_parallel_size {cut} = {dealt * cut} does not "
+            f"divide the {there} ranks of "
             f"a stage (tensor x context x data); use {meant} {either(fitting)}",
         )
 
@@ -85,13 +105,16 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     path = config.model.path
     if experts is None:
         if dealt > 1:
-            yield Violation((_ENGINE_KEY,), f"is {dealt}, but {path} ({policy.model_type}) has no experts; use 1")
+            yield Violation(
+                (_ENGINE_KEY,), f"is {dealt}, but {path} ({policy.model_type}) has no experts; use 1"
+            )
         return
     if not config.rollout.engine.needs.cuts_models:
         others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
         yield Violation(
             ("rollout.engine",),
-            f"the engine {config.rollout.engine.name!r} does not take weights of experts, which {path} has; use {others}",
+            f"the engine {config.rollout.engine.name!r} does not take weights of experts, which {path} has; "
+            f"use {others}",
         )
         return
     for difference in FAMILIES[policy.model_type].sglang_differs(policy):
@@ -102,7 +125,8 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     if tensor % dealt:
         yield Violation(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),
-            f"expert_parallel_size {dealt} does not divide tensor_parallel_size {tensor}, whose ranks share the experts; "
+            f"expert_parallel_size {dealt} does not divide tensor_parallel_size {tensor}, whose ranks share "
+            f"the experts; "
             f"use {either(nearest_divisors(tensor, dealt))}",
         )
         return
@@ -114,7 +138,8 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         if width % size:
             yield Violation(
                 (_ENGINE_KEY, "rollout.tensor_parallel_size"),
-                f"{what} {width} of {path} does not divide over {size} ranks; use {either(nearest_divisors(width, size))} of them",
+                f"{what} {width} of {path} does not divide over {size} ranks; use "
+                f"{either(nearest_divisors(width, size))} of them",
             )
 
 
@@ -136,7 +161,8 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
         return
     if not config.engine.packing:
         yield Violation(
-            (_REPLAY, "engine.packing"), f"is {replay.value}, which needs rows that are packed; use engine.packing=true, or off"
+            (_REPLAY, "engine.packing"),
+            f"is {replay.value}, which needs rows that are packed; use engine.packing=true, or off",
         )
     if replay is RoutingReplay.trainer:
         yield from _routes_of_scoring(config)
@@ -148,12 +174,14 @@ def _routes_of_scoring(config: PPOConfig) -> Violations:
     if config.algorithm.rollout_correction.bypass:
         yield Violation(
             (_REPLAY, "algorithm.rollout_correction.bypass"),
-            "is trainer, but with bypass no pass of the trainer computes old_log_probs, whose routes could be replayed; use rollout or off",
+            "is trainer, but with bypass no pass of the trainer computes old_log_probs, whose routes could "
+            "be replayed; use rollout or off",
         )
     elif scores_in_update(config.algorithm, one_update=config.trainer.one_update):
         yield Violation(
             (_REPLAY, "trainer.updates_per_step", "trainer.epochs_per_batch"),
-            "is trainer, but with one update per batch that update's own pass computes old_log_probs, and there is nothing to replay; use "
+            "is trainer, but with one update per batch that update's own pass computes old_log_probs, and "
+            "there is nothing to replay; use "
             "off, rollout, or more updates",
         )
 
@@ -164,15 +192,20 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
         others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
         yield Violation(
             (_REPLAY, "rollout.engine"),
-            f"is rollout, but the engine {engine.name!r} does not say its routes; use the engine {others}, or off",
+            f"is rollout, but the engine {engine.name!r} does not say its routes; use the engine {others}, "
+            f"or off",
         )
     if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
         yield Violation(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
-            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new weights, which "
-            "route their tokens again: the returned routes do not match the log-probs; use on_update=drain, max_staleness=0, or trainer",
+            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new "
+            f"weights, which "
+            "route their tokens again: the returned routes do not match the log-probs; use on_update=drain, "
+            "max_staleness=0, or trainer",
         )
     if config.agent.is_used:
         yield Violation(
-            (_REPLAY, "agent"), "is rollout, but an episode is written in several requests, whose routes are not put together; use trainer"
+            (_REPLAY, "agent"),
+            "is rollout, but an episode is written in several requests, whose routes are not put together; "
+            "use trainer",
         )

@@ -1,7 +1,9 @@
-"""What a run needs from the machine that it runs on: files that it reads, GPUs, packages, and folders that it can write.
+"""What a run needs from the machine that it runs on: files that it reads, GPUs, packages, and folders that it
+can write.
 
-A violation with an `absence` holds on this machine only: `megarl train` refuses it, and commands that plan a run for another
-machine list it. Wrong names (a folder instead of a file, an unknown file format) are plain violations.
+A violation with an `absence` holds on this machine only: `megarl train` refuses it, and commands that plan a
+run for another machine list it. Wrong names (a folder instead of a file, an unknown file format) are plain
+violations.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from megarl.machine.ray_address import cluster_address
 
 _WEIGHTS = "*.safetensors"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "*.spm")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "*.spm",
+)
 
 
 def has_weights(folder: str) -> bool:
@@ -37,14 +47,18 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def missing(config: RunConfig) -> list[Violation]:
-    """Return the violations about what the run reads and uses: data, code, models, GPUs, packages, a checkpoint to resume."""
+    """Return the violations about what the run reads and uses: data, code, models, GPUs, packages, a
+    checkpoint to resume."""
     violations = [each for rule in _RULES for each in rule(config)]
     return list(dict.fromkeys(violations))
 
 
 def _data_files(config: RunConfig) -> Violations:
     """Check names of local files. Names on the hub are looked up by `megarl.data.hub`."""
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.val_files", config.data.val_files),
+    ):
         for path in files:
             if not is_hub_name(path):
                 yield from _data_file(key, path)
@@ -54,10 +68,16 @@ def _data_file(key: str, path: str) -> Violations:
     """A file in a known format, or a folder that `datasets` saved."""
     if os.path.isdir(path):
         if os.path.isfile(Path(path) / SPLITS):
-            message = f"{path!r} holds several splits of a data set; name the folder of one of them, such as {str(Path(path) / 'train')!r}"
+            message = (
+                f"{path!r} holds several splits of a data set; name the folder of one of them, such "
+                f"as {str(Path(path) / 'train')!r}"
+            )
             yield Violation((key,), message)
         elif not os.path.isfile(Path(path) / SAVED_TO_DISK):
-            message = f"{path!r} is a folder; name the files in it, each by itself, or a folder that `datasets` has saved"
+            message = (
+                f"{path!r} is a folder; name the files in it, each by itself, or a folder that "
+                f"`datasets` has saved"
+            )
             yield Violation((key,), message)
     elif os.path.isfile(path):
         if Path(path).suffix.lower() not in FORMATS:
@@ -69,7 +89,9 @@ def _data_file(key: str, path: str) -> Violations:
 def _no_file(key: str, path: str) -> Violation:
     if set(path) & set("*?["):
         return Violation((key,), f"there is no file {path!r}; patterns are not expanded, so name each file")
-    return Violation((key,), f"there is no file {path!r} (the current directory is {Path.cwd()})", Absence.input)
+    return Violation(
+        (key,), f"there is no file {path!r} (the current directory is {Path.cwd()})", Absence.input
+    )
 
 
 def code_files(config: RunConfig) -> Violations:
@@ -82,7 +104,8 @@ def code_files(config: RunConfig) -> Violations:
 
 
 def _model_files(config: RunConfig) -> Violations:
-    """Check weights of all models, and tokenizers of those whose tokenizer a run uses. `validate` reports a missing `config.json`."""
+    """Check weights of all models, and tokenizers of those whose tokenizer a run uses. `validate` reports a
+    missing `config.json`."""
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
     for folder, key in folders.items():
@@ -92,16 +115,25 @@ def _model_files(config: RunConfig) -> Violations:
             others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
             message = f"{folder!r} has no weights in safetensors files"
             if others:
-                yield Violation((key,), f"{message}; convert those that it has: save_pretrained(..., safe_serialization=True)")
+                yield Violation(
+                    (key,),
+                    f"{message}; convert those that it has: save_pretrained(..., safe_serialization=True)",
+                )
             else:
-                yield Violation((key,), f"{message}; download them (hf download NAME --local-dir {folder})", Absence.input)
+                yield Violation(
+                    (key,), f"{message}; download them (hf download NAME --local-dir {folder})", Absence.input
+                )
         if folder in with_tokenizer and not has_tokenizer(folder):
-            message = f"{folder!r} has no tokenizer; copy the model's tokenizer.json, tokenizer_config.json and chat_template.jinja into it"
+            message = (
+                f"{folder!r} has no tokenizer; copy the model's tokenizer.json, tokenizer_config.json "
+                f"and chat_template.jinja into it"
+            )
             yield Violation((key,), message, Absence.input)
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
-    """Return why a logger cannot be used on this machine, or None. A service's Python module has its logger's name."""
+    """Return why a logger cannot be used on this machine, or None. A service's Python module has its logger's
+    name."""
     package = logger.needs.package
     if package is not None and importlib.util.find_spec(logger.value) is None:
         return f"{logger.value!r} needs a package that is not installed: pip install {package}"
@@ -112,7 +144,8 @@ def _gpus(config: RunConfig) -> Violations:
     """Check that a run on GPUs, which joins no cluster, has one."""
     if config.device is Device.cuda and cluster_address() is None and not has_gpu():
         message = (
-            "is cuda, and this machine has no GPU that torch can use; use device=cpu, or join a cluster with GPUs (RAY_ADDRESS=HOST:PORT)"
+            "is cuda, and this machine has no GPU that torch can use; use device=cpu, or join a cluster "
+            "with GPUs (RAY_ADDRESS=HOST:PORT)"
         )
         yield Violation(("device",), message, Absence.gpu)
 
@@ -122,10 +155,19 @@ def _engine_packages(config: RunConfig) -> Violations:
     engine = config.rollout_engine
     if engine is None or cluster_address() is not None:
         return
-    absent = [f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)]
+    absent = [
+        f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)
+    ]
     if absent:
-        message = f"{engine.value!r} needs packages that are not installed: pip install {' '.join(map(repr, absent))}"
-        yield Violation(("rollout.engine",), f"{message} (on a CPU see docs/install.md), or use rollout.engine=hf", Absence.package)
+        message = (
+            f"{engine.value!r} needs packages that are not installed: pip install "
+            f"{' '.join(map(repr, absent))}"
+        )
+        yield Violation(
+            ("rollout.engine",),
+            f"{message} (on a CPU see docs/install.md), or use rollout.engine=hf",
+            Absence.package,
+        )
 
 
 def _is_installed(distribution: str) -> bool:
@@ -145,10 +187,13 @@ def _loggers(config: RunConfig) -> Violations:
 def writable_folders(config: RunConfig) -> Violations:
     """Check that a run which starts on this machine can write its folders.
 
-    Creates a temporary folder in the nearest existing one and removes it. Never call this for a run on another machine: the
-    same path may be on another disk there.
+    Creates a temporary folder in the nearest existing one and removes it. Never call this for a run on
+    another machine: the same path may be on another disk there.
     """
-    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
+    for key, folder in (
+        ("trainer.output_dir", config.trainer.output_dir),
+        ("checkpoint.dir", config.checkpoint.dir),
+    ):
         if folder is None or not folder.strip():
             continue
         try:

@@ -1,4 +1,5 @@
-"""What the layout, the optimizer and the micro-batches of each model must satisfy, without the model and with its architecture."""
+"""What the layout, the optimizer and the micro-batches of each model must satisfy, without the model and with
+its architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ def optimizers(config: RunConfig) -> Violations:
         key = f"{section}.optim"
         optim = model.optim
         if optim.min_lr > optim.lr:
-            yield Violation((f"{key}.min_lr", f"{key}.lr"), f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr")
+            yield Violation(
+                (f"{key}.min_lr", f"{key}.lr"),
+                f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr",
+            )
 
 
 def layout(config: RunConfig, role: ModelRole) -> Violations:
@@ -25,19 +29,25 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
     parallel = role.parallel
     if parallel.virtual_pipeline_parallel_size is not None and parallel.pipeline_parallel_size == 1:
         yield Violation(
-            (f"{role.parallel_key}.virtual_pipeline_parallel_size", f"{role.parallel_key}.pipeline_parallel_size"),
-            f"virtual stages {parallel.virtual_pipeline_parallel_size} need a pipeline, but pipeline_parallel_size is 1; "
+            (
+                f"{role.parallel_key}.virtual_pipeline_parallel_size",
+                f"{role.parallel_key}.pipeline_parallel_size",
+            ),
+            f"virtual stages {parallel.virtual_pipeline_parallel_size} need a pipeline, but "
+            f"pipeline_parallel_size is 1; "
             "leave virtual_pipeline_parallel_size null, or use a pipeline_parallel_size of 2 or more",
         )
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
         yield Violation(
             (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
-            "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is 1; use 2 or more, or false",
+            "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is "
+            "1; use 2 or more, or false",
         )
     if parallel.context_parallel_size > 1 and not config.engine.packing:
         yield Violation(
             (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
-            f"context_parallel_size {parallel.context_parallel_size} cuts rows that are packed, but packing is false; "
+            f"context_parallel_size {parallel.context_parallel_size} cuts rows that are packed, but packing "
+            f"is false; "
             "use engine.packing=true, or context_parallel_size 1",
         )
 
@@ -46,9 +56,14 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
     limit = role.micro_batch
     key = role.micro_batch_key
     if (limit.sequences is None) == (limit.max_tokens is None):
-        given = "neither is" if limit.sequences is None else f"both are ({limit.sequences} and {limit.max_tokens})"
+        given = (
+            "neither is"
+            if limit.sequences is None
+            else f"both are ({limit.sequences} and {limit.max_tokens})"
+        )
         yield Violation(
-            (f"{key}.sequences", f"{key}.max_tokens"), f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null"
+            (f"{key}.sequences", f"{key}.max_tokens"),
+            f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null",
         )
     elif role.reads_policy_tokens and limit.max_tokens is not None:
         yield from _row_fits(config, role, limit.max_tokens)
@@ -81,17 +96,22 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
     keys = f"{section}.recompute_modules", f"{section}.recompute"
     if how is Recompute.selective and not modules:
         yield Violation(
-            keys, "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or use recompute=none"
+            keys,
+            "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or "
+            "use recompute=none",
         )
     if how is not Recompute.selective and modules != Recomputation().modules:
         named = ", ".join(module.value for module in modules)
         yield Violation(
-            keys, f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them out, or use selective"
+            keys,
+            f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them "
+            f"out, or use selective",
         )
     if how is not Recompute.full and num_layers is not None:
         yield Violation(
             (f"{section}.recompute_num_layers", f"{section}.recompute"),
-            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; leave it null, or use full",
+            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; leave it "
+            f"null, or use full",
         )
 
 
@@ -105,7 +125,8 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
     if rows < replicas:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
-            f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas would have nothing to learn from; "
+            f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas "
+            f"would have nothing to learn from; "
             f"use data_parallel_size {max(rows, 1)} or fewer, or mini-batches of {replicas} rows or more",
         )
 
@@ -113,12 +134,17 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
 def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     parallel = role.parallel
     tensor = role.parallel.tensor_parallel_size
-    fields = ["num_attention_heads", "num_key_value_heads", *(["intermediate_size"] if architecture.num_dense_layers else [])]
+    fields = [
+        "num_attention_heads",
+        "num_key_value_heads",
+        *(["intermediate_size"] if architecture.num_dense_layers else []),
+    ]
     sizes = {field: getattr(architecture, field) for field in fields}
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
         yield Violation(
             (f"{role.parallel_key}.tensor_parallel_size",),
-            f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by tensor_parallel_size {tensor}; "
+            f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by "
+            f"tensor_parallel_size {tensor}; "
             f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
@@ -126,7 +152,9 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     if layers % stages:
         product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
         if parallel.virtual_pipeline_parallel_size is not None:
-            product += f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
+            product += (
+                f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
+            )
         yield Violation(
             (f"{role.parallel_key}.pipeline_parallel_size",),
             f"num_hidden_layers {layers} of {role.path} does not divide by {product}; "
@@ -136,8 +164,12 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     recomputed = role.recomputation.num_layers
     if recomputed is not None and recomputed > layers // stages:
         yield Violation(
-            (f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers", f"{role.parallel_key}.pipeline_parallel_size"),
-            f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use fewer, or null for all",
+            (
+                f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers",
+                f"{role.parallel_key}.pipeline_parallel_size",
+            ),
+            f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use "
+            f"fewer, or null for all",
         )
 
 
@@ -149,7 +181,8 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
         hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
         yield Violation(
             config.length_keys,
-            f"{prompt} + {response} = {config.max_row_tokens} tokens are more than max_position_embeddings {limit} of {role.path}; "
+            f"{prompt} + {response} = {config.max_row_tokens} tokens are more than max_position_embeddings "
+            f"{limit} of {role.path}; "
             f"use {hint}",
         )
 
@@ -157,11 +190,16 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
 def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Check that a chat has positions in the model."""
     for role, limit in _too_short(config, architectures):
-        message = f"is {config.max_row_tokens}, more than max_position_embeddings {limit} of {role.path}; use {limit}"
+        message = (
+            f"is {config.max_row_tokens}, more than max_position_embeddings {limit} of {role.path}; "
+            f"use {limit}"
+        )
         yield Violation(config.length_keys, message)
 
 
-def _too_short(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[tuple[ModelRole, int]]:
+def _too_short(
+    config: RunConfig, architectures: Mapping[str, Architecture]
+) -> Iterator[tuple[ModelRole, int]]:
     """Yield the models that have fewer positions than the longest row has tokens, and how many."""
     for role in model_roles(config):
         if role.name in architectures and role.reads_policy_tokens:
@@ -171,7 +209,8 @@ def _too_short(config: RunConfig, architectures: Mapping[str, Architecture]) -> 
 
 
 def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Checks that all models can read the policy's token ids, and that frozen policies have the same vocabulary."""
+    """Checks that all models can read the policy's token ids, and that frozen policies have the same
+    vocabulary."""
     if "actor" not in architectures:
         return
     policy = architectures["actor"].vocab_size
@@ -181,10 +220,12 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
         if (vocab_size := architectures[role.name].vocab_size) != policy:
             yield Violation(
                 tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
-                f"the {role.name} has vocab_size {vocab_size}, the policy {policy}; comparing their log-probs needs one vocabulary",
+                f"the {role.name} has vocab_size {vocab_size}, the policy {policy}; comparing their "
+                f"log-probs needs one vocabulary",
             )
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
         yield Violation(
             ("critic.model.path", "model.path"),
-            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}; it reads the policy's tokens",
+            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}; "
+            f"it reads the policy's tokens",
         )

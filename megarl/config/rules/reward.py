@@ -1,4 +1,5 @@
-"""What the reward's settings must satisfy: something that scores, and a reward model that can read what the policy writes."""
+"""What the reward's settings must satisfy: something that scores, and a reward model that can read what the
+policy writes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def something_scores(config: PPOConfig) -> Violations:
         )
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(
-            ("reward.model.path",), "is null, so what else is set in reward.model does nothing; give a folder, or leave the rest as it is"
+            ("reward.model.path",),
+            "is null, so what else is set in reward.model does nothing; give a folder, or leave the rest as "
+            "it is",
         )
 
 
@@ -52,15 +55,19 @@ def _scores_with_one_number(folder: Path) -> Violations:
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
         yield Violation(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model is a ...{REWARD_CLASS}, whose head gives its "
+            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model is a "
+            f"...{REWARD_CLASS}, whose head gives its "
             "score; train one, or give the folder of one",
         )
         return
-    labels = fields.get("num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT)
+    labels = fields.get(
+        "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
+    )
     if labels != 1:
         yield Violation(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: the model has {labels} labels, but a score is one number; give a reward model with num_labels 1",
+            f"{folder / 'config.json'}: the model has {labels} labels, but a score is one number; give a "
+            f"reward model with num_labels 1",
         )
 
 
@@ -68,18 +75,31 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
     model = config.reward.model
     positions = architecture.max_position_embeddings
     tokens = config.max_row_tokens
-    room = {"max_position_embeddings": positions, "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel)}
+    room = {
+        "max_position_embeddings": positions,
+        "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
+    }
     for name, limit in room.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:
             yield Violation(
-                ("reward.model.max_length", *([f"reward.model.{name}"] if name.startswith("micro_batch") else [])),
-                f"max_length {model.max_length} is above {name} {limit}{'' if '.' in name else f' of {model.path}'}; use {limit} or less",
+                (
+                    "reward.model.max_length",
+                    *([f"reward.model.{name}"] if name.startswith("micro_batch") else []),
+                ),
+                f"max_length {model.max_length} is above {name} "
+                f"{limit}{'' if '.' in name else f' of {model.path}'}; use {limit} or less",
             )
     limit = max_conversation_tokens(model, architecture)
     if model.overlong is OverlongConversation.refuse and tokens > limit:
         yield Violation(
-            ("reward.model.max_length", "reward.model.micro_batch", "data.max_prompt_length", "data.max_response_length"),
-            f"a row may have {tokens} tokens of the policy, but the reward model reads at most {limit} of its own (max_length, "
+            (
+                "reward.model.max_length",
+                "reward.model.micro_batch",
+                "data.max_prompt_length",
+                "data.max_response_length",
+            ),
+            f"a row may have {tokens} tokens of the policy, but the reward model reads at most {limit} of "
+            f"its own (max_length, "
             f"{positions} positions, a micro-batch); use shorter rows, or as much as its positions allow, "
             "or reward.model.overlong=truncate to leave the oldest tokens out",
         )

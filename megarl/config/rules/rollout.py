@@ -1,9 +1,16 @@
-"""What the section `rollout` must satisfy: samplers whose log-probs the trainer can use, engines that fit the model and the devices, and
-asynchronous generation (`max_staleness` above 0) that something corrects for."""
+"""What the section `rollout` must satisfy: samplers whose log-probs the trainer can use, engines that fit the
+model and the devices, and asynchronous generation (`max_staleness` above 0) that something corrects for."""
 
 from __future__ import annotations
 
-from megarl.config.schema import CorrectionLevel, Late, OnUpdate, PlacementStrategy, PPOConfig, RolloutEngineKind
+from megarl.config.schema import (
+    CorrectionLevel,
+    Late,
+    OnUpdate,
+    PlacementStrategy,
+    PPOConfig,
+    RolloutEngineKind,
+)
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
 
@@ -17,28 +24,39 @@ def sampling(config: PPOConfig) -> Violations:
     """Samplers that training may use, and lengths that can be."""
     rollout = config.rollout
     if rollout.temperature == 0:
-        yield Violation(("rollout.temperature",), "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice")
+        yield Violation(
+            ("rollout.temperature",),
+            "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice",
+        )
     for key, temperature in (
         ("rollout.temperature", rollout.temperature),
         ("rollout.validation.temperature", rollout.validation.temperature),
     ):
         if 0 < temperature < _LEAST_TEMPERATURE:
             yield Violation(
-                (key,), f"is {temperature:g}: logits divided by it are beyond what bfloat16 tells apart; use {_LEAST_TEMPERATURE} or more"
+                (key,),
+                f"is {temperature:g}: logits divided by it are beyond what bfloat16 tells apart; use "
+                f"{_LEAST_TEMPERATURE} or more",
             )
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if value != off:
             yield Violation(
                 (f"rollout.{key}",),
-                f"is {value:g}: a truncated sampler draws from another distribution than the one whose log-probs the trainer computes, so "
-                f"the ratio of PPO would mean something else; use {off:g} for training (rollout.validation.{key} is free)",
+                f"is {value:g}: a truncated sampler draws from another distribution than the one whose "
+                f"log-probs the trainer computes, so "
+                f"the ratio of PPO would mean something else; use {off:g} for training "
+                f"(rollout.validation.{key} is free)",
             )
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
-        yield Violation(("rollout.validation.top_k",), f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens")
+        yield Violation(
+            ("rollout.validation.top_k",),
+            f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens",
+        )
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield Violation(
             ("rollout.validation.n", "rollout.validation.temperature"),
-            f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature above 0",
+            f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature "
+            f"above 0",
         )
     least = rollout.validation.min_new_tokens
     most = config.data.max_response_length
@@ -56,7 +74,8 @@ def whole_model(config: PPOConfig) -> Violations:
         others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
         yield Violation(
             (_TP, "rollout.engine"),
-            f"the engine {rollout.engine.name!r} holds a whole model per replica, so tensor_parallel_size {rollout.tensor_parallel_size} "
+            f"the engine {rollout.engine.name!r} holds a whole model per replica, so tensor_parallel_size "
+            f"{rollout.tensor_parallel_size} "
             f"must be 1; for more throughput raise rollout.num_replicas, or use rollout.engine={others}",
         )
 
@@ -68,7 +87,11 @@ def engine_memory(config: PPOConfig) -> Violations:
         share = config.rollout.memory_share_of(engine)
         if key is None or share is None or (isinstance(share, int | float) and 0 < share < 1):
             continue
-        yield Violation((key,), f"is {share!r}, but must be above 0 and below 1: the share of a device for weights and cache, as 0.8")
+        yield Violation(
+            (key,),
+            f"is {share!r}, but must be above 0 and below 1: the share of a device for weights and cache, "
+            f"as 0.8",
+        )
 
 
 def shared_devices(config: PPOConfig) -> Violations:
@@ -80,16 +103,21 @@ def shared_devices(config: PPOConfig) -> Violations:
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
     fitting = there // rollout.tensor_parallel_size
-    remedy = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
+    remedy = (
+        f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
+    )
     yield Violation(
         ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
-        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = {needed} devices, but in the "
-        f"placement 'hybrid' the engines share the actor's, which are {there}; {remedy}, a larger actor, or the placement split_collocate",
+        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = "
+        f"{needed} devices, but in the "
+        f"placement 'hybrid' the engines share the actor's, which are {there}; {remedy}, a larger actor, or "
+        f"the placement split_collocate",
     )
 
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
-    """How an engine cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole on several."""
+    """How an engine cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole
+    on several."""
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
@@ -99,13 +127,15 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
         if size % tensor:
             yield Violation(
                 (_TP,),
-                f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use {either(nearest_divisors(size, tensor))}",
+                f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use "
+                f"{either(nearest_divisors(size, tensor))}",
             )
     heads = policy.num_key_value_heads
     if heads % tensor and tensor % heads:
         yield Violation(
             (_TP,),
-            f"num_key_value_heads {heads} of {path} neither divides by tensor_parallel_size {tensor} nor divides it; "
+            f"num_key_value_heads {heads} of {path} neither divides by tensor_parallel_size {tensor} nor "
+            f"divides it; "
             f"use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
         )
 
@@ -118,13 +148,15 @@ def generation_ahead(config: PPOConfig) -> Violations:
         other = _STALENESS if not staleness else "rollout.on_update"
         yield Violation(
             ("rollout.late", other),
-            f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is ever late; use late=wait, or "
+            f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is "
+            f"ever late; use late=wait, or "
             "max_staleness above 0 and on_update=go_on",
         )
     if config.rollout.max_error_rate and not staleness:
         yield Violation(
             ("rollout.max_error_rate", _STALENESS),
-            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing replaces a prompt that is dropped; use "
+            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing replaces a prompt that "
+            f"is dropped; use "
             "max_error_rate=0, or max_staleness above 0",
         )
     if not staleness:
@@ -133,21 +165,29 @@ def generation_ahead(config: PPOConfig) -> Violations:
     if correction.level is CorrectionLevel.none and not correction.bypass:
         yield Violation(
             (_STALENESS, "algorithm.rollout_correction.level"),
-            f"is {staleness}: samples are then by older weights than those that are trained, and nothing corrects for it; use "
-            "algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or rollout_correction.bypass=true",
+            f"is {staleness}: samples are then by older weights than those that are trained, and nothing "
+            f"corrects for it; use "
+            "algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
+            "rollout_correction.bypass=true",
         )
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
-    others = sorted(role for role, other in placement.roles.items() if role != "rollout" and other == pool and pool is not None)
+    others = sorted(
+        role
+        for role, other in placement.roles.items()
+        if role != "rollout" and other == pool and pool is not None
+    )
     if placement.strategy in _TAKING_TURNS or others:
         whom = ", ".join(others) or "the actor"
         yield Violation(
             (_STALENESS, "placement.strategy"),
-            f"is {staleness}: the engines generate while the other roles train, but in this placement they take turns with {whom} on the "
+            f"is {staleness}: the engines generate while the other roles train, but in this placement they "
+            f"take turns with {whom} on the "
             "same devices; use split_collocate or stand_alone, or max_staleness=0",
         )
     if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
         yield Violation(
             (_STALENESS, "algorithm.dynamic_sampling.enabled", "reward.model.path"),
-            f"is {staleness}: dynamic sampling looks at the scores of each prompt as soon as it has its samples, and a reward model scores "
+            f"is {staleness}: dynamic sampling looks at the scores of each prompt as soon as it has its "
+            f"samples, and a reward model scores "
             "whole steps; use reward functions alone, dynamic_sampling.enabled=false, or max_staleness=0",
         )

@@ -1,11 +1,22 @@
-"""The course of a run: its mini-batches, its validations, the layers of its models, and what it saves and where."""
+"""The course of a run: its mini-batches, its validations, the layers of its models, and what it saves and
+where."""
 
 from __future__ import annotations
 
 from math import lcm
 from pathlib import Path
 
-from megarl.config.schema import Device, DType, EarlyStopConfig, KeepBestConfig, Layers, MetricMode, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import (
+    Device,
+    DType,
+    EarlyStopConfig,
+    KeepBestConfig,
+    Layers,
+    MetricMode,
+    PPOConfig,
+    RunConfig,
+    SFTConfig,
+)
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
@@ -14,32 +25,45 @@ SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
 
 def output_folders(config: RunConfig) -> Violations:
     """Folders that the run writes are named, and are not the root of the file system."""
-    for key, folder in (("trainer.output_dir", config.trainer.output_dir), ("checkpoint.dir", config.checkpoint.dir)):
+    for key, folder in (
+        ("trainer.output_dir", config.trainer.output_dir),
+        ("checkpoint.dir", config.checkpoint.dir),
+    ):
         if folder is None:
             continue
         if not folder.strip():
             yield Violation((key,), f"is {folder!r}, which names no folder; give one of the run's own")
         elif (path := Path(folder).absolute()) == Path(path.anchor):
-            yield Violation((key,), f"is {folder!r}, the root of the file system; give a folder of the run's own")
+            yield Violation(
+                (key,), f"is {folder!r}, the root of the file system; give a folder of the run's own"
+            )
 
 
 def sft_metrics(config: SFTConfig) -> Violations:
     """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what a supervised run measures."""
     for key, section in _compared(config):
         if section.metric != SFT_METRIC:
-            message = f"is {section.metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null"
+            message = (
+                f"is {section.metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null"
+            )
             yield Violation((f"{key}.metric",), message)
         elif section.mode is MetricMode.max:
-            yield Violation((f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min")
+            yield Violation(
+                (f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min"
+            )
 
 
 def validation_metrics(config: PPOConfig) -> Violations:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what the run's validations measure."""
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what the run's validations
+    measure."""
     for key, section in _compared(config):
         metric = section.metric or ""
         if not may_be_measured(config, metric):
             measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
-            yield Violation((f"{key}.metric",), f"no validation of this run measures {metric!r}; {nearest(metric, measured)}")
+            yield Violation(
+                (f"{key}.metric",),
+                f"no validation of this run measures {metric!r}; {nearest(metric, measured)}",
+            )
 
 
 def compared_validations(config: RunConfig) -> Violations:
@@ -48,7 +72,8 @@ def compared_validations(config: RunConfig) -> Violations:
         if config.trainer.validate_every_steps == 0:
             yield Violation(
                 ("trainer.validate_every_steps", f"{key}.metric"),
-                f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set {key}.metric to null",
+                f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set "
+                f"{key}.metric to null",
             )
 
 
@@ -66,12 +91,14 @@ def layers(config: RunConfig) -> Violations:
         return
     if config.device is Device.cpu:
         yield Violation(
-            ("engine.layers", "device"), "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local"
+            ("engine.layers", "device"),
+            "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local",
         )
     elif config.model.dtype is DType.float32 and config.engine.packing:
         yield Violation(
             ("engine.layers", "model.dtype"),
-            "transformer_engine has no attention of packed rows for float32; use engine.layers=auto or local, or model.dtype=bfloat16",
+            "transformer_engine has no attention of packed rows for float32; use engine.layers=auto or "
+            "local, or model.dtype=bfloat16",
         )
 
 
@@ -79,7 +106,8 @@ def validation(config: RunConfig) -> Violations:
     if config.trainer.validate_every_steps > 0 and not config.data.val_files:
         yield Violation(
             ("trainer.validate_every_steps", "data.val_files"),
-            f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or set validate_every_steps to 0",
+            f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or "
+            f"set validate_every_steps to 0",
         )
 
 
@@ -92,7 +120,8 @@ def mini_batches(config: PPOConfig) -> Violations:
         step = lcm(n, updates) // n  # prompts_per_step that work are its multiples
         yield Violation(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
-            f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step {updates} mini-batches; "
+            f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step "
+            f"{updates} mini-batches; "
             f"use updates_per_step {either(nearest_divisors(samples, updates))} "
             f"or prompts_per_step {either(nearest_multiples(prompts, step))}",
         )

@@ -1,9 +1,9 @@
 """The typed schema of a run: frozen dataclasses, one per section, with their defaults and their own checks.
 
-A check that needs only one section lives in its `__post_init__`; checks across sections live in `validate.py`.
-Choices that need something of a run declare it in `megarl/config/kinds.py`. Nothing here imports torch, so that `megarl check` answers at
-once. `docs/configuration.md` is made from these modules: a comment behind a key or above it, a docstring of a section and of a choice are
-what a user reads there.
+A check that needs only one section lives in its `__post_init__`; checks across sections live in
+`validate.py`. Choices that need something of a run declare it in `megarl/config/kinds.py`. Nothing here
+imports torch, so that `megarl check` answers at once. `docs/configuration.md` is made from these modules: a
+comment behind a key or above it, a docstring of a section and of a choice are what a user reads there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from megarl.config.schema.algorithm import (
     SAPOConfig,
     ValueLossConfig,
 )
-from megarl.config.schema.data import ChatColumnsConfig, DataConfig, LossyText, Overlong, PromptColumnsConfig, SFTDataConfig
+from megarl.config.schema.data import (
+    ChatColumnsConfig,
+    DataConfig,
+    LossyText,
+    Overlong,
+    PromptColumnsConfig,
+    SFTDataConfig,
+)
 from megarl.config.schema.keys import MISSING
 from megarl.config.schema.models import (
     ActorConfig,

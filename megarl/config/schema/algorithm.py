@@ -60,18 +60,21 @@ class RejectionLevel(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    estimator: AdvantageEstimator = AdvantageEstimator.gae  # how good a token was, from rewards; see the page on algorithms
+    # how good a token was, from rewards; see the page on algorithms
+    estimator: AdvantageEstimator = AdvantageEstimator.gae
     function: str | None = field(
         default=None, metadata=names(InputKind.code)
     )  # FILE.py:NAME of your own, in the place of the estimator's; it gets what the estimator gets
     gamma: float = ranged(1.0, at_least=0, at_most=1)  # discount of later rewards: gae, reinforce_plus_plus
     lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: 1 trusts the rewards, 0 the critic
-    normalize_by_std: bool = True  # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
+    # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
+    normalize_by_std: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig:
-    """How sharply a ratio's weight falls away from 1; the larger for tokens that are to become less likely (Gao et al. 2025)."""
+    """How sharply a ratio's weight falls away from 1; the larger for tokens that are to become less likely
+    (Gao et al. 2025)."""
 
     temperature_positive: float = ranged(1.0, above=0)  # of tokens with an advantage above 0
     temperature_negative: float = ranged(1.05, above=0)  # of the others
@@ -93,21 +96,24 @@ class PolicyLossConfig:
     function: str | None = field(
         default=None, metadata=names(InputKind.code)
     )  # FILE.py:NAME of your own, in the place of the kind's; it gets what the kind gets
-    # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high]. dppo_*: limits of the divergence
-    # for tokens that became less and more likely. sapo, gpg and kl_cov have no bounds.
+    # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high].
+    # dppo_*: limits of the divergence for tokens that became less and more likely. sapo, gpg and kl_cov have
+    # no bounds.
     clip_low: float = ranged(0.2, above=0, below=1)
     clip_high: float = ranged(0.2, above=0)  # as clip_low, above
     # ppo_clip: limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
     clip_dual: float | None = ranged(None, above=1)
     aggregation: Aggregation = Aggregation.token_mean  # from the losses of tokens to one number
-    norm_tokens: int | None = ranged(None, at_least=1)  # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
+    # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
+    norm_tokens: int | None = ranged(None, at_least=1)
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig:
-    clip: float | None = ranged(0.2, above=0)  # how far a value may move from that before the update; null: as far as it likes
+    # how far a value may move from that before the update; null: as far as it likes
+    clip: float | None = ranged(0.2, above=0)
     aggregation: Aggregation = Aggregation.token_mean  # as of the policy loss
     norm_tokens: int | None = ranged(None, at_least=1)  # as of the policy loss
 
@@ -123,7 +129,8 @@ class KLControllerConfig:
 class KLConfig:
     where: KLWhere = KLWhere.reward  # what the divergence from the reference is charged to
     estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a drawn token
-    coefficient: float = ranged(0.001, at_least=0)  # its weight; with 0 there is no reference, as with `where: none`
+    # its weight; with 0 there is no reference, as with `where: none`
+    coefficient: float = ranged(0.001, at_least=0)
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
     @property
@@ -147,25 +154,31 @@ class RejectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """The rollout engine's log-probs are not quite the trainer's: weights for the policy loss, and responses to leave out."""
+    """The rollout engine's log-probs are not quite the trainer's: weights for the policy loss, and responses
+    to leave out."""
 
     level: CorrectionLevel = CorrectionLevel.none  # what a weight is taken over
     kind: CorrectionKind = CorrectionKind.truncate  # what becomes of a weight out of bounds
     low: float = ranged(0.5, at_least=0)  # mask
     high: float = ranged(2.0, above=0)  # the largest weight
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
-    bypass: bool = False  # the rollout engine's log-probs are the old ones, so that the trainer does not compute them again
+    # the rollout engine's log-probs are the old ones, so that the trainer does not compute them again
+    bypass: bool = False
 
     @property
     def enabled(self) -> bool:
-        return self.level is not CorrectionLevel.none or self.rejection.estimator is not RejectionEstimator.none
+        return (
+            self.level is not CorrectionLevel.none or self.rejection.estimator is not RejectionEstimator.none
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """A penalty that grows over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO, eq. 13)."""
+    """A penalty that grows over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO, eq.
+    13)."""
 
-    buffer_share: float = ranged(0.0, at_least=0, at_most=1)  # of max_response_length, over which it grows; 0: no penalty
+    # of max_response_length, over which it grows; 0: no penalty
+    buffer_share: float = ranged(0.0, at_least=0, at_most=1)
     penalty: float = ranged(1.0, above=0)  # of a response that fills max_response_length
 
     def buffer_tokens(self, max_response_length: int) -> int:
@@ -175,7 +188,8 @@ class OverlongConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Prompts whose samples all have the same score are dropped and others take their place (DAPO, section 3.2)."""
+    """Prompts whose samples all have the same score are dropped and others take their place (DAPO, section
+    3.2)."""
 
     enabled: bool = False  # needs an estimator that compares the samples of a prompt
     max_generations: int = ranged(4, at_least=1)  # rounds of generation in one step, the first included

@@ -14,7 +14,8 @@ class Overlong(str, Enum):
 
 
 class LossyText(str, Enum):
-    """What happens to prompts and chats that the tokenizer cannot write: decoded again, their tokens are another text."""
+    """What happens to prompts and chats that the tokenizer cannot write: decoded again, their tokens are
+    another text."""
 
     refuse = "refuse"  # the run does not start, and says what is lost
     allow = "allow"  # the model reads what is left of them
@@ -25,9 +26,12 @@ class PromptColumnsConfig:
     """The columns of the files, where they are called otherwise."""
 
     prompt: str = "prompt"  # a chat up to the answer, or a text: a message of the user
-    data_source: str | None = "data_source"  # names the kind of task; null: the file's name, without its ending
-    ground_truth: str | None = None  # the right answer; null: in the mapping reward_model, or in a column ground_truth
-    reward_model: str = "reward_model"  # a mapping with ground_truth; not read where ground_truth has a column of its own
+    # names the kind of task; null: the file's name, without its ending
+    data_source: str | None = "data_source"
+    # the right answer; null: in the mapping reward_model, or in a column ground_truth
+    ground_truth: str | None = None
+    # a mapping with ground_truth; not read where ground_truth has a column of its own
+    reward_model: str = "reward_model"
     extra_info: str = "extra_info"  # a mapping for reward functions; may be absent
 
 
@@ -35,8 +39,10 @@ class PromptColumnsConfig:
 class ChatColumnsConfig:
     """The columns of the files, where they are called otherwise, or where prompt and answer stand in two."""
 
-    messages: str = "messages"  # a chat that ends with the assistant's answer; not read where prompt and answer are given
-    tools: str = "tools"  # the schemas of what the assistant may call, as a list or as JSON text; may be absent
+    # a chat that ends with the assistant's answer; not read where prompt and answer are given
+    messages: str = "messages"
+    # the schemas of what the assistant may call, as a list or as JSON text; may be absent
+    tools: str = "tools"
     prompt: str | None = None  # a chat up to the answer, or a text: a message of the user
     answer: str | None = None  # the text of the assistant's answer
 
@@ -45,8 +51,10 @@ class ChatColumnsConfig:
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
-    train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
-    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))  # held-out prompts, for validation
+    # one for each of train_files: its share of the rows; empty: each row once
+    train_weights: list[float] = field(default_factory=list)
+    # held-out prompts, for validation
+    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
     columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
     system_prompt: str | None = prose(None)  # comes before chats that have none
     max_prompt_length: int = ranged(1024, at_least=1)  # tokens, the chat template's included
@@ -64,12 +72,15 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
-    """Rows with `messages`: a chat that ends with the assistant's answer. Its answers are trained, and nothing else of it."""
+    """Rows with `messages`: a chat that ends with the assistant's answer. Its answers are trained, and
+    nothing else of it."""
 
     # files of chats: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
-    train_weights: list[float] = field(default_factory=list)  # one for each of train_files: its share of the rows; empty: each row once
-    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))  # held-out chats, whose loss is logged
+    # one for each of train_files: its share of the rows; empty: each row once
+    train_weights: list[float] = field(default_factory=list)
+    # held-out chats, whose loss is logged
+    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
     columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
     system_prompt: str | None = prose(None)  # comes before chats that have none
     max_length: int = ranged(2048, at_least=1)  # tokens of a whole chat

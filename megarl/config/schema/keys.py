@@ -1,4 +1,5 @@
-"""What a key of the schema says of itself beside its type: that it must be given, and which numbers it takes."""
+"""What a key of the schema says of itself beside its type: that it must be given, and which numbers it
+takes."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 MISSING = "???"  # OmegaConf's own mark of a value that the user must give
-LARGEST = 10**9  # of any number, with either sign: what is larger is a slip, and would be a disaster as a count or a seed
+# of any number, with either sign: what is larger is a slip, and would be a disaster as a count or a seed
+LARGEST = 10**9
 
 Value = TypeVar("Value")
 
 
 class Range(NamedTuple):
-    """Which numbers a key takes, none beyond LARGEST. An end belongs to the range (`at_least`, `at_most`) or not (`above`, `below`)."""
+    """Which numbers a key takes, none beyond LARGEST. An end belongs to the range (`at_least`, `at_most`) or
+    not (`above`, `below`)."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -24,7 +27,11 @@ class Range(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, int | float)
-        return abs(value) <= LARGEST and self.at_least <= value <= self.at_most and self.above < value < self.below
+        return (
+            abs(value) <= LARGEST
+            and self.at_least <= value <= self.at_most
+            and self.above < value < self.below
+        )
 
     def __str__(self) -> str:
         given = {word: end for word, end in self._asdict().items() if math.isfinite(end)}
@@ -37,11 +44,16 @@ class Range(NamedTuple):
     def explain(self, value: float) -> str:
         """Why `value` is not in it."""
         is_huge = LARGEST < abs(value) < math.inf and min(self.at_most, self.below) == math.inf
-        return f"is {value:g}, but no number may be beyond {LARGEST:,}" if is_huge else f"is {value:g}, but must be {self}"
+        return (
+            f"is {value:g}, but no number may be beyond {LARGEST:,}"
+            if is_huge
+            else f"is {value:g}, but must be {self}"
+        )
 
 
 def ranged(default: Value, **ends: float) -> Value:
-    """The default of a key and its range, as in `n: int = ranged(1, at_least=1)`; null is in every range. `ends`: see Range."""
+    """The default of a key and its range, as in `n: int = ranged(1, at_least=1)`; null is in every range.
+    `ends`: see Range."""
     return field(default=default, metadata={Range: Range(**ends)})
 
 
@@ -59,12 +71,14 @@ class ItemRange(NamedTuple):
 
 
 def numbers(default: list[float], **ends: float) -> list[float]:
-    """The default of a key that takes a list of that many numbers, and the range of each. `ends`: see Range."""
+    """The default of a key that takes a list of that many numbers, and the range of each. `ends`: see
+    Range."""
     return field(default_factory=default.copy, metadata={ItemRange: ItemRange(len(default), Range(**ends))})
 
 
 def prose(default: Value) -> Value:
-    """The default of a key whose text is read by a model: it may be long and have line breaks, as no name may."""
+    """The default of a key whose text is read by a model: it may be long and have line breaks, as no name
+    may."""
     return field(default=default, metadata={prose: True})
 
 
@@ -111,7 +125,8 @@ class Leaf(NamedTuple):
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every value of a section, those of the sections in it included; a list is a value, and so is what stands in its sections."""
+    """Every value of a section, those of the sections in it included; a list is a value, and so is what
+    stands in its sections."""
     for entry in fields(section):
         value = getattr(section, entry.name)
         key = f"{prefix}{entry.name}"

@@ -10,7 +10,8 @@ from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
 
 
 class DType(str, Enum):
-    auto = "auto"  # bfloat16 on CUDA; float32 on a CPU, where most processors compute bfloat16 many times as slowly
+    # bfloat16 on CUDA; float32 on a CPU, where most processors compute bfloat16 many times as slowly
+    auto = "auto"
     float32 = "float32"  # four bytes
     bfloat16 = "bfloat16"  # two bytes; the optimizer keeps float32 copies
 
@@ -22,8 +23,8 @@ class Recompute(str, Enum):
 
 
 class RecomputeModule(str, Enum):
-    """Megatron's names. `layernorm` is not among them: Transformer Engine's layers have none by itself, and for others Megatron needs that
-    package."""
+    """Megatron's names. `layernorm` is not among them: Transformer Engine's layers have none by itself, and
+    for others Megatron needs that package."""
 
     core_attn = "core_attn"  # attention between its linear layers; on CUDA its kernels keep little anyway
     mlp = "mlp"  # the MLP, whose activations are the most of a layer
@@ -53,7 +54,8 @@ class ModelConfig:
 
 
 class RankCoordinate(NamedTuple):
-    """Where a rank of a role stands: which tensor-parallel part, which part of the tokens, which replica, which stage."""
+    """Where a rank of a role stands: which tensor-parallel part, which part of the tokens, which replica,
+    which stage."""
 
     tp: int
     cp: int
@@ -63,16 +65,22 @@ class RankCoordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x context x pipeline) ranks."""
+    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x context x pipeline)
+    ranks."""
 
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share each layer's matrices, on one node
+    # ranks that share each layer's matrices, on one node
+    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
-    virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)  # pieces of layers that a stage holds, so that stages wait less
-    context_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share the tokens of each row, for long rows
+    # pieces of layers that a stage holds, so that stages wait less
+    virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)
+    # ranks that share the tokens of each row, for long rows
+    context_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
     sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
-    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks of a stage that share the experts, whatever replica they are in
-    expert_tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # ranks that share each expert's matrices
+    # ranks of a stage that share the experts, whatever replica they are in
+    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    # ranks that share each expert's matrices
+    expert_tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
 
     @property
     def world_size(self) -> int:
@@ -90,16 +98,19 @@ class ParallelConfig:
 
     @property
     def num_copies(self) -> int:
-        """Ranks that hold the same parameters, whose gradients are added and who share the optimizer's state."""
+        """Ranks that hold the same parameters, whose gradients are added and who share the optimizer's
+        state."""
         return self.context_parallel_size * self.data_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """A pass has so many micro-batches, or a multiple: virtual stages take turns with whole rounds of them."""
+        """A pass has so many micro-batches, or a multiple: virtual stages take turns with whole rounds of
+        them."""
         return 1 if self.virtual_pipeline_parallel_size is None else self.pipeline_parallel_size
 
     def coordinate(self, rank: int) -> RankCoordinate:
-        """As Megatron counts: tensor-parallel ranks fastest, then those that share rows, then replicas, then stages."""
+        """As Megatron counts: tensor-parallel ranks fastest, then those that share rows, then replicas, then
+        stages."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)
         rest, context = divmod(rest, self.context_parallel_size)
         stage, replica = divmod(rest, self.data_parallel_size)
@@ -125,21 +136,25 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is given."""
+    """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is
+    given."""
 
     sequences: int | None = ranged(None, at_least=1)  # so many rows at a time
-    max_tokens: int | None = ranged(None, at_least=1)  # as many rows as give a rank so many tokens: the lever on activation memory
+    # as many rows as give a rank so many tokens: the lever on activation memory
+    max_tokens: int | None = ranged(None, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """How the routers of a model with experts are trained. The field trains policies without losses of their own: they pull log-probs away
-    from those that generated the samples."""
+    """How the routers of a model with experts are trained. The field trains policies without losses of their
+    own: they pull log-probs away from those that generated the samples."""
 
-    # Of the load-balancing loss, in each layer E * sum over experts of (share of tokens) * (mean probability), 1 where all are alike.
-    # Shares are of the whole mini-batch, before its first gradient: an update has one more forward pass
+    # Of the load-balancing loss, in each layer E * sum over experts of (share of tokens) * (mean
+    # probability), 1 where all are alike. Shares are of the whole mini-batch, before its first gradient: an
+    # update has one more forward pass
     aux_loss_coefficient: float = ranged(0.0, at_least=0)
-    z_loss_coefficient: float = ranged(0.0, at_least=0)  # of the mean squared log-sum-exp of a router's logits, in each layer
+    # of the mean squared log-sum-exp of a router's logits, in each layer
+    z_loss_coefficient: float = ranged(0.0, at_least=0)
     freeze_router: bool = False  # routers stay as they are; their gradients are not computed
 
 
@@ -152,8 +167,10 @@ class TrainedModelConfig:
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     recompute: Recompute = Recompute.none  # activations that are not kept
-    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])  # of each layer; selective
-    recompute_num_layers: int | None = ranged(None, at_least=1)  # full: the first so many of each (virtual) stage; None: all
+    # of each layer; selective
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])
+    # full: the first so many of each (virtual) stage; None: all
+    recompute_num_layers: int | None = ranged(None, at_least=1)
 
     @property
     def recomputation(self) -> Recomputation:
@@ -167,7 +184,8 @@ class ActorConfig(TrainedModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
-    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: initialised from the policy's folder
+    # None: initialised from the policy's folder
+    path: str | None = field(default=None, metadata=names(InputKind.data))
 
 
 @dataclass(frozen=True, kw_only=True)

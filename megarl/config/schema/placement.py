@@ -26,8 +26,11 @@ class PlacementConfig:
     strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see the page on placements
     num_nodes: int = ranged(1, at_least=1, at_most=10000)  # the plan's pools are spread over so many
     devices_per_node: int | None = ranged(None, at_least=1, at_most=128)  # None: as many as the roles need
-    roles: dict[str, str] = field(default_factory=dict)  # custom: role -> pool; the roles of one pool take turns
+    # custom: role -> pool; the roles of one pool take turns
+    roles: dict[str, str] = field(default_factory=dict)
     pools: dict[str, list[int]] = field(default_factory=dict)  # custom: pool -> its devices on each node
-    device_memory_gb: float | None = ranged(None, above=0)  # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
-    device_peak_tflops: float | None = ranged(None, above=0)  # what `perf/mfu/*` is a share of; None: a known GPU's, for bfloat16
+    # of one device, in 2**30 bytes; None: nothing is compared with the plan's sum
+    device_memory_gb: float | None = ranged(None, above=0)
+    # what `perf/mfu/*` is a share of; None: a known GPU's, for bfloat16
+    device_peak_tflops: float | None = ranged(None, above=0)
     over_budget: OverBudget = OverBudget.refuse  # what happens where a device would hold more than it has

@@ -22,12 +22,14 @@ class OnUpdate(str, Enum):
 
 class Late(str, Enum):
     wait = "wait"  # each prompt has its step, which waits for it
-    mask = "mask"  # the oldest prompts that are finished go first; tokens older than max_staleness are left out of the loss
+    # the oldest prompts that are finished go first; tokens older than max_staleness are left out of the loss
+    mask = "mask"
 
 
 class Transport(str, Enum):
     auto = "auto"  # device where every engine works beside trainers, group where none does
-    device = "device"  # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
+    # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
+    device = "device"
     group = "group"  # point to point over the network, from the trainers to engines on devices of their own
     folder = "folder"  # through files in `trainer.output_dir`, which all nodes see
 
@@ -42,7 +44,8 @@ class Verify(str, Enum):
 class SamplingConfig:
     n: int = ranged(1, at_least=1)  # samples per prompt
     temperature: float = ranged(1.0, at_least=0, at_most=100)  # 0 is greedy
-    top_p: float = ranged(1.0, above=0, at_most=1)  # the most likely tokens with so much probability together; 1: all
+    # the most likely tokens with so much probability together; 1: all
+    top_p: float = ranged(1.0, above=0, at_most=1)
     top_k: int = -1  # so many of the most likely tokens; -1: all
     min_new_tokens: int = ranged(0, at_least=0)  # before the end token may come
 
@@ -50,8 +53,10 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     mode: SGLangMode = SGLangMode.engine  # where SGLang runs
-    deterministic: bool = False  # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
-    server_args: dict[str, Any] = field(default_factory=dict)  # SGLang's own options, by the names of its ServerArgs
+    # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
+    deterministic: bool = False
+    # SGLang's own options, by the names of its ServerArgs
+    server_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +64,26 @@ class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
     num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a whole copy of the model
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
-    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # groups of these devices that share the experts
+    # groups of these devices that share the experts
+    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     n: int = ranged(1, at_least=1)  # samples per prompt
-    temperature: float = ranged(1.0, at_least=0, at_most=100)  # above 0; the trainer divides its logits by it too
-    top_p: float = ranged(1.0, above=0, at_most=1)  # 1 for training: a cut sampler draws from another distribution
+    # above 0; the trainer divides its logits by it too
+    temperature: float = ranged(1.0, at_least=0, at_most=100)
+    # 1 for training: a cut sampler draws from another distribution
+    top_p: float = ranged(1.0, above=0, at_most=1)
     top_k: int = -1  # -1 for training, for the same reason
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
-    max_staleness: int = ranged(0, at_least=0, at_most=64)  # steps that generation may run ahead of training; 0: it waits for new weights
-    on_update: OnUpdate = OnUpdate.go_on  # what samples in flight do when new weights come; they are where max_staleness is above 0
+    # steps that generation may run ahead of training; 0: it waits for new weights
+    max_staleness: int = ranged(0, at_least=0, at_most=64)
+    # what samples in flight do when new weights come; they are where max_staleness is above 0
+    on_update: OnUpdate = OnUpdate.go_on
     late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
-    # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace them, ahead of training
+    # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace
+    # them, ahead of training
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     restart_limit: int = ranged(3, at_least=0)  # replica restarts that one run allows
-    health_limit_s: float = ranged(120.0, at_least=1)  # an engine that makes no progress for so long is taken for hung
+    # an engine that makes no progress for so long is taken for hung
+    health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
@@ -85,7 +97,8 @@ class RolloutConfig:
         return None if engine.needs.section is None else getattr(self, engine.needs.section)
 
     def memory_share_of(self, engine: RolloutEngineKind) -> Any:
-        """Of a GPU, that an engine takes for weights and cache, whatever it needs; None where nobody says so."""
+        """Of a GPU, that an engine takes for weights and cache, whatever it needs; None where nobody says
+        so."""
         settings = self.settings_of(engine)
         argument = engine.needs.memory_arg
         return None if settings is None or argument is None else settings.server_args.get(argument)
@@ -93,8 +106,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes two or three times as much of a device's memory
+    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes two or three times as
+    # much of a device's memory
     bucket_mb: float = ranged(512.0, above=0, at_most=65536)
     transport: Transport = Transport.auto  # how weights go from the trainer to the engines
     verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
-    max_log_prob_difference: float = ranged(0.1, above=0)  # mean |trainer - engine| over the first batch's tokens, above which the run ends
+    # mean |trainer - engine| over the first batch's tokens, above which the run ends
+    max_log_prob_difference: float = ranged(0.1, above=0)

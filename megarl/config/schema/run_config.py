@@ -35,8 +35,9 @@ from megarl.config.schema.run import (
 class RunConfig(ABC):
     """What every kind of run has: a frozen dataclass of sections that inherits from this.
 
-    The sections that all kinds have are declared here and defined by each kind, in the order in which its files and the
-    reference page have them. A property is a question to which the kinds have different answers.
+    The sections that all kinds have are declared here and defined by each kind, in the order in which its
+    files and the reference page have them. A property is a question to which the kinds have different
+    answers.
     """
 
     kind: RunKind

@@ -9,7 +9,17 @@ from fractions import Fraction
 from megarl.recipes.math import numbers
 from megarl.recipes.math.expression import Expression
 from megarl.recipes.math.numbers import NoNumberError, Number, context
-from megarl.recipes.math.reading import Answer, Equation, Formula, Interval, Items, Union, Unread, Words, as_union
+from megarl.recipes.math.reading import (
+    Answer,
+    Equation,
+    Formula,
+    Interval,
+    Items,
+    Union,
+    Unread,
+    Words,
+    as_union,
+)
 
 _NUM_POINTS = 8
 _FEWEST_POINTS = 3  # at which two formulas must have values
@@ -19,7 +29,11 @@ _WHOLE = (2, 3, 5, 7)  # for formulas that have values at whole numbers only, su
 def same(truth: Answer, answer: Answer) -> bool | None:
     """Whether an answer is the truth; None if only Math-Verify may know."""
     if isinstance(truth, Unread) or isinstance(answer, Unread):
-        if isinstance(truth, Unread) and isinstance(answer, Unread) and _squeezed(truth.text) == _squeezed(answer.text):
+        if (
+            isinstance(truth, Unread)
+            and isinstance(answer, Unread)
+            and _squeezed(truth.text) == _squeezed(answer.text)
+        ):
             return True
         return None
     if isinstance(answer, Equation) and not isinstance(truth, Equation):
@@ -71,7 +85,11 @@ def _unscaled(expression: Expression) -> Expression:
     if not expression.percent:
         return expression
     last_place = expression.last_place and expression.last_place / 100
-    return Expression(lambda variables: numbers.divide(expression.value(variables), Fraction(100)), expression.names, last_place)
+    return Expression(
+        lambda variables: numbers.divide(expression.value(variables), Fraction(100)),
+        expression.names,
+        last_place,
+    )
 
 
 def _same_value(left: Expression, right: Expression) -> bool:
@@ -98,7 +116,8 @@ def _same_value(left: Expression, right: Expression) -> bool:
 
 
 def _points(names: frozenset[str]) -> list[Mapping[str, Number]]:
-    """Returns values of the variables: the same ones each time, first positive ones, then whole and negative ones."""
+    """Returns values of the variables: the same ones each time, first positive ones, then whole and negative
+    ones."""
 
     def at(number: int, name: str) -> Fraction:
         digest = hashlib.sha256(f"{number} {name}".encode()).digest()
@@ -157,14 +176,18 @@ def _same_interval(left: Interval, right: Interval) -> bool:
     if (left.has_low, left.has_high) != (right.has_low, right.has_high):
         return False
     ends = ((left.low, right.low), (left.high, right.high))
-    return all(one is other is None or (one is not None and other is not None and _same_value(one, other)) for one, other in ends)
+    return all(
+        one is other is None or (one is not None and other is not None and _same_value(one, other))
+        for one, other in ends
+    )
 
 
 # ---- equations
 
 
 def _right_side(equation: Equation) -> Answer | None:
-    """Returns what an equation gives as the value of its left side; None if it is none, or says that two different numbers are equal."""
+    """Returns what an equation gives as the value of its left side; None if it is none, or says that two
+    different numbers are equal."""
     *before, last = equation.sides
     for side in before:
         if isinstance(side, Formula) and not side.expression.names and same(last, side) is False:
@@ -188,7 +211,9 @@ def _same_equation(truth: Equation, answer: Equation) -> bool:
 def _difference(equation: Equation) -> Expression | None:
     match equation.sides:
         case (Formula(left), Formula(right)):
-            return Expression(lambda at: numbers.add(left.value(at), -right.value(at)), left.names | right.names)
+            return Expression(
+                lambda at: numbers.add(left.value(at), -right.value(at)), left.names | right.names
+            )
     return None
 
 
@@ -258,12 +283,19 @@ def _formula_text(expression: Expression) -> str:
         except NoNumberError:
             continue
         text = _number_text(value) + ("%" if expression.percent else "")
-        return f"{text} at {', '.join(f'{name}={_number_text(point[name])}' for name in names)}" if names else text
+        return (
+            f"{text} at {', '.join(f'{name}={_number_text(point[name])}' for name in names)}"
+            if names
+            else text
+        )
     return "undefined"
 
 
 def _number_text(value: Number) -> str:
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) <= 200:
+    if (
+        isinstance(value, Fraction)
+        and max(value.numerator.bit_length(), value.denominator.bit_length()) <= 200
+    ):
         return str(value)
     text: str = context.nstr(numbers.approximate(value), 20)
     return text

@@ -28,18 +28,25 @@ _DOTS = re.compile(r"(?<![\d.])(\d*)\.(\d+)\s*(?:\\ldots|\\dots|\\cdots|\.\.\.|â
 _MIXED = re.compile(
     r"(?<![\w.^_{/\\)])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<![\w.^_{/\\)])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"
 )
-_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)|\\frac\s*(\{[^{}]*\})\s*(\d|[A-Za-z])(?![\d])|\\frac\s*(\d)\s*(?=\{)")
+_SHORT_FRACTION = re.compile(
+    r"\\frac\s*(\d)\s*(\d)|\\frac\s*(\{[^{}]*\})\s*(\d|[A-Za-z])(?![\d])|\\frac\s*(\d)\s*(?=\{)"
+)
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    **{name: getattr(context, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")},
+    **{
+        name: getattr(context, name)
+        for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
+    },
     **{f"arc{name}": getattr(context, f"a{name}") for name in ("sin", "cos", "tan")},
     "log": context.ln,
 }
 _CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
 _GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau phi varphi chi psi omega"
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega"
 )
 _GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
-_SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")  # no products of two variables
+# no products of two variables
+_SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
 _OVER = ("/", "\\div")
 _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "|": "|"}
@@ -85,7 +92,9 @@ def parse(text: str) -> Expression:
         value = parser.whole()
     except RecursionError:
         raise UnreadableError("it is nested too deeply") from None
-    return Expression(functools.partial(_evaluated, value), frozenset(parser.names), None, percent is not None)
+    return Expression(
+        functools.partial(_evaluated, value), frozenset(parser.names), None, percent is not None
+    )
 
 
 def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
@@ -93,7 +102,11 @@ def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
         return value(variables)
     except RecursionError:
         raise TooLargeError("the formula is too long") from None
-    except (ArithmeticError, TypeError, ValueError) as error:  # of mpmath, at a pole or for an order of complex numbers
+    except (
+        ArithmeticError,
+        TypeError,
+        ValueError,
+    ) as error:  # of mpmath, at a pole or for an order of complex numbers
         raise NoNumberError(str(error)) from None
 
 
@@ -118,7 +131,8 @@ def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
 
 
 def _period(decimals: str) -> tuple[str, str] | None:
-    """Returns what comes before the period of decimals that go on, and the period, if they show it three times, or twice if it is long."""
+    """Returns what comes before the period of decimals that go on, and the period, if they show it three
+    times, or twice if it is long."""
     for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
         period = decimals[-length:]
         shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # type: ignore[union-attr]
@@ -128,7 +142,8 @@ def _period(decimals: str) -> tuple[str, str] | None:
 
 
 def _prepared(text: str) -> str:
-    """Returns the text with repeating decimals and mixed numbers as fractions in parentheses, and braces around the parts of fractions."""
+    """Returns the text with repeating decimals and mixed numbers as fractions in parentheses, and braces
+    around the parts of fractions."""
 
     def repeating(whole: str, before: str, period: str) -> str:
         value = Fraction(int(whole or 0)) + Fraction(int(before or 0), 10 ** len(before))
@@ -152,7 +167,9 @@ def _prepared(text: str) -> str:
     if len(text) > _LONGEST_NUMBER:
         raise UnreadableError("it is too long")
     text = _SHORT_FRACTION.sub(short, text)
-    text = _REPEATING.sub(lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text)
+    text = _REPEATING.sub(
+        lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text
+    )
     return _MIXED.sub(mixed, _DOTS.sub(with_dots, text))
 
 
@@ -183,7 +200,13 @@ def _applied(name: str, value: Number) -> Number:
 def _root(value: Number, degree: Number) -> Number:
     if degree == 0:
         raise NoNumberError("the root of degree zero")
-    if isinstance(value, Fraction) and value >= 0 and isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0:
+    if (
+        isinstance(value, Fraction)
+        and value >= 0
+        and isinstance(degree, Fraction)
+        and degree.denominator == 1
+        and degree > 0
+    ):
         exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
         if None not in exact:
             return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
@@ -206,7 +229,9 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self._tokens = [
-            (found.lastgroup or "", found.group(found.lastgroup or 0)) for found in _TOKEN.finditer(text) if found.group().strip()
+            (found.lastgroup or "", found.group(found.lastgroup or 0))
+            for found in _TOKEN.finditer(text)
+            if found.group().strip()
         ]
         self._at = 0
         self._depth = 0
@@ -251,7 +276,10 @@ class _Parser:
             elif self._take(*_OVER):
                 value = _of(numbers.divide, value, self._signed_power())
             elif self._begins_factor():
-                if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in ("number", "based"):
+                if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in (
+                    "number",
+                    "based",
+                ):
                     raise UnreadableError("two adjacent numbers")
                 value = _of(numbers.multiply, value, self._power())
             else:
@@ -269,7 +297,9 @@ class _Parser:
             return True
         if token == "|":
             return self._bars == 0
-        return kind == "command" and (token[1:] in _FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS)
+        return kind == "command" and (
+            token[1:] in _FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS
+        )
 
     def _power(self) -> Value:
         value = self._atom()
@@ -292,7 +322,12 @@ class _Parser:
             return _of(lambda a: -a, self._argument())
         kind = self._kind()
         token = self._token()
-        if kind == "word" and len(token) > 1 and token not in _CONSTANTS and token not in ("sqrt", *_FUNCTIONS):
+        if (
+            kind == "word"
+            and len(token) > 1
+            and token not in _CONSTANTS
+            and token not in ("sqrt", *_FUNCTIONS)
+        ):
             self._tokens[self._at] = (kind, token[1:])
             return self._name(token[0])
         value = self._atom()
@@ -343,7 +378,9 @@ class _Parser:
             if len(word) == 1 and word in "fghFG" and self._token() == "(":
                 raise UnreadableError("a function without a definition")
             return self._name(word)
-        if word.lower() in _SHORT_WORDS or (len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)):
+        if word.lower() in _SHORT_WORDS or (
+            len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)
+        ):
             raise UnreadableError(f"the word {word!r}")
         self._tokens[self._at : self._at] = [("word", letter) for letter in word[1:]]
         return self._name(word[0])
@@ -351,7 +388,9 @@ class _Parser:
     def _name(self, name: str) -> Value:
         if self._take("_"):
             if self._take("{"):
-                end = next((at for at in range(self._at, len(self._tokens)) if self._tokens[at][1] == "}"), None)
+                end = next(
+                    (at for at in range(self._at, len(self._tokens)) if self._tokens[at][1] == "}"), None
+                )
                 if end is None:
                     raise UnreadableError("'}' is missing")
                 below = "".join(token for _, token in self._tokens[self._at : end])

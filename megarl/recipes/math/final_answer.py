@@ -9,8 +9,12 @@ from megarl.rewards.thinking import outside_thinking
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=[{\dA-Za-z\\-])")
 _SAYS_SO = re.compile(r"(?:answer|result)\s*(?:is|are|=|:)\s*:?|####", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_QUANTITY = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:\s*/\s*\d+|\s\d+/\d+|[eE][+-]?\d+)?(?:\s*\\?%)?"
-_QUANTITIES = re.compile(rf"(?<![\w.,]){_QUANTITY}|(?<=[$€£]){_QUANTITY}|\\frac\s*\{{[^{{}}]*\}}\{{[^{{}}]*\}}")
+_QUANTITY = (
+    r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:\s*/\s*\d+|\s\d+/\d+|[eE][+-]?\d+)?(?:\s*\\?%)?"
+)
+_QUANTITIES = re.compile(
+    rf"(?<![\w.,]){_QUANTITY}|(?<=[$€£]){_QUANTITY}|\\frac\s*\{{[^{{}}]*\}}\{{[^{{}}]*\}}"
+)
 _LONGEST_LINE = 2000  # characters of a line that are read without a box
 _SEPARATORS = re.compile(r"\s*(?:,|,?\s*\bor\b|,?\s*\band\b)\s*")
 
@@ -18,9 +22,10 @@ _SEPARATORS = re.compile(r"\s*(?:,|,?\s*\bor\b|,?\s*\band\b)\s*")
 def final_answer(response: str) -> str | None:
     """Returns the answer of a response as LaTeX or plain text, or None if it has none.
 
-    What stands before `</think>` is not considered. The last box is the answer, whatever else is boxed; a box that the end of the response
-    cuts off is not one. Without a box, the answer is what follows the last "answer is" or "####", or else the last line: its last formula,
-    or its only number. Several numbers there that are not a list are no answer, since one of them would be right by chance.
+    What stands before `</think>` is not considered. The last box is the answer, whatever else is boxed; a box
+    that the end of the response cuts off is not one. Without a box, the answer is what follows the last
+    "answer is" or "####", or else the last line: its last formula, or its only number. Several numbers there
+    that are not a list are no answer, since one of them would be right by chance.
     """
     response = outside_thinking(response)
     boxes = list(_BOX.finditer(response))
@@ -34,7 +39,8 @@ def final_answer(response: str) -> str | None:
 
 
 def _content(text: str, start: int) -> str | None:
-    """Returns what is between the brace at `start` and the one that closes it; without a brace, the next character or number."""
+    """Returns what is between the brace at `start` and the one that closes it; without a brace, the next
+    character or number."""
     if text[start] != "{":
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None
@@ -51,7 +57,9 @@ def _without_box(line: str) -> str | None:
     formulas = list(_FORMULA.finditer(line))
     if formulas:
         parts = [next(filter(None, formula.groups())) for formula in formulas]
-        between = [line[left.end() : right.start()] for left, right in zip(formulas, formulas[1:], strict=False)]
+        between = [
+            line[left.end() : right.start()] for left, right in zip(formulas, formulas[1:], strict=False)
+        ]
         if between and all(_SEPARATORS.fullmatch(each) for each in between):
             return ", ".join(parts)
         return parts[-1]
@@ -64,7 +72,11 @@ def _without_box(line: str) -> str | None:
     between = [equal[left.end() : right.start()] for left, right in zip(numbers, numbers[1:], strict=False)]
     if all(_SEPARATORS.fullmatch(each) for each in between):
         return ", ".join(number.group() for number in numbers)
-    if re.fullmatch(r"[\d\s.+*/^()!=\\{}A-Za-z-]*", equal) and re.search(r"[+*/^-]", equal) and not re.search(r"[A-Za-z]{3,}", equal):
+    if (
+        re.fullmatch(r"[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
+        and re.search(r"[+*/^-]", equal)
+        and not re.search(r"[A-Za-z]{3,}", equal)
+    ):
         return equal.strip(" .")
     return None
 

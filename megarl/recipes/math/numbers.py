@@ -1,4 +1,5 @@
-"""Arithmetic that is exact for rationals, precise to 120 digits for other numbers, and never computes a number of millions of digits."""
+"""Arithmetic that is exact for rationals, precise to 120 digits for other numbers, and never computes a
+number of millions of digits."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def add(left: Number, right: Number) -> Number:
 
 
 def multiply(left: Number, right: Number) -> Number:
-    if isinstance(left, Fraction) and isinstance(right, Fraction) and _bits(left) + _bits(right) <= _MOST_BITS:
+    if (
+        isinstance(left, Fraction)
+        and isinstance(right, Fraction)
+        and _bits(left) + _bits(right) <= _MOST_BITS
+    ):
         return left * right
     return _finite(approximate(left) * approximate(right))
 
@@ -56,22 +61,38 @@ def divide(left: Number, right: Number) -> Number:
 
 
 def power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, Fraction) and base in (0, 1, -1) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+    if (
+        isinstance(base, Fraction)
+        and base in (0, 1, -1)
+        and isinstance(exponent, Fraction)
+        and exponent.denominator == 1
+    ):
         if base == 0 and exponent <= 0:
             raise NoNumberError("a power of zero")
         return base if exponent % 2 else abs(base)
     if isinstance(exponent, Fraction):
         if abs(exponent) >= _MOST_EXPONENT:
             raise TooLargeError("the exponent is too large")
-        if exponent.denominator == 1 and isinstance(base, Fraction) and abs(exponent) * _bits(base) <= _MOST_BITS:
+        if (
+            exponent.denominator == 1
+            and isinstance(base, Fraction)
+            and abs(exponent) * _bits(base) <= _MOST_BITS
+        ):
             return base**exponent.numerator
         base = approximate(base)
-        if exponent.denominator % 2 and exponent.denominator > 1 and isinstance(base, context.mpf) and base < 0:
+        if (
+            exponent.denominator % 2
+            and exponent.denominator > 1
+            and isinstance(base, context.mpf)
+            and base < 0
+        ):
             sign = -1 if exponent.numerator % 2 else 1
             return sign * context.power(-base, approximate(exponent))
         if base == 0 and exponent < 0:
             raise NoNumberError("a power of zero")
-        return _finite(context.power(base, exponent.numerator if exponent.denominator == 1 else approximate(exponent)))
+        return _finite(
+            context.power(base, exponent.numerator if exponent.denominator == 1 else approximate(exponent))
+        )
     base = approximate(base)
     exponent = approximate(exponent)
     if base == 0 or abs(exponent) * (abs(context.log(abs(base))) + 4) >= _MOST_EXPONENT:
@@ -91,14 +112,20 @@ def factorial(value: Number) -> Number:
 
 
 def double_factorial(value: Number) -> Number:
-    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= _LARGEST_EXACT_FACTORIAL:
+    if (
+        not isinstance(value, Fraction)
+        or value.denominator != 1
+        or not 0 <= value <= _LARGEST_EXACT_FACTORIAL
+    ):
         raise NoNumberError("the double factorial of such a number")
     return Fraction(math.prod(range(value.numerator, 0, -2)))
 
 
 def binomial(above: Number, below: Number) -> Number:
     exact = [
-        each for each in (above, below) if isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST_EXACT_FACTORIAL
+        each
+        for each in (above, below)
+        if isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST_EXACT_FACTORIAL
     ]
     if len(exact) == 2:
         return Fraction(math.comb(above.numerator, below.numerator))
@@ -116,7 +143,8 @@ def same_number(left: Number, right: Number) -> bool:
 
 
 def close_decimal(left: Number, right: Number, last_place: Fraction) -> bool:
-    """Whether two real numbers are the same as far as the decimals go, of which the last one stands at `last_place`.
+    """Whether two real numbers are the same as far as the decimals go, of which the last one stands at
+    `last_place`.
 
     They have to agree in six digits: 0.333333 is 1/3, 0.33 is not.
     """

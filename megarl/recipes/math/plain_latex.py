@@ -17,7 +17,10 @@ _CHARACTERS = {
 }  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_SPACES = r"\\[,;:!> ]|\\(?:q?quad|hspace\*?\{[^{}]*\}|thinspace|medspace|displaystyle|textstyle|limits|nolimits|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
+_SPACES = (
+    r"\\[,;:!> "
+    r"]|\\(?:q?quad|hspace\*?\{[^{}]*\}|thinspace|medspace|displaystyle|textstyle|limits|nolimits|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
+)
 _SIZES = r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
 _SAME_COMMANDS = {
     r"\\[dtc]frac(?![A-Za-z])": r"\\frac",
@@ -45,10 +48,14 @@ _TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf
 
 
 def plain_latex(text: str) -> str:
-    """Returns the answer without what only changes how it looks; `\\text{...}` becomes its words between quotation marks."""
+    """Returns the answer without what only changes how it looks; `\\text{...}` becomes its words between
+    quotation marks."""
     text = text.translate(_WIDE).strip().strip("*")
     text = re.sub(
-        r"\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}", _joined_lines, text, flags=re.DOTALL
+        r"\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
+        _joined_lines,
+        text,
+        flags=re.DOTALL,
     )
     text = re.sub(r"(?:\s|\\\\)+$", "", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda raised: f"^{{{raised.group().translate(_RAISED)}}}", text)
@@ -61,7 +68,11 @@ def plain_latex(text: str) -> str:
     text = re.sub(_SPACES, " ", text)
     for pattern, same in _SAME_COMMANDS.items():
         text = re.sub(pattern, same, text)
-    text = re.sub(r"\\\$|(?<!\\)\$(?=\s*\d)", ' "dollars" ', text) if re.fullmatch(r"\s*-?\s*\\?\$\s*-?[\d.,]+[^$]*", text) else text
+    text = (
+        re.sub(r"\\\$|(?<!\\)\$(?=\s*\d)", ' "dollars" ', text)
+        if re.fullmatch(r"\s*-?\s*\\?\$\s*-?[\d.,]+[^$]*", text)
+        else text
+    )
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)
     text = re.sub(r"[€£]|^USD(?= ?\d)", "", text)
     text = _TEXT.sub(lambda found: f' "{found.group(1).strip()}" ', text)

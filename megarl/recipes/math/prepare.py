@@ -1,9 +1,11 @@
 """Public mathematical data as their authors publish them (parquet files) to megarl's columns.
 
-    python -m megarl.recipes.math.prepare gsm8k --train gsm8k/train-*.parquet --test gsm8k/test-*.parquet --output-dir data/gsm8k
-    python -m megarl.recipes.math.prepare dapo-math --files dapo-math/data/*.parquet --output-dir data/dapo-math
+    python -m megarl.recipes.math.prepare gsm8k --train gsm8k/train-*.parquet --test gsm8k/test-*.parquet
+    --output-dir data/gsm8k python -m megarl.recipes.math.prepare dapo-math --files dapo-math/data/*.parquet
+    --output-dir data/dapo-math
 
-GSM8K has `question` and `answer`, whose last line is "#### 18". DAPO-Math-17k has megarl's columns, and every problem a hundred times.
+GSM8K has `question` and `answer`, whose last line is "#### 18". DAPO-Math-17k has megarl's columns, and every
+problem a hundred times.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def _write(rows: list[dict[str, Any]], output: Path) -> int:
 def _row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
-        raise ValueError(f"row {index} of {split}: the answer has no line '#### NUMBER': {row['answer'][-80:]!r}")
+        raise ValueError(
+            f"row {index} of {split}: the answer has no line '#### NUMBER': {row['answer'][-80:]!r}"
+        )
     return {
         "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
         "data_source": "gsm8k",
@@ -72,7 +76,10 @@ def main() -> None:
     folder: Path = arguments.output_dir
     if arguments.source == "gsm8k":
         for split in ("train", "test"):
-            print(f"{folder / split}.parquet: {convert_gsm8k(getattr(arguments, split), split, folder / f'{split}.parquet'):,} rows")
+            print(
+                f"{folder / split}.parquet: "
+                f"{convert_gsm8k(getattr(arguments, split), split, folder / f'{split}.parquet'):,} rows"
+            )
     else:
         print(f"{folder}/train.parquet: {distinct(arguments.files, folder / 'train.parquet'):,} rows")
 

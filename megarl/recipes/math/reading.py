@@ -1,4 +1,5 @@
-"""Reads an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or words."""
+"""Reads an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or
+words."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Unread(NamedTuple):
 Answer = Formula | Items | Union | Equation | Words | Unread
 EMPTY = Union(())
 _NOTHING = re.compile(
-    r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: (?:real|integer|positive|rational|valid|possible))*"
+    r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
+    r"(?:real|integer|positive|rational|valid|possible))*"
     r" (?:solutions?|roots?|values?|numbers?|integers?|answers?)(?: (?:exists?|in (?:the )?reals?))?)"
     r"|(?:the )?empty set|\\emptyset|\\\{ *\\\}|\{ *\}"
 )
@@ -70,7 +72,8 @@ _SAME_WORDS = {
     "infinitely many solutions": "infinitely many",
 }
 _INTRODUCTION = re.compile(
-    r"^(?:[A-Za-z',]+ )*?(?:is|are|equals|to be)(?: (?:approximately|about|exactly|equal to|simply))? *:? *(?=\S)|^[A-Za-z ]+: *",
+    r"^(?:[A-Za-z',]+ )*?(?:is|are|equals|to be)(?: (?:approximately|about|exactly|equal to|simply))? *:? "
+    r"*(?=\S)|^[A-Za-z ]+: *",
     re.IGNORECASE,
 )
 _APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
@@ -110,14 +113,36 @@ _SAME_UNITS = {
     **dict.fromkeys(("square foot", "square feet"), "ft^2"), "millimeter": "mm", "gram": "g", "kilogram": "kg", "minute": "min", "usd": "dollar",
     "percent": "%", "deg": "degree", "square centimeter": "cm^2", "square meter": "m^2", "cubic meter": "m^3", "cubic centimeter": "cm^3",
 }  # fmt: skip
-_NO_UNIT = frozenset({"unit", "square unit", "cubic unit", "sq unit", "unit^2", "unit^3", "each", "total", "in total", "way", "solution"})
-_RELATIONS = re.compile(r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)")
+_NO_UNIT = frozenset(
+    {
+        "unit",
+        "square unit",
+        "cubic unit",
+        "sq unit",
+        "unit^2",
+        "unit^3",
+        "each",
+        "total",
+        "in total",
+        "way",
+        "solution",
+    }
+)
+_RELATIONS = re.compile(
+    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
+)
 _LESS = {"<": False, "\\le": True, "<=": True}
 _MORE = {">": False, "\\ge": True, ">=": True}
 _OR = re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*')
 _AND = re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*')
-_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]+(?:_\{?\w+\}?)?'*\s*\([A-Za-z0-9, ]*\)|\|?[A-Z]{1,3}\|?|\\angle [A-Z]+")
-_ALL_REALS = re.compile(r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals", re.IGNORECASE)
+_VARIABLE = re.compile(
+    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]+(?:_\{?\w+\}?)?'*\s*\([A-Za-z0-9, "
+    r"]*\)|\|?[A-Z]{1,3}\|?|\\angle [A-Z]+"
+)
+_ALL_REALS = re.compile(
+    r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals",
+    re.IGNORECASE,
+)
 
 
 def read(text: str) -> Answer:
@@ -161,7 +186,11 @@ def split(text: str, separator: str = ",") -> list[str]:
     depth = 0
     start = 0
     thousands = (
-        {at for found in re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", text) for at in range(*found.span())}
+        {
+            at
+            for found in re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", text)
+            for at in range(*found.span())
+        }
         if separator == ","
         else set()
     )
@@ -186,7 +215,9 @@ def _several(text: str) -> Answer | None:
     for pattern in (_OR, _AND):
         joined = pattern.split(text)
         if len(joined) > 1 and all(joined):
-            return _joined([_read(part) for each in joined for part in split(each) if part.strip()], pattern is _OR)
+            return _joined(
+                [_read(part) for each in joined for part in split(each) if part.strip()], pattern is _OR
+            )
     parts = split(text)
     if len(parts) > 1 and all(part.strip() for part in parts):
         return _joined([_read(part.strip()) for part in parts], False)
@@ -203,7 +234,10 @@ def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
         if is_or:
             return Union(tuple(part for union in unions if union for part in union.parts))
         return _intersection([part for union in unions if union for part in union.parts])
-    return Items("list", tuple(item for answer in answers for item in (answer.items if _is_list(answer) else (answer,))))  # type: ignore[union-attr]
+    return Items(
+        "list",
+        tuple(item for answer in answers for item in (answer.items if _is_list(answer) else (answer,))),  # type: ignore[union-attr]
+    )
 
 
 def _is_list(answer: Answer) -> bool:
@@ -211,7 +245,10 @@ def _is_list(answer: Answer) -> bool:
 
 
 def _intersection(parts: Sequence[Interval]) -> Union | None:
-    if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {True, False}:
+    if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {
+        True,
+        False,
+    }:
         below, above = sorted(parts, key=lambda part: part.low is None)
         return Union((Interval(below.low, above.high, below.has_low, above.has_high),))
     return None
@@ -242,7 +279,16 @@ def _brackets(text: str) -> Answer | None:
     if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
         low, high = (_end(item) for item in items)
         if low is not None and high is not None:
-            return Union((Interval(low[0], high[0], opening == "[" and low[0] is not None, closing == "]" and high[0] is not None),))
+            return Union(
+                (
+                    Interval(
+                        low[0],
+                        high[0],
+                        opening == "[" and low[0] is not None,
+                        closing == "]" and high[0] is not None,
+                    ),
+                )
+            )
     return Items(opening + closing, tuple(_read(part.strip()) for part in items))
 
 
@@ -271,7 +317,13 @@ def as_union(answer: Answer) -> Union | None:
         case Items(kind="()" | "[]" as kind, items=(Formula(low), Formula(high))):
             return Union((Interval(low, high, kind[0] == "[", kind[1] == "]"),))
         case Items(kind="set", items=items) if all(isinstance(item, Formula) for item in items):
-            return Union(tuple(Interval(item.expression, item.expression, True, True) for item in items if isinstance(item, Formula)))
+            return Union(
+                tuple(
+                    Interval(item.expression, item.expression, True, True)
+                    for item in items
+                    if isinstance(item, Formula)
+                )
+            )
     return None
 
 
@@ -304,7 +356,10 @@ def _side(text: str) -> Answer:
 
 def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
     """Reads inequalities between one variable and numbers."""
-    ends = [None if _VARIABLE.fullmatch(side) and side not in ("\\infty", "\\pi", "e") else _end(side) for side in sides]
+    ends = [
+        None if _VARIABLE.fullmatch(side) and side not in ("\\infty", "\\pi", "e") else _end(side)
+        for side in sides
+    ]
     if sum(end is None for end in ends) != 1:
         return None
     if len(sides) == 2:
@@ -318,16 +373,40 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
             return None
         includes = (_LESS | _MORE)[signs[0]]
         upper = is_below == (at == 0)
-        return Union((Interval(None, value[0], False, includes) if upper else Interval(value[0], None, includes, False),))
+        return Union(
+            (
+                Interval(None, value[0], False, includes)
+                if upper
+                else Interval(value[0], None, includes, False),
+            )
+        )
     if len(sides) == 3 and ends[1] is None:
         left = ends[0]
         right = ends[2]
         assert left is not None
         assert right is not None
         if all(sign in _LESS for sign in signs):
-            return Union((Interval(left[0], right[0], _LESS[signs[0]] and left[0] is not None, _LESS[signs[1]] and right[0] is not None),))
+            return Union(
+                (
+                    Interval(
+                        left[0],
+                        right[0],
+                        _LESS[signs[0]] and left[0] is not None,
+                        _LESS[signs[1]] and right[0] is not None,
+                    ),
+                )
+            )
         if all(sign in _MORE for sign in signs):
-            return Union((Interval(right[0], left[0], _MORE[signs[1]] and right[0] is not None, _MORE[signs[0]] and left[0] is not None),))
+            return Union(
+                (
+                    Interval(
+                        right[0],
+                        left[0],
+                        _MORE[signs[1]] and right[0] is not None,
+                        _MORE[signs[0]] and left[0] is not None,
+                    ),
+                )
+            )
     return None
 
 

@@ -3,9 +3,10 @@
     reward:
       functions: [{path: reward.py}]
 
-The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared exactly, formulas by their values
-at several points, and lists, sets, tuples, intervals, inequalities and equations by their parts. Math-Verify decides about what is left,
-such as matrices and integrals, within LIMIT_S of the processor. It needs `pip install math-verify` (in requirements/cuda.txt).
+The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared
+exactly, formulas by their values at several points, and lists, sets, tuples, intervals, inequalities and
+equations by their parts. Math-Verify decides about what is left, such as matrices and integrals, within
+LIMIT_S of the processor. It needs `pip install math-verify` (in requirements/cuda.txt).
 """
 
 from __future__ import annotations
@@ -30,19 +31,27 @@ LIMIT_S = 2.0  # of the processor, for one comparison by Math-Verify
 # characters of an answer that is read
 _LONGEST = 2000
 _LONGEST_FOR_MATH_VERIFY = 500
-# Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high powers, factorials of large
-# numbers, long sums.
-_HUGE = re.compile(r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)", re.DOTALL)
+# Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high
+# powers, factorials of large numbers, long sums.
+_HUGE = re.compile(
+    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
+    re.DOTALL,
+)
 _CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOSEN = re.compile(r'(?:(?:[Oo]ption|[Cc]hoice) )?[("\s]*([A-J])(?:[")\s]*$|[").:]+(?=[\s\d\\"(-]).*)', re.DOTALL)
+_CHOSEN = re.compile(
+    r'(?:(?:[Oo]ption|[Cc]hoice) )?[("\s]*([A-J])(?:[")\s]*$|[").:]+(?=[\s\d\\"(-]).*)', re.DOTALL
+)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
     """Scores a response by its final answer.
 
     Returns:
         score: 1.0 or 0.0.
-        answer: The final answer in a normal form, so that equal answers have one text; None if the response has none.
+        answer: The final answer in a normal form, so that equal answers have one text; None if the response
+            has none.
 
     Raises:
         ValueError: The ground truth is not text or a finite number, or it is empty or unreadable.
@@ -70,7 +79,8 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raises ValueError for a ground truth that no response can match: not text or a finite number, empty, or unreadable."""
+    """Raises ValueError for a ground truth that no response can match: not text or a finite number, empty, or
+    unreadable."""
     refuse_unencodable(ground_truth, "the ground truth")
     _truth(ground_truth)
 
@@ -80,18 +90,28 @@ def _read_truth(text: str) -> Answer:
     boxed = final_answer(text) if "\\boxed" in text else None
     answer = read(boxed or text)
     unread = _unread(answer)
-    if not text.strip() or text.strip().lower() in ("nan", "null") or any(not _parsed(each) for each in unread):
+    if (
+        not text.strip()
+        or text.strip().lower() in ("nan", "null")
+        or any(not _parsed(each) for each in unread)
+    ):
         raise ValueError(
-            f"the ground truth {text[:100]!r} is no mathematical expression; write the answer alone, such as '18' or '\\frac{{1}}{{2}}'"
+            f"the ground truth {text[:100]!r} is no mathematical expression; write the answer alone, such "
+            f"as '18' or '\\frac{{1}}{{2}}'"
         )
     return answer
 
 
 def _truth(ground_truth: Any) -> tuple[str, Answer]:
-    is_number = isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool) and math.isfinite(ground_truth)
+    is_number = (
+        isinstance(ground_truth, int | float)
+        and not isinstance(ground_truth, bool)
+        and math.isfinite(ground_truth)
+    )
     if not is_number and not isinstance(ground_truth, str):
         raise ValueError(
-            f"the ground truth {str(ground_truth)[:60]!r} is a {type(ground_truth).__name__}, expected text or a finite number; "
+            f"the ground truth {str(ground_truth)[:60]!r} is a {type(ground_truth).__name__}, expected text "
+            f"or a finite number; "
             "write the answer as text, such as '18'"
         )
     text = str(ground_truth).strip()
@@ -109,7 +129,12 @@ def _unread(answer: Answer) -> list[str]:
 
 def _unwrapped(text: str) -> str:
     """Returns the text without the commands around it."""
-    return re.sub(r"\\(?:text|textbf|mathrm|mathbf|boxed|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text).strip().strip("*$").strip()
+    return (
+        re.sub(r"\\(?:text|textbf|mathrm|mathbf|boxed|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
+        .strip()
+        .strip("*$")
+        .strip()
+    )
 
 
 # ---- what only Math-Verify reads
@@ -124,7 +149,9 @@ def _verified(truth: str, answer: str) -> bool:
     right = _parsed(answer)
     if not left or not right:
         return False
-    return bool(_within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)))
+    return bool(
+        _within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True))
+    )
 
 
 def _parsed(text: str) -> list[Any]:
@@ -136,7 +163,8 @@ def _parsed(text: str) -> list[Any]:
 def _within_limit(call: Callable[[], Any]) -> Any:
     """Returns what `call` returns, or None if it takes more than LIMIT_S of the processor.
 
-    Signals reach the main thread alone, which is where reward processes score. Elsewhere `reward.time_limit_s` is the only limit.
+    Signals reach the main thread alone, which is where reward processes score. Elsewhere
+    `reward.time_limit_s` is the only limit.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()

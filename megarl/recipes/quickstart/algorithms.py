@@ -1,11 +1,13 @@
-"""Runs the quickstart with every algorithm in configs/algorithm, one after the other, and prints what each has learnt.
+"""Runs the quickstart with every algorithm in configs/algorithm, one after the other, and prints what each
+has learnt.
 
     make algorithms                                       # or, in the virtual environment:
     python -m megarl.recipes.quickstart.algorithms grpo dapo    # these alone
     python -m megarl.recipes.quickstart.algorithms --table      # only the table, of the runs that are there
 
-Each run is `megarl train configs/quickstart.yaml algorithm=NAME` from the same start, which the quickstart's warm-up makes if it is
-not there. Its files are in outputs/algorithms/NAME; one that is complete is not made again.
+Each run is `megarl train configs/quickstart.yaml algorithm=NAME` from the same start, which the quickstart's
+warm-up makes if it is not there. Its files are in outputs/algorithms/NAME; one that is complete is not made
+again.
 """
 
 from __future__ import annotations
@@ -37,11 +39,29 @@ def stages(names: Sequence[str]) -> list[list[str]]:
     megarl = [sys.executable, "-m", "megarl"]
     commands = []
     if not (START_DIR / "sft" / "huggingface").is_dir():
-        commands.append([sys.executable, "-m", "megarl.recipes.quickstart.prepare", "--output-dir", str(START_DIR), "--seed", "0"])
+        commands.append(
+            [
+                sys.executable,
+                "-m",
+                "megarl.recipes.quickstart.prepare",
+                "--output-dir",
+                str(START_DIR),
+                "--seed",
+                "0",
+            ]
+        )
         commands.append([*megarl, "sft", "configs/quickstart_sft.yaml"])
     for name in names:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():
-            commands.append([*megarl, "train", "configs/quickstart.yaml", f"algorithm={name}", f"trainer.output_dir={OUTPUT_DIR / name}"])
+            commands.append(
+                [
+                    *megarl,
+                    "train",
+                    "configs/quickstart.yaml",
+                    f"algorithm={name}",
+                    f"trainer.output_dir={OUTPUT_DIR / name}",
+                ]
+            )
     return commands
 
 
@@ -55,7 +75,10 @@ def table(names: Sequence[str]) -> str:
         before = summary["validation"]["before"]
         after = summary["validation"]["after"]
         gain = f"{100 * (after - before):+.1f} points"
-        lines.append(f"| {name} | {before:.1%} | {after:.1%} | {gain} | {summary['samples']:,} | {summary['seconds'] / 60:.1f} |")
+        lines.append(
+            f"| {name} | {before:.1%} | {after:.1%} | {gain} | {summary['samples']:,} | "
+            f"{summary['seconds'] / 60:.1f} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,10 +1,12 @@
-"""Makes what the quickstart trains on: a tiny Qwen2 model with random weights, its tokenizer, and sums from reasoning-gym.
+"""Makes what the quickstart trains on: a tiny Qwen2 model with random weights, its tokenizer, and sums from
+reasoning-gym.
 
     python -m megarl.recipes.quickstart.prepare --output-dir outputs/quickstart --seed 0
 
-The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"); its own verifier scores the
-answers. The demonstrations for supervised fine-tuning come from three teachers who slip: in half of them the answer is off by one or
-by ten. A model that imitates them slips as often as they do. Only the verifier's rewards can teach it better, and that is what PPO shows.
+The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"); its own
+verifier scores the answers. The demonstrations for supervised fine-tuning come from three teachers who slip:
+in half of them the answer is off by one or by ten. A model that imitates them slips as often as they do. Only
+the verifier's rewards can teach it better, and that is what PPO shows.
 """
 
 from __future__ import annotations
@@ -24,10 +26,18 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.config.shipped import CONFIGS_DIR
 
-# Its config.json: so narrow a model learns faster from larger weights (initializer_range 0.06) than the usual 0.02.
+# Its config.json: so narrow a model learns faster from larger weights (initializer_range 0.06) than the usual
+# 0.02.
 MODEL = CONFIGS_DIR / "models" / "quickstart" / "model"
 TASK = "basic_arithmetic"
-TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"], "allow_parentheses": False}
+TERMS = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 2,
+    "operators": ["+"],
+    "allow_parentheses": False,
+}
 NUM_DRAWS = 60_000  # some 10,000 different problems turn up
 NUM_TEACHERS = 3
 NUM_VALIDATION = 512
@@ -58,11 +68,15 @@ class Prepared(NamedTuple):
 
 
 def prepare(output_dir: str | Path, seed: int) -> Prepared:
-    """Writes `model/` and `data/*.parquet` below `output_dir`; the same seed gives the same bytes of weights and data."""
+    """Writes `model/` and `data/*.parquet` below `output_dir`; the same seed gives the same bytes of weights
+    and data."""
     folder = Path(output_dir).absolute()
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
-    made = Prepared(folder / "model", *(data / f"{name}.parquet" for name in ("train", "validation", "sft_train", "sft_validation")))
+    made = Prepared(
+        folder / "model",
+        *(data / f"{name}.parquet" for name in ("train", "validation", "sft_train", "sft_validation")),
+    )
     _save_model(made.model, seed)
     chance = random.Random(seed)
     problems = _distinct_problems(seed)
@@ -71,14 +85,19 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
     sft_held_out = problems[NUM_VALIDATION : NUM_VALIDATION + NUM_SFT_VALIDATION]
     train = problems[NUM_VALIDATION + NUM_SFT_VALIDATION :]
     _write(made.train, [_prompt_row(problem, "train", index) for index, problem in enumerate(train)])
-    _write(made.validation, [_prompt_row(problem, "validation", index) for index, problem in enumerate(held_out)])
-    _write(made.sft_train, [_demonstration(problem, chance) for _ in range(NUM_TEACHERS) for problem in train])
+    _write(
+        made.validation, [_prompt_row(problem, "validation", index) for index, problem in enumerate(held_out)]
+    )
+    _write(
+        made.sft_train, [_demonstration(problem, chance) for _ in range(NUM_TEACHERS) for problem in train]
+    )
     _write(made.sft_validation, [_demonstration(problem, chance) for problem in sft_held_out])
     return made
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, blanks dropped; 17 tokens, which no tensor-parallel size divides. A prompt has 5 to 9 tokens."""
+    """One token per character, blanks dropped; 17 tokens, which no tensor-parallel size divides. A prompt has
+    5 to 9 tokens."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace(" ", "")
@@ -111,7 +130,8 @@ def _save_model(path: Path, seed: int) -> None:
 
 
 def _distinct_problems(seed: int) -> list[dict[str, Any]]:
-    """reasoning-gym draws with replacement, so the same sum comes back; each is kept once, in the order of its first draw."""
+    """reasoning-gym draws with replacement, so the same sum comes back; each is kept once, in the order of
+    its first draw."""
     # Entry i is drawn from seed + i: seeds far apart, so that two runs do not share a stretch of draws.
     draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, allow_negation=False, **TERMS)
     by_expression: dict[str, dict[str, Any]] = {}

@@ -9,10 +9,14 @@ from reasoning_gym import create_dataset
 from reasoning_gym.dataset import ProceduralDataset
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1.0 where the verifier of the reasoning-gym task `data_source` gives `solution_str` its full score, else 0.0.
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> float:
+    """1.0 where the verifier of the reasoning-gym task `data_source` gives `solution_str` its full score,
+    else 0.0.
 
-    The verifier gives partial credit to a text that merely contains the answer; a policy would learn to collect it.
+    The verifier gives partial credit to a text that merely contains the answer; a policy would learn to
+    collect it.
     """
     entry = {"question": extra_info["question"], "answer": ground_truth, "metadata": {}}
     return float(_verifier(data_source).score_answer(solution_str, entry) == 1.0)

@@ -20,8 +20,10 @@ def run_stages(stages: Iterable[Sequence[str]]) -> int:
 
 
 def _run(stage: Sequence[str]) -> int:
-    """Run one command in the foreground. It gets the signals that this process gets, so that a training run can save and end in order."""
-    # A process group of its own: otherwise it would get a terminal's Ctrl-C twice, from the terminal and from here.
+    """Run one command in the foreground. It gets the signals that this process gets, so that a training run
+    can save and end in order."""
+    # A process group of its own: otherwise it would get a terminal's Ctrl-C twice, from the terminal and from
+    # here.
     process = subprocess.Popen(stage, process_group=0)
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number in (each for each, handler in before.items() if handler is not signal.SIG_IGN):

@@ -11,23 +11,30 @@ from typing import Any
 from megarl.rewards.thinking import outside_thinking
 
 CHOICES = ["A", "B", "C", "D"]
-# The longest first. A small letter must be followed by punctuation or the end of its line, because "a" is an article.
+# The longest first. A small letter must be followed by punctuation or the end of its line, because "a" is an
+# article.
 WORDS = [f"(?i:{re.escape(each)})" for each in sorted(CHOICES, key=len, reverse=True) if len(each) > 1]
-LETTERS = [rf"{re.escape(each)}|{re.escape(each.lower())}(?=\W*$|[).:])" for each in CHOICES if len(each) == 1]
+LETTERS = [
+    rf"{re.escape(each)}|{re.escape(each.lower())}(?=\W*$|[).:])" for each in CHOICES if len(each) == 1
+]
 ANY = "|".join(WORDS + LETTERS)
 NAMED = re.compile(rf"(?<!\w)(?:{ANY})(?!\w)", re.MULTILINE)
 LEADS = re.compile(rf"\W*({ANY})\W*(?:[.,:;)*]|$)")
 SAYS_SO = re.compile(r"answer|(?:option|choice) is", re.IGNORECASE)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
     given = choice_in(outside_thinking(solution_str))
     return {"score": float(given == truth_of(ground_truth)), "answer": given}
 
 
 def choice_in(response: str) -> str | None:
-    """Return the choice that a response names after its last "answer"; otherwise at the start of its last line ("B. A dog"), or last."""
+    """Return the choice that a response names after its last "answer"; otherwise at the start of its last
+    line ("B. A dog"), or last."""
     said = SAYS_SO.split(response)
     if len(said) > 1 and (named := NAMED.search(said[-1])):
         return normal(named.group())

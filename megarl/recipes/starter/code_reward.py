@@ -1,4 +1,5 @@
-"""The reward: the share of the tests in the ground truth that the program of a response passes. Programs run in a sandbox.
+"""The reward: the share of the tests in the ground truth that the program of a response passes. Programs run
+in a sandbox.
 
 python reward.py        # its own test, without a model
 """
@@ -10,8 +11,11 @@ from typing import Any
 from megarl.rewards import code
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
     return code.compute_score(data_source, solution_str, tests_of(ground_truth), extra_info)
 
 

@@ -1,4 +1,5 @@
-"""The reward: 1 if the final answer of a response, in its last \\boxed{}, equals the ground truth as a mathematical expression, else 0.
+"""The reward: 1 if the final answer of a response, in its last \\boxed{}, equals the ground truth as a
+mathematical expression, else 0.
 
 python reward.py        # its own test, without a model
 """
@@ -10,8 +11,11 @@ from typing import Any
 from megarl.recipes.math import reward as math
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
     return math.compute_score(data_source, solution_str, answer_of(ground_truth), extra_info)
 
 

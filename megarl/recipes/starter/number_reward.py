@@ -1,4 +1,5 @@
-"""The reward: 1 if the last number of a response is the ground truth, else 0. Change it to what your task rewards.
+"""The reward: 1 if the last number of a response is the ground truth, else 0. Change it to what your task
+rewards.
 
 python reward.py        # its own test, without a model
 """
@@ -14,17 +15,24 @@ from megarl.rewards.thinking import outside_thinking
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
     numbers = [Decimal(number) for number in NUMBER.findall(plain(outside_thinking(solution_str)))]
     if not numbers:
         return {"score": 0.0, "answer": None}
     answer = f"{numbers[-1]:f}"
-    return {"score": float(numbers[-1] == truth_of(ground_truth)), "answer": answer.rstrip("0").rstrip(".") if "." in answer else answer}
+    return {
+        "score": float(numbers[-1] == truth_of(ground_truth)),
+        "answer": answer.rstrip("0").rstrip(".") if "." in answer else answer,
+    }
 
 
 def truth_of(ground_truth: Any) -> Decimal:
-    """Return the right number: the whole ground truth, or what follows `####` where it is a solution, as in GSM8K."""
+    """Return the right number: the whole ground truth, or what follows `####` where it is a solution, as in
+    GSM8K."""
     answer = plain(str(ground_truth).rpartition("####")[2]).strip()
     if not NUMBER.fullmatch(answer):
         raise ValueError(f"{ground_truth!r} is no number; correct the row or leave it out")
@@ -32,7 +40,8 @@ def truth_of(ground_truth: Any) -> Decimal:
 
 
 def plain(text: str) -> str:
-    """Return the text without currency signs, percent signs and thousands separators: `-$1,109` becomes `-1109`."""
+    """Return the text without currency signs, percent signs and thousands separators: `-$1,109` becomes
+    `-1109`."""
     return re.sub(r"[$€£%]|(?<=\d),(?=\d{3}(?!\d))", "", text.replace("\u2212", "-"))
 
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
-    raise NotImplementedError("write compute_score in reward.py: return 1.0 for a right response and 0.0 for a wrong one")
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> float:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
+    raise NotImplementedError(
+        "write compute_score in reward.py: return 1.0 for a right response and 0.0 for a wrong one"
+    )
 
 
 def test() -> None:

@@ -1,4 +1,5 @@
-"""The reward: 1 if the answer of a response is the ground truth, apart from case, spaces and punctuation around it, else 0.
+"""The reward: 1 if the answer of a response is the ground truth, apart from case, spaces and punctuation
+around it, else 0.
 
 python reward.py        # its own test, without a model
 """
@@ -12,8 +13,11 @@ from typing import Any
 from megarl.rewards.thinking import outside_thinking
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of the sample, not a 0."""
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
+    the sample, not a 0."""
     given = answer_in(outside_thinking(solution_str))
     return {"score": float(given == normal(str(ground_truth))), "answer": given or None}
 

@@ -1,4 +1,5 @@
-"""The processes of the environments as the driver sees them: orders go out, reports come back, dead processes are restarted."""
+"""The processes of the environments as the driver sees them: orders go out, reports come back, dead processes
+are restarted."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ class Environments:
         self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
 
     def _start(self, number: int) -> RoleGroup:
-        return RayWorkerGroup(self._pools[number], self._worker, role=ENVIRONMENT, phase_time_limit_s=self._phase_time_limit_s)
+        return RayWorkerGroup(
+            self._pools[number], self._worker, role=ENVIRONMENT, phase_time_limit_s=self._phase_time_limit_s
+        )
 
     @property
     def groups(self) -> list[RoleGroup]:
@@ -129,11 +132,17 @@ class Environments:
         """
         for process in self._processes:
             if process.future is None and (process.orders or process.ended or process.unanswered):
-                process.future = process.group.call(EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S)
+                process.future = process.group.call(
+                    EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S
+                )
                 process.orders = []
                 process.ended = []
                 process.is_interrupted = False
-            elif process.future is not None and (process.orders or process.ended) and not process.is_interrupted:
+            elif (
+                process.future is not None
+                and (process.orders or process.ended)
+                and not process.is_interrupted
+            ):
                 process.is_interrupted = True
                 process.group.call_beside(EnvironmentWorker.interrupt)
         futures = [process.future for process in self._processes if process.future is not None]
@@ -156,8 +165,14 @@ class Environments:
                     process.is_up = True
                 process.unanswered -= {report.episode for report in heard}
                 reports += heard
-            elif process.is_up and process.unanswered and time.monotonic() - process.heard_s > self._hang_limit_s:
-                lost += self._restart(number, f"{len(process.unanswered)} turns without an answer for {self._hang_limit_s:g} s")
+            elif (
+                process.is_up
+                and process.unanswered
+                and time.monotonic() - process.heard_s > self._hang_limit_s
+            ):
+                lost += self._restart(
+                    number, f"{len(process.unanswered)} turns without an answer for {self._hang_limit_s:g} s"
+                )
         return reports, lost
 
     def _restart(self, number: int, why: str) -> list[int]:
@@ -167,7 +182,10 @@ class Environments:
         process.group.shutdown()
         if self.num_restarts == self._restart_limit:
             limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
-            raise EnvironmentLimitError(f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow more")
+            raise EnvironmentLimitError(
+                f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow "
+                f"more"
+            )
         self.num_restarts += 1
         _log.warning("%s\nit is restarted, and its episodes start again", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())

@@ -1,4 +1,5 @@
-"""The episode runner: engines generate the turns of episodes while environments answer the turns of others."""
+"""The episode runner: engines generate the turns of episodes while environments answer the turns of
+others."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeDroppedError, EpisodeLimits, TurnPlace, WriteTurn
+from megarl.agents.episode import (
+    AnswerTurn,
+    Episode,
+    EpisodeDroppedError,
+    EpisodeLimits,
+    TurnPlace,
+    WriteTurn,
+)
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
@@ -64,7 +72,11 @@ class EpisodeRunner:
     """
 
     def __init__(
-        self, scheduler: RequestScheduler, environments: Environments, limits: EpisodeLimits, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: RequestScheduler,
+        environments: Environments,
+        limits: EpisodeLimits,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._environments = environments
@@ -89,7 +101,8 @@ class EpisodeRunner:
     ) -> list[int]:
         """Starts one episode per request, which is that of its first turn.
 
-        `on_failure` and `first` have the meaning of RequestScheduler.add. Later turns go before all first turns.
+        `on_failure` and `first` have the meaning of RequestScheduler.add. Later turns go before all first
+        turns.
 
         Returns:
             The numbers under which the episodes can be cancelled.
@@ -98,7 +111,9 @@ class EpisodeRunner:
         for request, task, end in zip(requests, tasks, ends, strict=True):
             number = next(self._numbers)
             episode = Episode(request.prompt, request.sampling.seed, self._limits)
-            self._running[number] = _RunningEpisode(episode, request, task, end, on_failure, first, self._clock())
+            self._running[number] = _RunningEpisode(
+                episode, request, task, end, on_failure, first, self._clock()
+            )
             numbers.append(number)
             self._advance(number)
         return numbers
@@ -114,7 +129,8 @@ class EpisodeRunner:
     def poll(self, wait_s: float = float("inf")) -> None:
         """Waits at most about `wait_s` for an engine or an environment to answer, and continues the episodes.
 
-        Raises what RequestScheduler.poll and Environments.poll raise, and RunError for an episode that was started too often.
+        Raises what RequestScheduler.poll and Environments.poll raise, and RunError for an episode that was
+        started too often.
         """
         both = min(wait_s, _TURN_S)
         self._scheduler.poll(both if self._environments.is_busy else wait_s)
@@ -127,7 +143,11 @@ class EpisodeRunner:
             if running.waits_since_s is not None:
                 running.waited_s += self._clock() - running.waits_since_s
                 running.waits_since_s = None
-            if episode.timed_out(report.place) if report.answer is None else episode.answered(report.place, report.answer):
+            if (
+                episode.timed_out(report.place)
+                if report.answer is None
+                else episode.answered(report.place, report.answer)
+            ):
                 self._advance(report.episode)
         for number in lost:
             if number in self._running:
@@ -138,10 +158,15 @@ class EpisodeRunner:
         now_s = self._clock()
         all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
-        return [RequestState(uid, None, now_s - since_s, waits_for_tools=True) for uid, since_s in since if since_s is not None]
+        return [
+            RequestState(uid, None, now_s - since_s, waits_for_tools=True)
+            for uid, since_s in since
+            if since_s is not None
+        ]
 
     def drain_wait(self) -> float | None:
-        """Returns the share of their time for which the episodes that ended since the last call waited for answers.
+        """Returns the share of their time for which the episodes that ended since the last call waited for
+        answers.
 
         The result is None if no episode has ended.
         """
@@ -175,7 +200,9 @@ class EpisodeRunner:
         sample = finished.sample
         running.request_number = None
         running.replica = replica
-        if running.episode.wrote(place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason):
+        if running.episode.wrote(
+            place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason
+        ):
             self._advance(number)
 
     def _restart(self, number: int) -> None:

@@ -1,4 +1,5 @@
-"""The rollout role of a run with an agent: a sample is an episode, whose turns engines generate and environments answer."""
+"""The rollout role of a run with an agent: a sample is an episode, whose turns engines generate and
+environments answer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.rollout.finished_groups import RolloutOutput
 from megarl.roles.rollout.replicas import Replicas
 from megarl.roles.rollout.rollout import Deliver, Rollout, Scoring, TokenRules
-from megarl.roles.rollout.scheduler import EngineFaultError, OnFailure, ReplicaState, RequestState, RolloutLimits
+from megarl.roles.rollout.scheduler import (
+    EngineFaultError,
+    OnFailure,
+    ReplicaState,
+    RequestState,
+    RolloutLimits,
+)
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
@@ -45,15 +52,22 @@ class EpisodeRollout(Rollout):
         self._runner = EpisodeRunner(self.scheduler, environments, of_episodes)
 
     def generate(
-        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+        self,
+        prompts: DataProto,
+        sampling: SamplingConfig,
+        step: int,
+        generation: int = 0,
+        scoring: Scoring | None = None,
     ) -> DataProto:
-        """Generates episodes as Rollout.generate generates samples. `response_mask` is True for tokens that the model generated.
+        """Generates episodes as Rollout.generate generates samples. `response_mask` is True for tokens that
+        the model generated.
 
-        The batch also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`, each on the last token of
-        its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind -> number), `tool_s` and `episode_end` (B,).
+        The batch also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`,
+        each on the last token of its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind ->
+        number), `tool_s` and `episode_end` (B,).
 
-        Also raises EnvironmentLimitError, RunError for an episode that was started too often, and WorkerError if a user's environment
-        failed.
+        Also raises EnvironmentLimitError, RunError for an episode that was started too often, and WorkerError
+        if a user's environment failed.
         """
         requests = self.requests(prompts, sampling, step, generation)
         rows = prompts.repeat(sampling.n)
@@ -68,7 +82,8 @@ class EpisodeRollout(Rollout):
         def end(row: int, replica: int, trajectory: Trajectory) -> None:
             if trajectory.weight_versions != (version,):
                 raise EngineFaultError(
-                    f"rollout replica {replica} wrote a turn with the weight versions {trajectory.weight_versions}; the weights at hand "
+                    f"rollout replica {replica} wrote a turn with the weight versions "
+                    f"{trajectory.weight_versions}; the weights at hand "
                     f"are version {version}"
                 )
             ended[row] = trajectory
@@ -81,7 +96,9 @@ class EpisodeRollout(Rollout):
 
         tasks = [_task(rows, row, request) for row, request in enumerate(requests)]
         with self._replicas.exclusive():
-            numbers = self._runner.begin(requests, tasks, [partial(end, row) for row in range(len(requests))], first=True)
+            numbers = self._runner.begin(
+                requests, tasks, [partial(end, row) for row in range(len(requests))], first=True
+            )
             try:
                 while len(ended) < len(requests):
                     self._runner.poll()
@@ -94,7 +111,12 @@ class EpisodeRollout(Rollout):
         return self._runner.is_at_work
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
+        self,
+        prompts: DataProto,
+        place: int,
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        on_failure: OnFailure,
     ) -> Callable[[], None]:
         tasks = [_task(prompts, place, request) for request in requests]
         ends = [partial(_deliver, deliver, request.request_id) for request in requests]
@@ -106,18 +128,24 @@ class EpisodeRollout(Rollout):
         self._runner.poll(wait_s)
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        return batch_of_trajectories(prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id)
+        return batch_of_trajectories(
+            prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id
+        )
 
     def drain_metrics(self) -> dict[str, float]:
         """Returns the metrics of Rollout and of the environments.
 
-        `agent/num_restarts` counts the restarted processes of environments in this run. `agent/waiting_share` is the share of the time
-        of ended episodes in which they waited for tools.
+        `agent/num_restarts` counts the restarted processes of environments in this run. `agent/waiting_share`
+        is the share of the time of ended episodes in which they waited for tools.
         """
         with self._replicas.exclusive():
             share = self._runner.drain_wait()
         of_waits = {} if share is None else {"agent/waiting_share": share}
-        return {**super().drain_metrics(), "agent/num_restarts": float(self.environments.num_restarts), **of_waits}
+        return {
+            **super().drain_metrics(),
+            "agent/num_restarts": float(self.environments.num_restarts),
+            **of_waits,
+        }
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
         """Returns what Rollout.snapshot does, and also the episodes that wait for tools."""
@@ -134,7 +162,9 @@ class EpisodeRollout(Rollout):
 
 
 def _task(prompts: DataProto, row: int, request: GenerationRequest) -> Task:
-    of_row = {name: prompts.non_tensor_batch[name][row] for name in ("messages", "reward_model", "extra_info")}
+    of_row = {
+        name: prompts.non_tensor_batch[name][row] for name in ("messages", "reward_model", "extra_info")
+    }
     return Task(seed=request.sampling.seed, **of_row)
 
 
@@ -142,17 +172,23 @@ def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajec
     deliver(replica, request_id, trajectory)
 
 
-def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int) -> DataProto:
+def batch_of_trajectories(
+    prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int
+) -> DataProto:
     """Builds the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
     assert len(trajectories) == len(prompts)
     answers = [_answer_mask(trajectory) for trajectory in trajectories]
     tensors = {
         **prompts.columns,
-        "responses": RaggedTensor.of_rows([each.token_ids for each in trajectories], torch.int32, padding=pad_token_id),
+        "responses": RaggedTensor.of_rows(
+            [each.token_ids for each in trajectories], torch.int32, padding=pad_token_id
+        ),
         "response_mask": RaggedTensor.of_rows([each.mask for each in trajectories], torch.bool),
         "answer_mask": RaggedTensor.of_rows(answers, torch.bool),
         "rollout_log_probs": RaggedTensor.of_rows([each.log_probs for each in trajectories], torch.float32),
-        "token_versions": RaggedTensor.of_rows([each.token_versions for each in trajectories], torch.int32, padding=-1),
+        "token_versions": RaggedTensor.of_rows(
+            [each.token_versions for each in trajectories], torch.int32, padding=-1
+        ),
         "environment_rewards": RaggedTensor.of_rows([each.rewards for each in trajectories], torch.float32),
     }
     ends = [each.end for each in trajectories]
@@ -162,10 +198,14 @@ def batch_of_trajectories(prompts: DataProto, trajectories: Sequence[Trajectory]
         "episode_end": [end.value for end in ends if end is not None],
         "num_turns": [each.num_turns for each in trajectories],
         "num_calls": [each.num_calls for each in trajectories],
-        "call_errors": [{kind.value: count for kind, count in each.call_errors.items()} for each in trajectories],
+        "call_errors": [
+            {kind.value: count for kind, count in each.call_errors.items()} for each in trajectories
+        ],
         "tool_s": [each.tool_s for each in trajectories],
     }
-    return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version})
+    return DataProto.from_dict(
+        tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
+    )
 
 
 def _answer_mask(trajectory: Trajectory) -> list[bool]:

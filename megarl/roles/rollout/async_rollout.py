@@ -1,4 +1,5 @@
-"""Asynchronous rollout: a thread of the driver keeps generating, as the staleness controller allows, while the roles train."""
+"""Asynchronous rollout: a thread of the driver keeps generating, as the staleness controller allows, while
+the roles train."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class AsyncRollout:
 
     `next` waits for the samples of the next step and returns their prompts; `generate` returns these samples.
 
-    The replicas have one user at a time. This is the generation thread, which yields to threads that ask by `Replicas.exclusive`.
+    The replicas have one user at a time. This is the generation thread, which yields to threads that ask by
+    `Replicas.exclusive`.
 
     Args:
         rollout: The rollout role.
@@ -54,7 +56,9 @@ class AsyncRollout:
         self._prompts = prompts
         self._rules = rules
         self._on_update = on_update
-        self._make_buffer = lambda version: RolloutBuffer(rollout, weights, prompts, scoring, rules, make_staleness(version))
+        self._make_buffer = lambda version: RolloutBuffer(
+            rollout, weights, prompts, scoring, rules, make_staleness(version)
+        )
         self._buffer: RolloutBuffer | None = None
         self._stored: Mapping[str, FinishedGroup] = {}
         self._trained: list[str] = []
@@ -71,7 +75,8 @@ class AsyncRollout:
     # ---- for the trainer
 
     def __next__(self) -> DataProto:
-        """Waits for all samples of the next step and returns its prompts. Raises the error of the generation thread, if any."""
+        """Waits for all samples of the next step and returns its prompts. Raises the error of the generation
+        thread, if any."""
         buffer = self._started()
         self._is_awaited = True
         with self._condition:
@@ -88,9 +93,15 @@ class AsyncRollout:
         return self._step_groups.prompts
 
     def generate(
-        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+        self,
+        prompts: DataProto,
+        sampling: SamplingConfig,
+        step: int,
+        generation: int = 0,
+        scoring: Scoring | None = None,
     ) -> DataProto:
-        """Returns what Rollout.generate does, for the prompts that `next` returned last: their samples, or their greedy responses."""
+        """Returns what Rollout.generate does, for the prompts that `next` returned last: their samples, or
+        their greedy responses."""
         n = self._rules.sampling.n
         places = range(n) if sampling == self._rules.sampling else [n]
         samples = [samples[place] for samples in self._step_groups.samples for place in places]
@@ -99,11 +110,15 @@ class AsyncRollout:
     def drain_metrics(self) -> dict[str, float]:
         """Returns the metrics of the buffer.
 
-        `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer got its samples.
-        `rollout/num_given_up` is the number of groups in this process whose samples no engine could generate.
+        `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer
+        got its samples. `rollout/num_given_up` is the number of groups in this process whose samples no
+        engine could generate.
         """
         num_failed = 0 if self._buffer is None else self._buffer.num_failed
-        return {"rollout/groups_ahead": float(self._num_in_progress), "rollout/num_given_up": float(num_failed)}
+        return {
+            "rollout/groups_ahead": float(self._num_in_progress),
+            "rollout/num_given_up": float(num_failed),
+        }
 
     def num_finished(self) -> int:
         """Returns the number of finished groups that wait to be trained. Any thread may call it."""
@@ -134,7 +149,8 @@ class AsyncRollout:
             return [] if self._buffer is None else self._buffer.finished()
 
     def restore(self, groups: Mapping[str, FinishedGroup]) -> None:
-        """Restores groups before the first step. Groups that still match the run's configuration are not generated again."""
+        """Restores groups before the first step. Groups that still match the run's configuration are not
+        generated again."""
         self._stored = groups
 
     # ---- access to the replicas
@@ -162,7 +178,9 @@ class AsyncRollout:
         self._is_requested = True
         with self._condition:
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._has_yielded or not self._thread.is_alive() or self._failure is not None)
+            self._condition.wait_for(
+                lambda: self._has_yielded or not self._thread.is_alive() or self._failure is not None
+            )
             self._num_inside += 1
             try:
                 yield
@@ -179,7 +197,8 @@ class AsyncRollout:
             while not self._is_closed:
                 with self._condition:
                     self._run_once(self._buffer)
-                time.sleep(_REST_S)  # Without a pause the thread would take the lock again before anybody else can.
+                # Without a pause the thread would take the lock again before anybody else can.
+                time.sleep(_REST_S)
         except BaseException as error:  # noqa: BLE001  the boundary of the thread: the next call of `next` raises it
             self._failure = error
         with self._condition:
@@ -200,7 +219,8 @@ class AsyncRollout:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not (self._is_awaited and buffer.is_ready) or self._is_closed)
             return
-        # A restarted replica gets the actor's weights, which are the engines' version only while the trainer waits.
+        # A restarted replica gets the actor's weights, which are the engines' version only while the trainer
+        # waits.
         scheduler.may_readmit = self._is_awaited
         if rollout.is_at_work:
             rollout.poll(_TURN_S)

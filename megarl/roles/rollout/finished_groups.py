@@ -20,7 +20,8 @@ RolloutOutput = Sample | Trajectory
 
 _OF_TOKENS = ("token_ids", "log_probs", "token_versions")
 _OF_ROWS = ("version", "is_dropped", "uid")
-_OF_EPISODES = ("episode_end", "num_calls", "call_errors", "tool_s")  # is_model and rewards are of their tokens
+# is_model and rewards are of their tokens
+_OF_EPISODES = ("episode_end", "num_calls", "call_errors", "tool_s")
 
 
 class FinishedGroup(NamedTuple):
@@ -60,7 +61,9 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
         tensors["rewards"] = RaggedTensor.of_rows([episode.rewards for episode in episodes], torch.float32)
         arrays["episode_end"] = [None if episode.end is None else episode.end.value for episode in episodes]
         arrays["num_calls"] = [episode.num_calls for episode in episodes]
-        arrays["call_errors"] = [{kind.value: count for kind, count in episode.call_errors.items()} for episode in episodes]
+        arrays["call_errors"] = [
+            {kind.value: count for kind, count in episode.call_errors.items()} for episode in episodes
+        ]
         arrays["tool_s"] = [episode.tool_s for episode in episodes]
     return DataProto.from_dict(tensors, arrays).to_bytes()
 
@@ -70,7 +73,9 @@ def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
     routes = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     if not routes:
         return {}
-    return {ROUTED_EXPERTS: RaggedTensor.of_rows(routes, torch.from_numpy(np.empty(0, routes[0].dtype)).dtype)}
+    return {
+        ROUTED_EXPERTS: RaggedTensor.of_rows(routes, torch.from_numpy(np.empty(0, routes[0].dtype)).dtype)
+    }
 
 
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
@@ -83,7 +88,9 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     written: Sequence[RolloutOutput] = _episodes(rows) if "is_model" in there else _samples(rows)
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
-    for uid, version, is_dropped, sample in zip(rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True):
+    for uid, version, is_dropped, sample in zip(
+        rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True
+    ):
         groups.setdefault(uid, FinishedGroup(uid, version, [], is_dropped)).samples.append(sample)
     return groups
 
@@ -96,8 +103,14 @@ def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:
 def _samples(rows: DataProto) -> list[Sample]:
     samples = []
     reasons = rows.non_tensor_batch["finish_reason"]
-    routes = [routes for (routes,) in _tokens(rows, ROUTED_EXPERTS)] if ROUTED_EXPERTS in rows.ragged else [None] * len(rows)
-    for (ids, log_probs, versions), reason, experts in zip(_tokens(rows, *_OF_TOKENS), reasons, routes, strict=True):
+    routes = (
+        [routes for (routes,) in _tokens(rows, ROUTED_EXPERTS)]
+        if ROUTED_EXPERTS in rows.ragged
+        else [None] * len(rows)
+    )
+    for (ids, log_probs, versions), reason, experts in zip(
+        _tokens(rows, *_OF_TOKENS), reasons, routes, strict=True
+    ):
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
         samples.append(Sample(ids, log_probs, reason, spans, experts))
@@ -114,7 +127,12 @@ def _episodes(rows: DataProto) -> list[Trajectory]:
         starts = np.flatnonzero(np.diff(is_model, prepend=not is_model[0]))
         parts = zip(starts, *(np.split(values, starts[1:]) for values in tokens), strict=True)
         segments = [
-            Segment(author=Author.model if is_model[start] else Author.environment, token_ids=ids, log_probs=own, token_versions=versions)
+            Segment(
+                author=Author.model if is_model[start] else Author.environment,
+                token_ids=ids,
+                log_probs=own,
+                token_versions=versions,
+            )
             for start, ids, own, versions in parts
         ]
         ends = np.flatnonzero(is_model & ~np.append(is_model[1:], False))

@@ -1,4 +1,5 @@
-"""The replicas of the rollout role as processes: started one by one, given weights together, restarted when they die or hang."""
+"""The replicas of the rollout role as processes: started one by one, given weights together, restarted when
+they die or hang."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class NodeLostError(RunError):
 
 
 class ReplicaPlace(NamedTuple):
-    """Where a replica runs: a pool of one process, and the environment variables that it needs besides those that Ray sets."""
+    """Where a replica runs: a pool of one process, and the environment variables that it needs besides those
+    that Ray sets."""
 
     pool: RayResourcePool
     environment: Mapping[str, str] = NO_ENVIRONMENT
@@ -59,7 +61,8 @@ class ReplicaPlace(NamedTuple):
 class Replicas:
     """One process per replica, each a worker group of its own. One thread at a time uses them.
 
-    A restart kills the process of a replica with all that it has started. The new process gets the current weights.
+    A restart kills the process of a replica with all that it has started. The new process gets the current
+    weights.
 
     Args:
         places: Where each replica runs.
@@ -102,7 +105,14 @@ class Replicas:
         pool, environment = self._places[number]
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
-        return RayWorkerGroup(pool, self._worker, role="rollout", phase_time_limit_s=limit_s, environment=environment, at_work=at_work)
+        return RayWorkerGroup(
+            pool,
+            self._worker,
+            role="rollout",
+            phase_time_limit_s=limit_s,
+            environment=environment,
+            at_work=at_work,
+        )
 
     # ---- weights
 
@@ -121,10 +131,15 @@ class Replicas:
             RunError: A replica reports another version.
         """
         lost: dict[int, Exception] = {}
-        asking = {number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()}
+        asking = {
+            number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()
+        }
         said = results_of(asking, lost, is_dead_or_failed_start)
         if wrong := {number: stamped for number, stamped in said.items() if stamped != version}:
-            raise RunError(f"rollout replicas have been sent the weights of version {version}, and say that they have {wrong}")
+            raise RunError(
+                f"rollout replicas have been sent the weights of version {version}, and say that they have "
+                f"{wrong}"
+            )
         if said:
             self.weight_version = version
         self.starting -= said.keys()
@@ -141,12 +156,14 @@ class Replicas:
         self.kill(number)
         if lost := self._places[number].pool.lost_nodes():
             raise NodeLostError(
-                f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of {len(self.groups)} ran there, and "
+                f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of "
+                f"{len(self.groups)} ran there, and "
                 f"the placement of this run has no other place for it\n\n{last_words}"
             )
         if self.num_restarts == self._restart_limit:
             raise RestartLimitError(
-                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The cause is in the words above; "
+                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The "
+                f"cause is in the words above; "
                 "where it comes and goes, allow more"
             )
         self.num_restarts += 1
@@ -158,11 +175,15 @@ class Replicas:
     def replace(self, lost: Mapping[int, Exception]) -> None:
         """Restarts lost replicas.
 
-        Raises the reason instead if a replica failed to start before any replica has ever worked, because another attempt would fail as
-        well. Also raises RestartLimitError and NodeLostError.
+        Raises the reason instead if a replica failed to start before any replica has ever worked, because
+        another attempt would fail as well. Also raises RestartLimitError and NodeLostError.
         """
         for number, error in lost.items():
-            if self.weight_version is None and isinstance(error, (WorkerError, PhaseTimeoutError)) and is_failed_start(error):
+            if (
+                self.weight_version is None
+                and isinstance(error, (WorkerError, PhaseTimeoutError))
+                and is_failed_start(error)
+            ):
                 raise error
             self.restart(number, str(error))
 
@@ -186,16 +207,19 @@ class Replicas:
     # ---- memory
 
     def sleep(self) -> None:
-        """Makes all replicas release their memory. A dead replica is restarted and must release it too, since all of it is needed next."""
+        """Makes all replicas release their memory. A dead replica is restarted and must release it too, since
+        all of it is needed next."""
         while lost := _on_each(self.all, RolloutWorker.sleep):
             self.replace(lost)
 
     def wake(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Makes sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead ones with the reason."""
+        """Makes sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead
+        ones with the reason."""
         return _on_each(replicas, RolloutWorker.wake)
 
     def wake_cache(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Makes replicas allocate their caches, after which they can generate. Returns the dead ones with the reason."""
+        """Makes replicas allocate their caches, after which they can generate. Returns the dead ones with the
+        reason."""
         return _on_each(replicas, RolloutWorker.wake_cache)
 
     def resident_memory_gb(self) -> float:
@@ -225,7 +249,8 @@ class Replicas:
         self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
 
     def drain_spans(self) -> list[Span]:
-        """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank. See RoleGroup.drain_spans."""
+        """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank.
+        See RoleGroup.drain_spans."""
         for number in range(len(self.groups)):
             self._keep_spans(number)
         spans = self._spans
@@ -233,15 +258,24 @@ class Replicas:
         return spans
 
 
-def _on_each(replicas: Mapping[int, RoleGroup], method: RemoteMethod[[], None, ..., Any]) -> dict[int, Exception]:
-    """Calls a method on each replica. Returns the dead ones with the reason, and raises any other failure after all calls have ended."""
+def _on_each(
+    replicas: Mapping[int, RoleGroup], method: RemoteMethod[[], None, ..., Any]
+) -> dict[int, Exception]:
+    """Calls a method on each replica. Returns the dead ones with the reason, and raises any other failure
+    after all calls have ended."""
     lost: dict[int, Exception] = {}
-    results_of({number: group.call_rank(0, method) for number, group in replicas.items()}, lost, is_dead_or_failed_start)
+    results_of(
+        {number: group.call_rank(0, method) for number, group in replicas.items()},
+        lost,
+        is_dead_or_failed_start,
+    )
     return lost
 
 
 def results_of(
-    futures: Mapping[int, WorkerFuture[T]], lost: dict[int, Exception], is_lost: Callable[[WorkerError | PhaseTimeoutError], bool]
+    futures: Mapping[int, WorkerFuture[T]],
+    lost: dict[int, Exception],
+    is_lost: Callable[[WorkerError | PhaseTimeoutError], bool],
 ) -> dict[int, T]:
     """Returns the results by replica.
 
@@ -275,4 +309,9 @@ def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
 
 def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
     """Whether a replica failed to start."""
-    return isinstance(error, WorkerError) and error.role == "rollout" and error.method == "__init__" and error.kind is FailureKind.exception
+    return (
+        isinstance(error, WorkerError)
+        and error.role == "rollout"
+        and error.method == "__init__"
+        and error.kind is FailureKind.exception
+    )

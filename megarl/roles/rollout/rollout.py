@@ -1,4 +1,5 @@
-"""The rollout role as the training loop sees it: it turns prompts into a batch of samples, even if replicas die meanwhile."""
+"""The rollout role as the training loop sees it: it turns prompts into a batch of samples, even if replicas
+die meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from megarl.roles.rollout.scheduler import (
     SchedulerTotals,
 )
 from megarl.roles.weights.rollout_weights import RolloutWeights
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import (
+    FinishedRequest,
+    GenerationRequest,
+    Sample,
+    SamplingParameters,
+    plan_requests,
+)
 from megarl.tracking.timeline import Span
 
 Deliver = Callable[[int, int, RolloutOutput], None]  # replica, the request's id, and its output
@@ -68,10 +75,11 @@ class Scoring(Protocol):
 
 
 class Rollout:
-    """The handle on all replicas. Each request goes to the least loaded replica with room, in order of arrival.
+    """The handle on all replicas. Each request goes to the least loaded replica with room, in order of
+    arrival.
 
-    A replica that dies or hangs is restarted with the current weights, and its unfinished requests are sent again with the same seeds,
-    so that they give the same samples.
+    A replica that dies or hangs is restarted with the current weights, and its unfinished requests are sent
+    again with the same seeds, so that they give the same samples.
     """
 
     kind: type[RolloutOutput] = Sample
@@ -85,7 +93,8 @@ class Rollout:
         seed: int,
         routes_of: SamplingConfig | None = None,
     ) -> None:
-        """routes_of: Samples that are drawn with this configuration return the experts of their tokens. The engines must support it."""
+        """routes_of: Samples that are drawn with this configuration return the experts of their tokens. The
+        engines must support it."""
         self._routes_of = routes_of
         self._replicas = replicas
         self._weights = weights
@@ -106,7 +115,12 @@ class Rollout:
     # ---- generation
 
     def generate(
-        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: Scoring | None = None
+        self,
+        prompts: DataProto,
+        sampling: SamplingConfig,
+        step: int,
+        generation: int = 0,
+        scoring: Scoring | None = None,
     ) -> DataProto:
         """Generates `sampling.n` samples of each prompt.
 
@@ -120,11 +134,12 @@ class Rollout:
             scoring: Starts to score prompts whose samples are finished while others are generated.
 
         Returns:
-            A batch of B = prompts x n rows, the samples of a prompt side by side. It has the prompts' columns (see with_prompt_rows); as
-            token columns `responses`, `response_mask`, `rollout_log_probs` and `token_versions` (int32, the version of the weights that
-            drew a token, -1 for tokens that the model did not generate); `routed_experts` if the engines are asked for it; and the
-            arrays `weight_version` (the oldest of a sample) and `finish_reason` (B,). `weight_version` in its meta information is that
-            of the last pushed weights.
+            A batch of B = prompts x n rows, the samples of a prompt side by side. It has the prompts' columns
+            (see with_prompt_rows); as token columns `responses`, `response_mask`, `rollout_log_probs` and
+            `token_versions` (int32, the version of the weights that drew a token, -1 for tokens that the
+            model did not generate); `routed_experts` if the engines are asked for it; and the arrays
+            `weight_version` (the oldest of a sample) and `finish_reason` (B,). `weight_version` in its meta
+            information is that of the last pushed weights.
 
         Raises:
             EngineFaultError: An engine returned a sample that cannot be right.
@@ -132,7 +147,9 @@ class Rollout:
             RestartLimitError: Too many replicas were restarted.
             ValueError: No engine can continue a prompt.
         """
-        prompts = DataProto.from_dict(with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info)
+        prompts = DataProto.from_dict(
+            with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info
+        )
         requests = self.requests(prompts, sampling, step, generation)
         self._weights.bring_in()
         version = self._weights.version
@@ -145,7 +162,8 @@ class Rollout:
             for replica, (number, sample) in arrived:
                 if sample.weight_versions != (version,):
                     raise EngineFaultError(
-                        f"rollout replica {replica} wrote a sample with the weight versions {sample.weight_versions}; the weights at hand "
+                        f"rollout replica {replica} wrote a sample with the weight versions "
+                        f"{sample.weight_versions}; the weights at hand "
                         f"are version {version}"
                     )
                 samples[number] = sample
@@ -155,7 +173,9 @@ class Rollout:
                 of_whole = [samples[prompt * n + place] for prompt in whole for place in range(n)]
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
                 whole = []
-        return self.assemble(prompts.repeat(n), [samples[request.request_id] for request in requests], version)
+        return self.assemble(
+            prompts.repeat(n), [samples[request.request_id] for request in requests], version
+        )
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
@@ -165,10 +185,16 @@ class Rollout:
         Their seeds are those of `generate` for a batch in which `first` other prompts come before these.
         """
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
-        return plan_requests(ids, self._parameters(sampling, step, generation), prompts.non_tensor_batch.get("uid"), first=first)
+        return plan_requests(
+            ids,
+            self._parameters(sampling, step, generation),
+            prompts.non_tensor_batch.get("uid"),
+            first=first,
+        )
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
-        """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate` raises."""
+        """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate`
+        raises."""
         self._weights.bring_in()
         for arrived in self._finished(requests):
             yield from (finished for _, finished in arrived)
@@ -179,7 +205,12 @@ class Rollout:
         return self.scheduler.is_at_work
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
+        self,
+        prompts: DataProto,
+        place: int,
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        on_failure: OnFailure,
     ) -> Callable[[], None]:
         """Starts to generate the samples of one prompt.
 
@@ -193,7 +224,9 @@ class Rollout:
         Returns:
             A function that cancels the samples that are missing.
         """
-        numbers = self.scheduler.add(requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure)
+        numbers = self.scheduler.add(
+            requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure
+        )
         return lambda: self.scheduler.cancel(numbers)
 
     def poll(self, wait_s: float) -> None:
@@ -217,7 +250,9 @@ class Rollout:
         """Yields lists of (replica, sample) that finished together, each request once."""
         arrived: list[tuple[int, FinishedRequest]] = []
         with self._replicas.exclusive():
-            numbers = self.scheduler.add(requests, lambda replica, finished: arrived.append((replica, finished)), first=True)
+            numbers = self.scheduler.add(
+                requests, lambda replica, finished: arrived.append((replica, finished)), first=True
+            )
             missing = len(numbers)
             try:
                 while missing:
@@ -230,7 +265,8 @@ class Rollout:
                 self.scheduler.cancel(numbers)
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Builds the batch that `generate` returns from prompts and samples side by side. `version` is that of the last pushed weights."""
+        """Builds the batch that `generate` returns from prompts and samples side by side. `version` is that
+        of the last pushed weights."""
         return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
 
     # ---- observation
@@ -238,8 +274,9 @@ class Rollout:
     def drain_metrics(self) -> dict[str, float]:
         """Returns metrics since the last call.
 
-        These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in which a replica had no
-        request, averaged over replicas) and, per replica, `rollout/replica_<number>/tokens_per_s` while samples were being generated.
+        These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in
+        which a replica had no request, averaged over replicas) and, per replica,
+        `rollout/replica_<number>/tokens_per_s` while samples were being generated.
         """
         with self._replicas.exclusive():
             before = self._reported
@@ -250,11 +287,16 @@ class Rollout:
                 "rollout/num_resent": float(now.scheduler.num_resent - before.scheduler.num_resent),
             }
             if seconds := now.scheduler.now_s - before.scheduler.now_s:
-                metrics["perf/engines_idle"] = 1 - (sum(now.scheduler.busy_s) - sum(before.scheduler.busy_s)) / (
-                    seconds * len(self._replicas)
-                )
+                metrics["perf/engines_idle"] = 1 - (
+                    sum(now.scheduler.busy_s) - sum(before.scheduler.busy_s)
+                ) / (seconds * len(self._replicas))
             if generating_s := now.scheduler.generating_s - before.scheduler.generating_s:
-                written = [last - first for first, last in zip_longest(before.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)]
+                written = [
+                    last - first
+                    for first, last in zip_longest(
+                        before.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0
+                    )
+                ]
                 for replica, num_tokens in enumerate(written[: len(self._replicas)]):
                     metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
             return metrics
@@ -278,10 +320,14 @@ class Rollout:
         self._replicas.shutdown()
 
 
-def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int) -> DataProto:
+def batch_of_samples(
+    prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int
+) -> DataProto:
     """Builds the batch that Rollout.generate returns. `prompts` has one row per sample."""
     assert len(samples) == len(prompts)
-    responses = RaggedTensor.of_rows([sample.token_ids for sample in samples], torch.int32, padding=pad_token_id)
+    responses = RaggedTensor.of_rows(
+        [sample.token_ids for sample in samples], torch.int32, padding=pad_token_id
+    )
     tensors = {
         **prompts.columns,
         "responses": responses,
@@ -294,7 +340,9 @@ def batch_of_samples(prompts: DataProto, samples: Sequence[Sample], version: int
         "weight_version": [min(sample.weight_versions) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
     }
-    return DataProto.from_dict(tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version})
+    return DataProto.from_dict(
+        tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
+    )
 
 
 def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:

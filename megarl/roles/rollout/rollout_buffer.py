@@ -1,4 +1,5 @@
-"""The rollout buffer: groups (a prompt with its samples) from their admission to the step that trains them."""
+"""The rollout buffer: groups (a prompt with its samples) from their admission to the step that trains
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ GREEDY = SamplingConfig(n=1, temperature=0.0)
 
 
 class FailedPromptsError(RunError):
-    """Engines cannot generate the samples of more prompts of a step than `rollout.max_error_rate` allows. The message has the causes."""
+    """Engines cannot generate the samples of more prompts of a step than `rollout.max_error_rate` allows. The
+    message has the causes."""
 
 
 class Requests(Protocol):
@@ -43,7 +45,12 @@ class Requests(Protocol):
     ) -> list[GenerationRequest]: ...
 
     def begin(
-        self, prompts: DataProto, place: int, requests: Sequence[GenerationRequest], deliver: Deliver, on_failure: OnFailure
+        self,
+        prompts: DataProto,
+        place: int,
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        on_failure: OnFailure,
     ) -> Callable[[], None]: ...
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto: ...
@@ -62,9 +69,10 @@ class GroupRules(NamedTuple):
     Attributes:
         sampling: How its samples are drawn.
         greedy: Whether it also contains the greedy response to its prompt (ReMax).
-        max_without_signal: The most groups that may be dropped for a step because all their samples have the same score (DAPO). None
-            disables this filter.
-        max_error_rate: The share of a step's groups that may be dropped because an engine cannot generate their samples.
+        max_without_signal: The most groups that may be dropped for a step because all their samples have the
+            same score (DAPO). None disables this filter.
+        max_error_rate: The share of a step's groups that may be dropped because an engine cannot generate
+            their samples.
     """
 
     sampling: SamplingConfig
@@ -130,10 +138,11 @@ class _Group:
 
 
 class RolloutBuffer:
-    """Starts groups in the loader's order, as the staleness controller allows, and has finished groups scored.
+    """Starts groups in the loader's order, as the staleness controller allows, and has finished groups
+    scored.
 
-    It is used by one thread at a time. The seeds of a prompt's samples depend on its position in the data. If no group is dropped, they
-    are those of a run that generates each step's prompts when the step is due.
+    It is used by one thread at a time. The seeds of a prompt's samples depend on its position in the data. If
+    no group is dropped, they are those of a run that generates each step's prompts when the step is due.
     """
 
     def __init__(
@@ -153,13 +162,16 @@ class RolloutBuffer:
         self.staleness = staleness
         self._prompts: _Prompts | None = None  # contains the prompt of the next group
         self._place = 0
-        self._groups: dict[int, _Group] = {}  # by their number in the staleness controller, until their step is taken
+        # by their number in the staleness controller, until their step is taken
+        self._groups: dict[int, _Group] = {}
         self._unscored: list[int] = []  # finished and not yet sent to be scored
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
-        self._awaiting_scores: dict[str, int] = {}  # by uid: groups whose scores decide whether they are trained
+        # by uid: groups whose scores decide whether they are trained
+        self._awaiting_scores: dict[str, int] = {}
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
-        self._trained: dict[str, float] = {}  # uids that were trained out of order, with their positions in the data
+        # uids that were trained out of order, with their positions in the data
+        self._trained: dict[str, float] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -175,7 +187,8 @@ class RolloutBuffer:
     def begin(self) -> None:
         """Starts all groups that the staleness controller admits with the current weights.
 
-        It is called after groups were taken or dropped and after weights were pushed, so that what it starts does not depend on timing.
+        It is called after groups were taken or dropped and after weights were pushed, so that what it starts
+        does not depend on timing.
         """
         staleness = self.staleness
         version = self._weights.version
@@ -188,7 +201,9 @@ class RolloutBuffer:
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
                 number = staleness.admit(stored.version)
-                self._groups[number] = _Group(prompts, place, stored.version, dict(enumerate(stored.samples)), stored.is_dropped)
+                self._groups[number] = _Group(
+                    prompts, place, stored.version, dict(enumerate(stored.samples)), stored.is_dropped
+                )
                 if stored.is_dropped:
                     staleness.drop(number)
                 else:
@@ -198,10 +213,13 @@ class RolloutBuffer:
                 self._groups[number] = group = _Group(prompts, place, version)
                 deliver = self._deliver_to(number)
                 on_failure = partial(self._fail, number)
-                group.cancel = self._rollout.begin(prompts.rows, place, prompts.requests[place], deliver, on_failure)
+                group.cancel = self._rollout.begin(
+                    prompts.rows, place, prompts.requests[place], deliver, on_failure
+                )
 
     def score(self) -> None:
-        """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it repeatedly."""
+        """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it
+        repeatedly."""
         if self._unscored and self._scoring.may_begin:
             unscored = [self._groups[number] for number in self._unscored if number in self._groups]
             self._unscored = []
@@ -215,7 +233,11 @@ class RolloutBuffer:
         staleness = self.staleness
         taken = set(staleness.take(self._weights.version) if staleness.is_ready else self._groups)
         last = max(taken)
-        gone = [number for number, group in self._groups.items() if number in taken or (group.is_dropped and number < last)]
+        gone = [
+            number
+            for number, group in self._groups.items()
+            if number in taken or (group.is_dropped and number < last)
+        ]
         groups = [self._groups.pop(number) for number in gone]
         first = min((group.serial for group in self._groups.values()), default=math.inf)
         self._trained = {uid: serial for uid, serial in self._trained.items() if serial > first}
@@ -224,7 +246,12 @@ class RolloutBuffer:
         self.begin()
         whole = [group for group in groups if len(group.samples) == self._rules.size]
         samples = [[group.samples[place] for place in range(self._rules.size)] for group in whole]
-        return StepGroups(_rows_of(whole), samples, [group.version for group in whole], [group.is_dropped for group in whole])
+        return StepGroups(
+            _rows_of(whole),
+            samples,
+            [group.version for group in whole],
+            [group.is_dropped for group in whole],
+        )
 
     def num_finished(self) -> int:
         """Returns the number of finished groups that wait for their step. Any thread may call it."""
@@ -246,12 +273,18 @@ class RolloutBuffer:
         """Returns the finished groups that wait for their step."""
         places = range(self._rules.size)
         finished = [group for group in self._groups.values() if len(group.samples) == len(places)]
-        return [FinishedGroup(group.uid, group.version, [group.samples[place] for place in places], group.is_dropped) for group in finished]
+        return [
+            FinishedGroup(
+                group.uid, group.version, [group.samples[place] for place in places], group.is_dropped
+            )
+            for group in finished
+        ]
 
     def restore(self, groups: Mapping[str, FinishedGroup], trained: Sequence[str]) -> None:
         """Restores the state of a checkpoint before the first group is started.
 
-        Groups that still match the run's configuration are not generated again, nor are prompts in `trained` (see position).
+        Groups that still match the run's configuration are not generated again, nor are prompts in `trained`
+        (see position).
         """
         self._trained = dict.fromkeys(trained, math.inf)
         kind = self._rollout.kind
@@ -275,7 +308,10 @@ class RolloutBuffer:
             requests = _by_prompt(self._rollout.requests(rows, sampling, step + 1, first=first), sampling.n)
             if self._rules.greedy:
                 greedy = self._rollout.requests(rows, GREEDY, step + 1, first=first)
-                requests = [[*own, one._replace(request_id=sampling.n)] for own, one in zip(requests, greedy, strict=True)]
+                requests = [
+                    [*own, one._replace(request_id=sampling.n)]
+                    for own, one in zip(requests, greedy, strict=True)
+                ]
             self._prompts = _Prompts(rows, serial, position, requests)
             self._place = 0
         self._place += 1
@@ -287,7 +323,8 @@ class RolloutBuffer:
             versions = sample.weight_versions
             if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
                 raise EngineFaultError(
-                    f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun with version "
+                    f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was "
+                    f"begun with version "
                     f"{group.version}, and the weights at hand are version {self._weights.version}"
                 )
             group.samples[place] = sample
@@ -297,7 +334,8 @@ class RolloutBuffer:
         return deliver
 
     def _fail(self, number: int, why: str) -> None:
-        """Drops a group whose samples cannot be generated. Later groups are trained earlier, and another group is started."""
+        """Drops a group whose samples cannot be generated. Later groups are trained earlier, and another
+        group is started."""
         group = self._groups[number]
         group.cancel()
         group.is_dropped = True
@@ -308,7 +346,8 @@ class RolloutBuffer:
         if len(self._failures) > self._rules.max_error_rate * self.staleness.prompts_per_step:
             raise FailedPromptsError(
                 f"step {self.staleness.next_step}: {len(self._failures)} prompts have no samples, more than "
-                f"rollout.max_error_rate={self._rules.max_error_rate:g} of {self.staleness.prompts_per_step} allows:\n"
+                f"rollout.max_error_rate={self._rules.max_error_rate:g} of "
+                f"{self.staleness.prompts_per_step} allows:\n"
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])
             )
         self.begin()
@@ -323,7 +362,9 @@ class RolloutBuffer:
     def _filter(self, scored: Mapping[str, Sequence[float]]) -> None:
         for uid, scores in scored.items():
             number = self._awaiting_scores.pop(uid)
-            if bool(rows_with_signal(torch.tensor(scores, dtype=torch.float64), np.full(len(scores), uid)).any()):
+            if bool(
+                rows_with_signal(torch.tensor(scores, dtype=torch.float64), np.full(len(scores), uid)).any()
+            ):
                 self.staleness.finish(number)
             else:
                 self._groups[number].is_dropped = True

@@ -56,13 +56,16 @@ class ReplicaScaling:
     def scale(self, count: int) -> None:
         """Changes the number of replicas to `count`.
 
-        New replicas are starting when it returns, while the others generate; each gets the current weights before its first request.
-        Replicas with the highest numbers leave, and their requests go to the others.
+        New replicas are starting when it returns, while the others generate; each gets the current weights
+        before its first request. Replicas with the highest numbers leave, and their requests go to the
+        others.
 
         Raises:
             InsufficientResourcesError: The cluster has no room. Nothing has changed.
         """
-        reserved = [self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)]
+        reserved = [
+            self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)
+        ]
         check_fits(reserved)
         try:
             for pool in reserved:
@@ -86,4 +89,7 @@ class ReplicaScaling:
         if number < len(self._planned):
             return self._planned[number]
         place = ReplicaPlace(self._pools[number - len(self._planned)])
-        return PlannedReplica(place, [RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in range(self._num_ranks)])
+        return PlannedReplica(
+            place,
+            [RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in range(self._num_ranks)],
+        )

@@ -1,4 +1,5 @@
-"""The request scheduler: it sends requests to replicas, collects finished samples, and replaces replicas that die or hang."""
+"""The request scheduler: it sends requests to replicas, collects finished samples, and replaces replicas that
+die or hang."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class RolloutLimits:
     Attributes:
         max_concurrency: The most requests in flight at a replica.
         answer_limit_s: A replica whose process does not answer for this time is considered hung.
-        sample_limit_s: A replica that finishes no sample, or does not come up, within this time is considered hung.
+        sample_limit_s: A replica that finishes no sample, or does not come up, within this time is considered
+            hung.
     """
 
     max_concurrency: int
@@ -118,10 +120,11 @@ class RequestScheduler:
 
     Args:
         replicas: The replicas.
-        readmit: Sends the current weights to a restarted replica. Returns False if the replica died meanwhile and is restarted again.
+        readmit: Sends the current weights to a restarted replica. Returns False if the replica died meanwhile
+            and is restarted again.
         limits: The limits of each replica.
-        can_readmit: Returns whether `readmit` may be called now; restarted replicas wait otherwise. It may return False only while
-            another replica works.
+        can_readmit: Returns whether `readmit` may be called now; restarted replicas wait otherwise. It may
+            return False only while another replica works.
         clock: Has the semantics of time.monotonic.
         wait: Has the semantics of wait_for_any.
     """
@@ -145,10 +148,13 @@ class RequestScheduler:
         self._numbers = itertools.count()  # Numbers are never reused, so that late samples are recognized.
         self._pending: dict[int, _PendingRequest] = {}
         self._queue: RequestRouter[GenerationRequest] = RequestRouter(len(replicas), limits.max_concurrency)
-        self._groups: list[RoleGroup | None] = [None] * len(replicas)  # the groups that have the requests in flight
-        self._unsent: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]  # assigned and not yet sent
+        # the groups that have the requests in flight
+        self._groups: list[RoleGroup | None] = [None] * len(replicas)
+        # assigned and not yet sent
+        self._unsent: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]
         self._tasks: dict[int, _Task] = {}
-        self._losses: Counter[int] = Counter()  # unfinished request -> number of replicas that were lost while they had it
+        # unfinished request -> number of replicas that were lost while they had it
+        self._losses: Counter[int] = Counter()
         self._last_sample_s = [0.0] * len(replicas)  # or the time of its first request
         self._num_tokens = [0] * len(replicas)
         self._busy_s = [0.0] * len(replicas)
@@ -164,7 +170,9 @@ class RequestScheduler:
     @property
     def is_at_work(self) -> bool:
         """Whether there are requests and a replica that can work on them."""
-        return self.num_unfinished > 0 and (self.may_readmit or len(self._replicas.starting) < len(self._replicas))
+        return self.num_unfinished > 0 and (
+            self.may_readmit or len(self._replicas.starting) < len(self._replicas)
+        )
 
     def add(
         self,
@@ -180,7 +188,8 @@ class RequestScheduler:
         Args:
             requests: The requests.
             deliver: Is called with each sample, under the request's own id, during a call of `poll`.
-            on_failure: Is called for each sample that the engine cannot generate. Without it such a failure ends the run.
+            on_failure: Is called for each sample that the engine cannot generate. Without it such a failure
+                ends the run.
             first: Whether the requests go before all others in the queue.
             prefer: See RequestRouter.add.
 
@@ -190,7 +199,8 @@ class RequestScheduler:
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
         self._pending |= {
-            new.request_id: _PendingRequest(old, deliver, on_failure, now_s) for old, new in zip(requests, numbered, strict=True)
+            new.request_id: _PendingRequest(old, deliver, on_failure, now_s)
+            for old, new in zip(requests, numbered, strict=True)
         }
         self._queue.add(((request.request_id, request) for request in numbered), first=first, prefer=prefer)
         return [request.request_id for request in numbered]
@@ -202,13 +212,16 @@ class RequestScheduler:
             self._losses.pop(number, None)
         for replica, cancelled in self._queue.cancel(numbers).items():
             unsent = {request.request_id for request in self._unsent[replica]}
-            self._unsent[replica] = [request for request in self._unsent[replica] if request.request_id not in cancelled]
+            self._unsent[replica] = [
+                request for request in self._unsent[replica] if request.request_id not in cancelled
+            ]
             if sent := [number for number in cancelled if number not in unsent]:
                 self._interrupt(replica)
                 self._replicas.groups[replica].call(RolloutWorker.abort, sent)
 
     def poll(self, wait_s: float = math.inf) -> None:
-        """Sends queued requests, waits at most `wait_s` for an answer of a replica, and delivers what has finished.
+        """Sends queued requests, waits at most `wait_s` for an answer of a replica, and delivers what has
+        finished.
 
         A replica that dies or hangs is restarted while the others continue.
 
@@ -248,7 +261,8 @@ class RequestScheduler:
         self._groups = self._groups[:count] + [None] * (count - before)
         self._unsent = self._unsent[:count] + [[] for _ in range(before, count)]
         self._last_sample_s = self._last_sample_s[:count] + [0.0] * (count - before)
-        self._num_tokens += [0] * (count - len(self._num_tokens))  # The tokens of replicas that left still count.
+        # The tokens of replicas that left still count.
+        self._num_tokens += [0] * (count - len(self._num_tokens))
         self._busy_s += [0.0] * (count - len(self._busy_s))
 
     # ---- observation
@@ -256,17 +270,24 @@ class RequestScheduler:
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
         """Returns the unfinished requests, oldest first, and the replicas.
 
-        Any thread may call it during a `poll`. Each part is copied atomically, so a request that moves meanwhile is seen at its old or
-        at its new place.
+        Any thread may call it during a `poll`. Each part is copied atomically, so a request that moves
+        meanwhile is seen at its old or at its new place.
         """
         orders = self._pending.copy()
         in_flight = self._queue.in_flight()
         now_s = self._clock()
         at = {number: replica for replica, numbers in enumerate(in_flight) for number in numbers}
-        requests = [RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s)) for number, order in orders.items()]
+        requests = [
+            RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s))
+            for number, order in orders.items()
+        ]
         silent_s = [now_s - last_s for last_s in self._last_sample_s]
         replicas = [
-            ReplicaState(replica in self._replicas.starting, len(numbers), max(0.0, silent_s[replica]) if numbers else 0.0)
+            ReplicaState(
+                replica in self._replicas.starting,
+                len(numbers),
+                max(0.0, silent_s[replica]) if numbers else 0.0,
+            )
             for replica, numbers in enumerate(in_flight)
         ]
         return requests, replicas
@@ -276,7 +297,9 @@ class RequestScheduler:
         now_s = self._clock()
         counted_s = self._counted_s
         since = [now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight()]
-        busy_s = tuple(before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0))
+        busy_s = tuple(
+            before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0)
+        )
         return SchedulerTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
 
     def _count(self) -> None:
@@ -289,7 +312,8 @@ class RequestScheduler:
     # ---- the steps of a poll
 
     def _check_starts(self) -> None:
-        """Notices replicas that a weight push has replaced or given weights, and starts to wait for restarted ones."""
+        """Notices replicas that a weight push has replaced or given weights, and starts to wait for restarted
+        ones."""
         for replica, group in enumerate(self._replicas.groups):
             if group is not self._groups[replica]:
                 self._groups[replica] = group
@@ -304,9 +328,12 @@ class RequestScheduler:
                 del self._tasks[replica]
 
     def _dispatch(self) -> None:
-        """Assigns queued requests. Calls each idle replica that has requests, and interrupts the call of one that gets new requests."""
+        """Assigns queued requests. Calls each idle replica that has requests, and interrupts the call of one
+        that gets new requests."""
         now_s = self._clock()
-        at_work = [replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting]
+        at_work = [
+            replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
+        ]
         for replica in at_work:
             if not self._queue.load(replica):
                 self._last_sample_s[replica] = now_s
@@ -317,9 +344,14 @@ class RequestScheduler:
                 if self._unsent[replica]:
                     self._interrupt(replica)
             elif self._queue.load(replica):
-                future = self._replicas.groups[replica].call(RolloutWorker.submit_and_poll, self._unsent[replica], _WAIT_S)
+                future = self._replicas.groups[replica].call(
+                    RolloutWorker.submit_and_poll, self._unsent[replica], _WAIT_S
+                )
                 self._unsent[replica] = []
-                deadline_s = min(now_s + self._limits.answer_limit_s, self._last_sample_s[replica] + self._limits.sample_limit_s)
+                deadline_s = min(
+                    now_s + self._limits.answer_limit_s,
+                    self._last_sample_s[replica] + self._limits.sample_limit_s,
+                )
                 self._tasks[replica] = _Task(future, deadline_s, is_start=False)
 
     def _interrupt(self, replica: int) -> None:
@@ -345,7 +377,8 @@ class RequestScheduler:
                     self._deliver(replica, finished)
 
     def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
-        """Return samples, or none if the replica has just started or is restarted. `task`: None if it took too long."""
+        """Return samples, or none if the replica has just started or is restarted. `task`: None if it took
+        too long."""
         if task is not None and task.is_start and not _is_lost(task.future):
             if self._can_readmit():  # another that started at the same time may have taken the room
                 self._readmit(replica)
@@ -354,7 +387,9 @@ class RequestScheduler:
             if task is not None:
                 return task.future.get()
             reports = self._replicas.groups[replica].reports()
-            why = "\n".join(["no answer, or no sample, for too long:", *(report.describe() for report in reports)])
+            why = "\n".join(
+                ["no answer, or no sample, for too long:", *(report.describe() for report in reports)]
+            )
         except (WorkerError, PhaseTimeoutError) as error:
             if not is_dead(error):
                 raise
@@ -375,9 +410,17 @@ class RequestScheduler:
         most = max((self._losses[number] for number in lost), default=0)
         if most < 2:
             return ""
-        uids = list(dict.fromkeys(self._pending[number].request.uid or "-" for number in sorted(lost) if self._losses[number] == most))
+        uids = list(
+            dict.fromkeys(
+                self._pending[number].request.uid or "-"
+                for number in sorted(lost)
+                if self._losses[number] == most
+            )
+        )
         more = f" and {len(uids) - _MOST_SHOWN} more" if len(uids) > _MOST_SHOWN else ""
-        return f"\n{most} replicas have been lost with requests of prompt {', '.join(uids[:_MOST_SHOWN])}{more}"
+        return (
+            f"\n{most} replicas have been lost with requests of prompt {', '.join(uids[:_MOST_SHOWN])}{more}"
+        )
 
     def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
         number = finished.request_id
@@ -387,7 +430,10 @@ class RequestScheduler:
         request, deliver, on_failure, _ = self._pending.pop(number)
         if isinstance(finished, FailedRequest):
             if on_failure is None:
-                raise RunError(f"rollout replica {replica} cannot write a sample of prompt {request.uid or '-'}: {finished.why}")
+                raise RunError(
+                    f"rollout replica {replica} cannot write a sample of prompt {request.uid or '-'}: "
+                    f"{finished.why}"
+                )
             on_failure(finished.why)
             return
         sample = finished.sample
@@ -398,7 +444,8 @@ class RequestScheduler:
 
 
 def _is_lost(start: WorkerFuture[Any]) -> bool:
-    """Whether the process of a starting replica is gone. Other failures of a start are reported when it is given weights."""
+    """Whether the process of a starting replica is gone. Other failures of a start are reported when it is
+    given weights."""
     try:
         start.get()
     except (WorkerError, PhaseTimeoutError) as error:
@@ -418,7 +465,15 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
     ends = [0, *(span.end for span in sample.spans)]
-    if ends[-1] != count or ends != sorted(set(ends)) or list(sample.weight_versions) != sorted(set(sample.weight_versions)):
-        faults.append(f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens")
+    if (
+        ends[-1] != count
+        or ends != sorted(set(ends))
+        or list(sample.weight_versions) != sorted(set(sample.weight_versions))
+    ):
+        faults.append(
+            f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens"
+        )
     if faults:
-        raise EngineFaultError(f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}")
+        raise EngineFaultError(
+            f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}"
+        )

@@ -1,5 +1,5 @@
-"""The weights that the rollout works with: sent by the actor after each update, and again to engines that slept or were started anew; or,
-where nothing is trained, read from a folder."""
+"""The weights that the rollout works with: sent by the actor after each update, and again to engines that
+slept or were started anew; or, where nothing is trained, read from a folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from megarl.workers.rollout_worker import RolloutWorker
 class Pusher(Protocol):
     """What carries weights to replicas (roles/weights/sync.py)."""
 
-    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]: ...
+    def push(
+        self, replicas: Mapping[int, RoleGroup], version: int
+    ) -> tuple[PushReport | None, dict[int, Exception]]: ...
 
 
 class RolloutWeights:
-    """`version`: of the weights that were sent last; 0 where none were. All replicas have the same one whenever they generate."""
+    """`version`: of the weights that were sent last; 0 where none were. All replicas have the same one
+    whenever they generate."""
 
     def __init__(self, pusher: Pusher, replicas: Replicas, schedule: OffloadSchedule) -> None:
         self._pusher = pusher
@@ -32,7 +35,8 @@ class RolloutWeights:
         self.version = 0
 
     def resume(self, version: int) -> None:
-        """The next weights to be sent are those of `version`, which engines had before the run was resumed."""
+        """The next weights to be sent are those of `version`, which engines had before the run was
+        resumed."""
         self.version = version - 1
 
     def await_actor(self) -> None:
@@ -40,11 +44,12 @@ class RolloutWeights:
         self._schedule.finish("actor")
 
     def push(self, again: bool = False) -> None:
-        """Every replica gets the weights that the actor has when it has done what it was asked last; `again`: with the version that they
-        had.
+        """Every replica gets the weights that the actor has when it has done what it was asked last; `again`:
+        with the version that they had.
 
-        Replicas that are lost in it are restarted and get the weights when `can_readmit` allows. Raises the failure of what the actor was
-        asked, what WeightSync.push raises, RestartLimitError, and RunError if a replica reports another version than it was sent.
+        Replicas that are lost in it are restarted and get the weights when `can_readmit` allows. Raises the
+        failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError if a
+        replica reports another version than it was sent.
         """
         self.await_actor()
         with self._replicas.exclusive(for_weights=True):
@@ -60,7 +65,8 @@ class RolloutWeights:
     def bring_in(self) -> None:
         """Make the engines ready to generate with the weights that were sent last. Raises as `push`.
 
-        Replicas that were restarted during the last generation, and could not be readmitted then, get their weights here.
+        Replicas that were restarted during the last generation, and could not be readmitted then, get their
+        weights here.
         """
         left_out = self._replicas.starting and self._schedule.actor_is_offloaded
         if self.version and (self._schedule.engines_are_offloaded or left_out):
@@ -69,17 +75,20 @@ class RolloutWeights:
     def can_readmit(self) -> bool:
         """Return whether a restarted replica can get its weights now.
 
-        Where the actor has left the devices to the engines, its parameters and IPC buffers have no room beside the caches of the other
-        replicas. Those finish the generation alone, unless there is none.
+        Where the actor has left the devices to the engines, its parameters and IPC buffers have no room
+        beside the caches of the other replicas. Those finish the generation alone, unless there is none.
         """
         return not self._schedule.actor_is_offloaded or self._replicas.starting >= self._replicas.all.keys()
 
     def readmit(self, number: int) -> bool:
-        """Send the current weights to a restarted replica. Return False if it was lost in it and is started once more.
+        """Send the current weights to a restarted replica. Return False if it was lost in it and is started
+        once more.
 
         Raises as `push`.
         """
-        assert self.can_readmit(), "there is no room for the actor's weights beside the caches of the other replicas"
+        assert self.can_readmit(), (
+            "there is no room for the actor's weights beside the caches of the other replicas"
+        )
         replicas = {number: self._replicas.groups[number]}
         came_in = self._schedule.bring_in_actor()
         lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
@@ -100,7 +109,8 @@ class RolloutWeights:
         self._replicas.replace(self._replicas.accept(well, self.version))
 
     def settle(self) -> None:
-        """Wait for the replicas that are restarting, and send them the weights, as far as they can be readmitted now."""
+        """Wait for the replicas that are restarting, and send them the weights, as far as they can be
+        readmitted now."""
         while self._replicas.starting and self.can_readmit():
             self.readmit(min(self._replicas.starting))
 
@@ -112,17 +122,22 @@ class RolloutWeights:
 
 
 class FolderWeights:
-    """A folder that all nodes of the replicas see; `manifest`: of the tensors in its files, all of which are loaded."""
+    """A folder that all nodes of the replicas see; `manifest`: of the tensors in its files, all of which are
+    loaded."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
 
-    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
+    def push(
+        self, replicas: Mapping[int, RoleGroup], version: int
+    ) -> tuple[PushReport | None, dict[int, Exception]]:
         """As WeightSync.push; there is no report, as no trainer sends anything."""
         lost: dict[int, Exception] = {}
         loading = {
-            number: replica.call_rank(0, RolloutWorker.load_folder, str(self._folder.absolute()), self._manifest, version)
+            number: replica.call_rank(
+                0, RolloutWorker.load_folder, str(self._folder.absolute()), self._manifest, version
+            )
             for number, replica in replicas.items()
         }
         results_of(loading, lost, is_dead_or_failed_start)

@@ -1,4 +1,5 @@
-"""Who gets which weights from whom, and the ranks brought together for it: once for each replica, kept from push to push."""
+"""Who gets which weights from whom, and the ranks brought together for it: once for each replica, kept from
+push to push."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from megarl.controller.messages import qualified_name
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.plan import RankPlace, RankSlices, TensorSlices, TransferPlan, message_bytes, plan_transfer
+from megarl.weights.plan import (
+    RankPlace,
+    RankSlices,
+    TensorSlices,
+    TransferPlan,
+    message_bytes,
+    plan_transfer,
+)
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DevicePlace, device_route
@@ -24,8 +32,8 @@ from megarl.workers.weight_export import WeightExport
 
 
 class TransferSession:
-    """Of one source and all replicas that it may send to, by `transport`. trainer_places, replica_places: of their ranks. limit_s: for a
-    message."""
+    """Of one source and all replicas that it may send to, by `transport`. trainer_places, replica_places: of
+    their ranks. limit_s: for a message."""
 
     def __init__(
         self,
@@ -48,13 +56,19 @@ class TransferSession:
         self._names: dict[int, str] = {}  # of what replicas have joined
 
     def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """All of `replicas` are joined when it returns, but for those that it returns, which are lost, with the reason.
+        """All of `replicas` are joined when it returns, but for those that it returns, which are lost, with
+        the reason.
 
         Raises WorkerError where the tensors are not those of an engine's model, or a trainer rank fails.
         """
         lost: dict[int, Exception] = {}
-        new = {number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica}
-        asking = {number: replica.call_rank(0, RolloutWorker.needed_slices, self._source.manifest) for number, replica in new.items()}
+        new = {
+            number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica
+        }
+        asking = {
+            number: replica.call_rank(0, RolloutWorker.needed_slices, self._source.manifest)
+            for number, replica in new.items()
+        }
         for number, needed in results_of(asking, lost, is_lost).items():
             self._expect(needed, number)
         new = {number: replica for number, replica in new.items() if number not in lost}
@@ -74,15 +88,28 @@ class TransferSession:
         for number in lost:
             self._joined.pop(number, None)
         if lost and not self._source.group.has_ended:
-            gather(*(self._source.group.call_rank(rank, WeightExport.leave_weights, number) for rank in self._ranks for number in lost))
+            gather(
+                *(
+                    self._source.group.call_rank(rank, WeightExport.leave_weights, number)
+                    for rank in self._ranks
+                    for number in lost
+                )
+            )
 
     def close(self) -> None:
         """Lets go of all."""
         joined = self._joined
         self._joined = {}
-        leaving = [replica.call_rank(0, RolloutWorker.leave_weights) for replica in joined.values() if not replica.has_ended]
+        leaving = [
+            replica.call_rank(0, RolloutWorker.leave_weights)
+            for replica in joined.values()
+            if not replica.has_ended
+        ]
         if joined:
-            gather(*leaving, *(self._source.group.call_rank(rank, WeightExport.end_weights) for rank in self._ranks))
+            gather(
+                *leaving,
+                *(self._source.group.call_rank(rank, WeightExport.end_weights) for rank in self._ranks),
+            )
 
     @property
     def _ranks(self) -> range:
@@ -91,22 +118,36 @@ class TransferSession:
     # ---- the plan
 
     def _expect(self, needed: list[TensorSlices], number: int) -> None:
-        """All replicas are made alike, so that the plan of the first is that of all, and of those that come in their places."""
+        """All replicas are made alike, so that the plan of the first is that of all, and of those that come
+        in their places."""
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
-                raise WeightTransferError(f"an engine of {len(self._targets[number])} ranks says what {len(needed)} need")
+                raise WeightTransferError(
+                    f"an engine of {len(self._targets[number])} ranks says what {len(needed)} need"
+                )
             self._needed, self._plan = needed, self.plan(needed)
         if needed != self._needed:
-            raise WeightTransferError(f"rollout replica {number} keeps other parts of the tensors than the first did; restart the run")
+            raise WeightTransferError(
+                f"rollout replica {number} keeps other parts of the tensors than the first did; restart the "
+                f"run"
+            )
 
     def plan(self, needed: Sequence[TensorSlices]) -> TransferPlan:
         """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
         source = self._source
         return plan_transfer(
             {name: meta.shape for name, meta in source.manifest.items()},
-            [RankSlices(place, slices) for place, slices in zip(self._trainer_places, source.slices, strict=True)],
-            [RankSlices(place, slices) for places in self._replica_places for place, slices in zip(places, needed, strict=True)],
-            message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda) // source.torch_dtype.itemsize,
+            [
+                RankSlices(place, slices)
+                for place, slices in zip(self._trainer_places, source.slices, strict=True)
+            ],
+            [
+                RankSlices(place, slices)
+                for places in self._replica_places
+                for place, slices in zip(places, needed, strict=True)
+            ],
+            message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
+            // source.torch_dtype.itemsize,
         )
 
     # ---- joining
@@ -117,23 +158,32 @@ class TransferSession:
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
         for number, replica in replicas.items():
-            targets = {target: place.device for target, place in zip(self._targets[number], self._replica_places[number], strict=True)}
+            targets = {
+                target: place.device
+                for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
+            }
             route = device_route(self._plan, devices, targets)
             serving = [
                 call(rank, WeightExport.serve_weights, number, device, sources)
                 for rank, device, sources in zip(route.beside, targets.values(), route.sources, strict=True)
             ]
-            relaying = [call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {})) for rank in self._ranks]
+            relaying = [
+                call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {}))
+                for rank in self._ranks
+            ]
             links = [
                 EngineLink(DevicePlace(address, device), sources, self._source.torch_dtype)
-                for address, device, sources in zip(gather(*serving), targets.values(), route.sources, strict=True)
+                for address, device, sources in zip(
+                    gather(*serving), targets.values(), route.sources, strict=True
+                )
             ]
             gather(*relaying)
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
         results_of(joining, lost, is_lost)
 
     def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Each engine's ranks and its senders meet at the same time; trainers meet one engine after the other."""
+        """Each engine's ranks and its senders meet at the same time; trainers meet one engine after the
+        other."""
         assert self._plan is not None
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
@@ -141,7 +191,9 @@ class TransferSession:
         for number, replica in replicas.items():
             route = group_route(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
-            address = P2PAddress(self._names[number], point.host, point.port, route.size, point.backend, self._limit_s)
+            address = P2PAddress(
+                self._names[number], point.host, point.port, route.size, point.backend, self._limit_s
+            )
             meeting[number] = [
                 call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), schedules)
                 for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
@@ -163,5 +215,8 @@ class TransferSession:
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Of a replica in a push: it is dead, or it lost the trainers on the way; another in its place would do better."""
-    return is_dead_or_failed_start(error) or (isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError))
+    """Of a replica in a push: it is dead, or it lost the trainers on the way; another in its place would do
+    better."""
+    return is_dead_or_failed_start(error) or (
+        isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError)
+    )

@@ -52,8 +52,10 @@ class WeightSource:
         return manifest_of(self.architecture, self.torch_dtype, self.head)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
-        """That add up to those of all tensors: experts' are those of their first copy, which may be in several replicas."""
-        num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size  # of a stage's experts
+        """That add up to those of all tensors: experts' are those of their first copy, which may be in
+        several replicas."""
+        # of a stage's experts
+        num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size
         calls = []
         for rank, place in enumerate(self.group.mesh):
             dense = place.dp == place.cp == 0
@@ -77,25 +79,32 @@ class WeightSource:
         return self.group.call_rank(0, WeightExport.weights_are_on_cuda).get()
 
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of it or nothing, and onto
-        the disk.
+        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of
+        it or nothing, and onto the disk.
 
         Several ranks write, so all nodes must see the folder. Raises as save_hf_folder.
         """
         return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a power cut may take it."""
+        """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a
+        power cut may take it."""
         folder.mkdir()
-        return self._write(partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False)
+        return self._write(
+            partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False
+        )
 
-    def _write(self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool) -> list[SendReport]:
+    def _write(
+        self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool
+    ) -> list[SendReport]:
         plan = self._export_plan
         reports: list[SendReport] = []
 
         def write(folder: Path) -> None:
             def call(rank: int, is_first: bool) -> WorkerFuture[SendReport | None]:
-                return self.group.call_rank(rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable, is_first)
+                return self.group.call_rank(
+                    rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable, is_first
+                )
 
             reports.extend(_all_written(call, range(self.group.world_size)))
 
@@ -114,11 +123,14 @@ class WeightSource:
         )
 
 
-def _all_written(call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]) -> list[SendReport]:
+def _all_written(
+    call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]
+) -> list[SendReport]:
     """Returns the reports of all ranks.
 
-    A rank that returns without a report is called again. So are the others after one could not write, because what they send to it must not
-    stay behind. Then the likeliest failure is raised. The failure of a rank that died is raised at once.
+    A rank that returns without a report is called again. So are the others after one could not write, because
+    what they send to it must not stay behind. Then the likeliest failure is raised. The failure of a rank
+    that died is raised at once.
     """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []

@@ -1,6 +1,8 @@
-"""The way of the weights to the engines: a push is one call to each rank, which works through its part of a plan.
+"""The way of the weights to the engines: a push is one call to each rank, which works through its part of a
+plan.
 
-The driver makes the plan and brings the ranks together (session.py); it never holds a weight, and no round needs it.
+The driver makes the plan and brings the ranks together (session.py); it never holds a weight, and no round
+needs it.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ _GRACE_S = 2.0  # for the failure of a replica that a trainer rank has lost
 
 
 class PushReport(NamedTuple):
-    """Of one push. packing_s: copying into messages, and waiting_s: for others, of the slowest trainer rank; they are parts of `seconds`.
-    load_s: until the last engine had everything. verify_s: comparing checksums. nbytes: given away by all trainer ranks together.
+    """Of one push. packing_s: copying into messages, and waiting_s: for others, of the slowest trainer rank;
+    they are parts of `seconds`.
+    load_s: until the last engine had everything. verify_s: comparing checksums. nbytes: given away by all
+    trainer ranks together.
     extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
     """
 
@@ -49,16 +53,21 @@ class PushReport(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """`resharding/<field>`, and `resharding/gb_per_s` of the push without its verification."""
         speed = self.nbytes / 1e9 / max(self.seconds - self.verify_s, 1e-9)
-        return {**{f"resharding/{name}": float(value) for name, value in self._asdict().items()}, "resharding/gb_per_s": speed}
+        return {
+            **{f"resharding/{name}": float(value) for name, value in self._asdict().items()},
+            "resharding/gb_per_s": speed,
+        }
 
 
 class WeightSync:
-    """Gives a model's weights to rollout replicas (workers/rollout_worker.py), one worker group of one process each.
+    """Gives a model's weights to rollout replicas (workers/rollout_worker.py), one worker group of one
+    process each.
 
-    trainer_places: of the source's ranks; replica_places: of the ranks of each replica. transport: not `auto`. verify: compare the
-    checksum of every tensor, trainer and engine: never, when a replica gets its first weights, or always. scratch_dir: for the folder
-    of the transport `folder`, seen by all nodes. config_dir: the Hugging Face folder of the model, whose configuration goes beside the
-    weights. limit_s: for a message.
+    trainer_places: of the source's ranks; replica_places: of the ranks of each replica. transport: not
+    `auto`. verify: compare the checksum of every tensor, trainer and engine: never, when a replica gets its
+    first weights, or always. scratch_dir: for the folder of the transport `folder`, seen by all nodes.
+    config_dir: the Hugging Face folder of the model, whose configuration goes beside the weights. limit_s:
+    for a message.
     """
 
     def __init__(
@@ -85,12 +94,16 @@ class WeightSync:
         self._session = TransferSession(source, trainer_places, replica_places, transport, limit_s)
         self._verified: list[RoleGroup] = []
 
-    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[PushReport | None, dict[int, Exception]]:
-        """Every replica, by its number, gets all weights, stamped `version`; it refuses to generate from the first message to the last.
+    def push(
+        self, replicas: Mapping[int, RoleGroup], version: int
+    ) -> tuple[PushReport | None, dict[int, Exception]]:
+        """Every replica, by its number, gets all weights, stamped `version`; it refuses to generate from the
+        first message to the last.
 
-        Returns what it took, None where no replica is left, and the replicas that are lost, with the reason: they died or hang, or do
-        not hold what they were sent, and must be started anew. Raises WorkerError where a trainer rank fails or dies, or an engine fails
-        in what no other would do better; WeightMismatchError that names tensors where the checksums of all of them differ.
+        Returns what it took, None where no replica is left, and the replicas that are lost, with the reason:
+        they died or hang, or do not hold what they were sent, and must be started anew. Raises WorkerError
+        where a trainer rank fails or dies, or an engine fails in what no other would do better;
+        WeightMismatchError that names tensors where the checksums of all of them differ.
         """
         lost: dict[int, Exception] = {}
         start_s = time.perf_counter()
@@ -103,7 +116,13 @@ class WeightSync:
                 self._session.forget(lost)
                 return None, lost
             receiving = {
-                number: replica.call_rank(0, RolloutWorker.receive_weights, self._source.manifest, version, self._session.name(number))
+                number: replica.call_rank(
+                    0,
+                    RolloutWorker.receive_weights,
+                    self._source.manifest,
+                    version,
+                    self._session.name(number),
+                )
                 for number, replica in to.items()
             }
             sending = {
@@ -116,7 +135,9 @@ class WeightSync:
                 self._session.forget(lost)
                 raise calls.failure
         load_s = time.perf_counter() - start_s
-        verify_s = self._check({number: replica for number, replica in replicas.items() if number not in lost}, lost)
+        verify_s = self._check(
+            {number: replica for number, replica in replicas.items() if number not in lost}, lost
+        )
         self._session.forget(lost)
         if len(lost) == len(replicas):
             return None, lost
@@ -127,26 +148,34 @@ class WeightSync:
             load_s=load_s,
             verify_s=verify_s,
             nbytes=sum(report.nbytes for report in reports),
-            extra_bytes=max(max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports),
+            extra_bytes=max(
+                max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports
+            ),
         )
         return report, lost
 
     def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
         """Replicas are at other places from now on. The next push makes another plan, and joins them anew."""
         self._session.close()
-        self._session = TransferSession(self._source, self._trainer_places, replica_places, self._transport, self._limit_s)
+        self._session = TransferSession(
+            self._source, self._trainer_places, replica_places, self._transport, self._limit_s
+        )
 
     def close(self) -> None:
         """Lets go of all replicas, and gives the memory for messages back. The next push joins them anew."""
         self._session.close()
 
-    def _through_folder(self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]) -> list[SendReport]:
+    def _through_folder(
+        self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
+    ) -> list[SendReport]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
             folder = Path(scratch) / "model"
             reports = self._source.write_hf(folder, self._config_dir)
             loading = {
-                number: replica.call_rank(0, RolloutWorker.load_folder, str(folder), self._source.manifest, version)
+                number: replica.call_rank(
+                    0, RolloutWorker.load_folder, str(folder), self._source.manifest, version
+                )
                 for number, replica in replicas.items()
             }
             results_of(loading, lost, is_lost)
@@ -157,10 +186,14 @@ class WeightSync:
     def _check(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> float:
         """Seconds."""
         start_s = time.perf_counter()
-        to_check = {number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)}
+        to_check = {
+            number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)
+        }
         if to_check:
             parts = self._source.checksums()
-            asking = {number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()}
+            asking = {
+                number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()
+            }
             trainer = add_checksums(gather(*parts))
             differing: dict[int, Exception] = {}
             for number, engine in results_of(asking, lost, is_lost).items():
@@ -185,7 +218,8 @@ class WeightSync:
 class _Push:
     """The calls of one push: of the trainer ranks, by rank, and of the replicas, by number.
 
-    failure: of an engine, that no other would do better with: to be raised when all are done, which are not to be left in the middle.
+    failure: of an engine, that no other would do better with: to be raised when all are done, which are not
+    to be left in the middle.
     """
 
     def __init__(
@@ -205,8 +239,8 @@ class _Push:
         self._next_look_s = time.monotonic() + _LOOK_S
 
     def finish(self) -> list[SendReport]:
-        """Waits for all. A rank that waits for others returns without a report and is called again, without the lost replicas. Raises the
-        failure of a trainer rank."""
+        """Waits for all. A rank that waits for others returns without a report and is called again, without
+        the lost replicas. Raises the failure of a trainer rank."""
         while self._sending or self._receiving:
             if not self._sending and self._receiving.keys() <= self._lost.keys():
                 for number, received in list(self._receiving.items()):
@@ -230,12 +264,16 @@ class _Push:
             raise self._cause(error) from None
         if report is None:
             dropped = [number for number in self._replicas if number in self._lost]
-            self._sending[rank] = self._trainers.call_rank(rank, WeightExport.send_weights, self._replicas, dropped, False)
+            self._sending[rank] = self._trainers.call_rank(
+                rank, WeightExport.send_weights, self._replicas, dropped, False
+            )
             return
         del self._sending[rank]
         self._reports.append(report)
         for number, why in report.lost.items():
-            self._lost.setdefault(number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}"))
+            self._lost.setdefault(
+                number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}")
+            )
 
     def _cause(self, error: WorkerError) -> WorkerError:
         """Of a trainer rank's failure: where another has died, those that waited for it say so first."""

@@ -1,11 +1,14 @@
-"""Keys, values and attention of the decoding loop. Per step, keys and values are neither copied nor repeated, and are read once.
+"""Keys, values and attention of the decoding loop. Per step, keys and values are neither copied nor repeated,
+and are read once.
 
-transformers' growing cache copies all keys and values for every token, and its attention repeats them for each query head of a
-group when there is a mask. Here the attention function itself appends a token's keys and values to buffers with spare capacity. The
-query heads of a group become rows of one matrix product, and so do the samples of a prompt, whose keys and values are stored once.
+transformers' growing cache copies all keys and values for every token, and its attention repeats them for
+each query head of a group when there is a mask. Here the attention function itself appends a token's keys and
+values to buffers with spare capacity. The query heads of a group become rows of one matrix product, and so do
+the samples of a prompt, whose keys and values are stored once.
 
-The cache is passed to the attention function as a keyword argument of the model's forward pass. transformers' own cache interface is
-not used, because its required methods and argument names change between minor releases.
+The cache is passed to the attention function as a keyword argument of the model's forward pass. transformers'
+own cache interface is not used, because its required methods and argument names change between minor
+releases.
 """
 
 from __future__ import annotations
@@ -55,11 +58,14 @@ class KVCache:
     def written(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the keys and the values of each layer, (B, K, L, D) float32."""
         layers = self._layers.values()
-        return [layer.written(layer.keys) for layer in layers], [layer.written(layer.values) for layer in layers]
+        return [layer.written(layer.keys) for layer in layers], [
+            layer.written(layer.values) for layer in layers
+        ]
 
 
 class _LayerCache:
-    """Buffers `keys` and `values` of one layer, (B, K, capacity, D), of which the first `_length` tokens are written."""
+    """Buffers `keys` and `values` of one layer, (B, K, capacity, D), of which the first `_length` tokens are
+    written."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys[:, :, :0]
@@ -71,7 +77,9 @@ class _LayerCache:
         begin = self._length
         end = self._length + keys.shape[2]
         if end > self.keys.shape[2]:
-            self.keys, self.values = (self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values))
+            self.keys, self.values = (
+                self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values)
+            )
             self._room *= 2
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
@@ -98,10 +106,12 @@ class _LayerCache:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """What was computed of prompts, each once for up to SLOTS rows that continue it: they attend to it together, as so many more queries.
+    """What was computed of prompts, each once for up to SLOTS rows that continue it: they attend to it
+    together, as so many more queries.
 
-    keys, values: of each layer (G, K, P, D), float32. bias: (G, 1, 1, P), 0 or, at padding, -inf. slots: (G, N), the rows of each prompt,
-    any where there are fewer. places: (A,), where a row is among the G x N slots.
+    keys, values: of each layer (G, K, P, D), float32. bias: (G, 1, 1, P), 0 or, at padding, -inf. slots: (G,
+    N), the rows of each prompt, any where there are fewer. places: (A,), where a row is among the G x N
+    slots.
     """
 
     keys: Sequence[Tensor]
@@ -112,11 +122,16 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, cache: KVCache, mask: Tensor, owners: Sequence[int]) -> SharedPrompts:
-        """cache: after a prefill of the prompts. mask: (prompts, P) bool, False at padding. owners: (A,), the prompt of each row."""
+        """cache: after a prefill of the prompts. mask: (prompts, P) bool, False at padding. owners: (A,), the
+        prompt of each row."""
         rows_of: dict[int, list[int]] = {}
         for row, owner in enumerate(owners):
             rows_of.setdefault(owner, []).append(row)
-        parts = [(owner, rows[first : first + SLOTS]) for owner, rows in rows_of.items() for first in range(0, len(rows), SLOTS)]
+        parts = [
+            (owner, rows[first : first + SLOTS])
+            for owner, rows in rows_of.items()
+            for first in range(0, len(rows), SLOTS)
+        ]
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)[:, None, None]
         whole = cls(*cache.written(), bias, mask.new_empty(0), mask.new_empty(0))
         return whole._arranged([owner for owner, _ in parts], [rows for _, rows in parts])
@@ -133,7 +148,9 @@ class SharedPrompts:
         num_slots = max(map(len, rows))
         device = self.bias.device
         slots = [[*own, *([0] * (num_slots - len(own)))] for own in rows]
-        place_of = {row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)}
+        place_of = {
+            row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)
+        }
         places = torch.tensor([place_of[row] for row in range(len(place_of))], device=device)
         keys = self.keys
         values = self.values
@@ -146,7 +163,9 @@ class SharedPrompts:
 
     def scores(self, queries: Tensor, layer: int) -> Tensor:
         """(A, K, N, D) -> (A, K, N, P), -inf at padding."""
-        return self._by_row(self._together(queries) @ self.keys[layer].transpose(-1, -2) + self.bias, queries.shape[2])
+        return self._by_row(
+            self._together(queries) @ self.keys[layer].transpose(-1, -2) + self.bias, queries.shape[2]
+        )
 
     def mix(self, weights: Tensor, layer: int) -> Tensor:
         """(A, K, N, P) -> (A, K, N, D): sums of the prompts' values."""
@@ -177,14 +196,15 @@ def grouped_attention(
     prompts: SharedPrompts | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what rows have written and, in decoding steps, to the prompts that they share. Has transformers' attention interface.
+    """Attend to what rows have written and, in decoding steps, to the prompts that they share. Has
+    transformers' attention interface.
 
     Args:
         query: Shape (A, H, N, D); N is 1 when `prompts` is given.
         key: Shape (A, K, N, D), of the same tokens. The H / K query heads of a group share a key head.
         value: Shape (A, K, N, D).
-        attention_mask: Passed to transformers' attention when `prompts` is None. Otherwise unused: all rows have the same length,
-            so that only the padding of `prompts` is masked.
+        attention_mask: Passed to transformers' attention when `prompts` is None. Otherwise unused: all rows
+            have the same length, so that only the padding of `prompts` is masked.
         kv_cache: Receives the keys and values. The rows attend to everything in it.
         prompts: The prompts that the rows continue. Without them, transformers' own attention is computed.
 
@@ -197,7 +217,9 @@ def grouped_attention(
     if prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     rows, heads, _, size = query.shape
-    queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (size**-0.5 if scaling is None else scaling)
+    queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (
+        size**-0.5 if scaling is None else scaling
+    )
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
     of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()

@@ -1,7 +1,8 @@
-"""The decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step for every row.
+"""The decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step
+for every row.
 
-transformers' own `generate` spends more time per token on its bookkeeping than a small model spends on its forward pass,
-and keeps all steps' logits to return log-probs; this loop keeps one step's.
+transformers' own `generate` spends more time per token on its bookkeeping than a small model spends on its
+forward pass, and keeps all steps' logits to return log-probs; this loop keeps one step's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Decoded(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token; what they have read and written."""
+    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token; what they have
+    read and written."""
 
     indices: torch.Tensor
     positions: torch.Tensor
@@ -41,8 +43,8 @@ def decode(
     seeds: Sequence[int],
     is_ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
-    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the seed of `sampling`. Where
-    `is_ended` is true of a sample's tokens, it stops there as at a stop token.
+    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the
+    seed of `sampling`. Where `is_ended` is true of a sample's tokens, it stops there as at a stop token.
 
     Rows that have ended leave the batch as soon as they are half of it.
     """
@@ -91,14 +93,17 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
     owners = [distinct[tuple(prompt)] for prompt in prompts]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
-    return output.logits[chosen, -1], _Rows(torch.arange(len(prompts), device=model.device), mask.sum(-1)[chosen], shared, KVCache())
+    return output.logits[chosen, -1], _Rows(
+        torch.arange(len(prompts), device=model.device), mask.sum(-1)[chosen], shared, KVCache()
+    )
 
 
 def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """Logits (A, V) after one more token of each row; token_ids: (A,)."""
     output = model(
         input_ids=token_ids[:, None],
-        attention_mask=rows.prompts.bias,  # of four dimensions it is taken as it is: transformers would build another at every step
+        # of four dimensions it is taken as it is: transformers would build another at every step
+        attention_mask=rows.prompts.bias,
         position_ids=rows.positions[:, None],
         use_cache=False,  # transformers' own
         kv_cache=rows.written,
@@ -108,7 +113,8 @@ def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch
 
 
 def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
-    """Copying what was written costs about what a step does, so it is done when it halves the steps to come."""
+    """Copying what was written costs about what a step does, so it is done when it halves the steps to
+    come."""
     alive = (~stopped[rows.indices]).nonzero().squeeze(-1)
     if 2 * len(alive) > len(rows.indices):
         return rows
@@ -154,7 +160,8 @@ def sample_tokens(
 
 
 def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
-    """Tokens that top-k, and then top-p, leave out become -inf; ties are broken by the sort, so exactly k stay."""
+    """Tokens that top-k, and then top-p, leave out become -inf; ties are broken by the sort, so exactly k
+    stay."""
     top_k = min(sampling.top_k, logits.shape[-1]) if sampling.top_k != -1 else logits.shape[-1]
     if top_k == logits.shape[-1] and sampling.top_p == 1:
         return logits
@@ -166,9 +173,11 @@ def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tenso
     return torch.full_like(logits, -torch.inf).scatter(-1, token_ids, values)
 
 
-# ---- random numbers by position instead of by turn: a token's noise follows from (seed, step, token id) and nothing else.
-# A generator with a state would hand a row other numbers when the batch around it changes. This hash has no state, so that a sample
-# can be written again, alone or beside others, and comes out the same.
+# ---- random numbers by position instead of by turn
+#
+# A token's noise follows from (seed, step, token id) and nothing else.
+# A generator with a state would hand a row other numbers when the batch around it changes. This hash has no
+# state, so that a sample can be written again, alone or beside others, and comes out the same.
 
 # SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers, as signed 64-bit numbers.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64

@@ -36,10 +36,11 @@ _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field
 
 
 class HFEngine(RolloutEngine):
-    """Starts without weights, from the folder's config.json: they come by an update, so they are always the trainer's.
+    """Starts without weights, from the folder's config.json: they come by an update, so they are always the
+    trainer's.
 
-    Requests wait until `collect`, which decodes one batch of them to its end. is_ended: of a sample's tokens, ends it beside the model's
-    end tokens.
+    Requests wait until `collect`, which decodes one batch of them to its end. is_ended: of a sample's tokens,
+    ends it beside the model's end tokens.
     """
 
     def __init__(self, spec: RolloutEngineSpec, is_ended: Callable[[list[int]], bool] | None = None) -> None:
@@ -48,10 +49,16 @@ class HFEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted
+            )
         model.tie_weights()  # a part of the initialisation that was skipped
         # With its number, by which NCCL finds the communicator of a device.
-        self._device = torch.device("cuda", torch.cuda.current_device()) if spec.device is Device.cuda else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if spec.device is Device.cuda
+            else torch.device("cpu")
+        )
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._max_concurrency = spec.rollout.max_concurrency
         self._max_length: int = config.max_position_embeddings
@@ -87,11 +94,23 @@ class HFEngine(RolloutEngine):
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
         seeds = [request.sampling.seed for request in batch]
-        decoded = decode(self._model, [request.prompt for request in batch], sampling, stop_token_ids, seeds, self._is_ended)
+        decoded = decode(
+            self._model,
+            [request.prompt for request in batch],
+            sampling,
+            stop_token_ids,
+            seeds,
+            self._is_ended,
+        )
         return [
             FinishedRequest(
                 request.request_id,
-                Sample(ids[:length], log_probs[:length], "stop" if stopped else "length", (VersionSpan(version, length),)),
+                Sample(
+                    ids[:length],
+                    log_probs[:length],
+                    "stop" if stopped else "length",
+                    (VersionSpan(version, length),),
+                ),
             )
             for request, ids, log_probs, length, stopped in zip(
                 batch,
@@ -104,18 +123,25 @@ class HFEngine(RolloutEngine):
         ]
 
     def _next_batch(self) -> list[GenerationRequest]:
-        """Takes up to max_concurrency requests that differ in nothing but prompt and seed; like lengths together: little padding."""
+        """Takes up to max_concurrency requests that differ in nothing but prompt and seed; like lengths
+        together: little padding."""
         if not self._waiting:
             return []
         longest_first = sorted(self._waiting, key=lambda request: -len(request.prompt))
         kind = _kind(longest_first[0].sampling)
-        batch = [request for request in longest_first if _kind(request.sampling) == kind][: self._max_concurrency]
+        batch = [request for request in longest_first if _kind(request.sampling) == kind][
+            : self._max_concurrency
+        ]
         taken = {request.request_id for request in batch}
         self._waiting = [request for request in self._waiting if request.request_id not in taken]
         return batch
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        self._waiting = [request for request in self._waiting if request_ids is not None and request.request_id not in request_ids]
+        self._waiting = [
+            request
+            for request in self._waiting
+            if request_ids is not None and request.request_id not in request_ids
+        ]
 
     def interrupt(self) -> None:
         """A batch is decoded to its end."""
@@ -123,21 +149,27 @@ class HFEngine(RolloutEngine):
     # ---- weights
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._lifecycle.require(
+            "say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+        )
         self._check(manifest)
         return [whole_slices(self._shapes)]
 
     def _check(self, manifest: Manifest) -> None:
         shapes = {name: meta.shape for name, meta in manifest.items()}
         faults = [f"{name} is missing" for name in self._shapes.keys() - shapes.keys()]
-        faults += [f"{name} is not a tensor of the engine's model" for name in shapes.keys() - self._shapes.keys()]
+        faults += [
+            f"{name} is not a tensor of the engine's model" for name in shapes.keys() - self._shapes.keys()
+        ]
         faults += [
             f"{name} has shape {shape}, the engine's model {self._shapes[name]}"
             for name, shape in shapes.items()
             if name in self._shapes and shape != self._shapes[name]
         ]
         if faults:
-            raise WeightTransferError(f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8]))
+            raise WeightTransferError(
+                f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8])
+            )
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         (link,) = links
@@ -150,7 +182,9 @@ class HFEngine(RolloutEngine):
         self._receiver.leave()
 
     def begin_weight_update(self, manifest: Manifest) -> None:
-        self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._lifecycle.require(
+            "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+        )
         self._check(manifest)
         self._lifecycle.begin(manifest)
 
@@ -177,7 +211,13 @@ class HFEngine(RolloutEngine):
     # ---- memory and end
 
     def sleep(self) -> None:
-        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        self._lifecycle.require(
+            "sleep",
+            LifecycleState.EMPTY,
+            LifecycleState.UPDATING,
+            LifecycleState.READY,
+            LifecycleState.ASLEEP,
+        )
         self._release()
         self._lifecycle.leave(LifecycleState.ASLEEP)
 

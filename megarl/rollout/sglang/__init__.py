@@ -1,1 +1,2 @@
-"""SGLang behind the engines' interface. Only its own processes, and processes that host it, import `sglang`."""
+"""SGLang behind the engines' interface. Only its own processes, and processes that host it, import
+`sglang`."""

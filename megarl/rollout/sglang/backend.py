@@ -1,4 +1,5 @@
-"""The two ways to SGLang behind one interface: its Engine in this process, or its HTTP server in a process beside it."""
+"""The two ways to SGLang behind one interface: its Engine in this process, or its HTTP server in a process
+beside it."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ class CallRefusedError(RuntimeError):
 
 
 class Backend(ABC):
-    """`generate` and `call` are awaited in the loop of the thread that `SGLangEngine` keeps for it; the rest may be called anywhere.
+    """`generate` and `call` are awaited in the loop of the thread that `SGLangEngine` keeps for it; the rest
+    may be called anywhere.
 
     Payloads are dictionaries of plain values and bytes, by the field names of SGLang's request classes.
     """
 
     @abstractmethod
     def start(self) -> None:
-        """Returns when SGLang answers, in the thread of the loop and before that runs. Raises EngineDeadError with its last words."""
+        """Returns when SGLang answers, in the thread of the loop and before that runs. Raises EngineDeadError
+        with its last words."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -45,7 +48,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def is_responsive(self, limit_s: float) -> bool:
-        """Whether the model has given a sign of life within the last `limit_s`, or gives one now. There are requests in flight."""
+        """Whether the model has given a sign of life within the last `limit_s`, or gives one now. There are
+        requests in flight."""
 
     @property
     @abstractmethod

@@ -1,7 +1,8 @@
-"""What SGLang needs in order to run well on a machine without CUDA: replacements for the few places that want the GPU.
+"""What SGLang needs in order to run well on a machine without CUDA: replacements for the few places that want
+the GPU.
 
-SGLang is used as published: nothing of it is edited on disk. `EVIDENCE` names, for each replacement, a piece of SGLang's
-source that makes it necessary: a test fails when a new SGLang no longer holds it.
+SGLang is used as published: nothing of it is edited on disk. `EVIDENCE` names, for each replacement, a piece
+of SGLang's source that makes it necessary: a test fails when a new SGLang no longer holds it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ class SGLangEvidence(NamedTuple):
 _ATTENTION = "srt.layers.attention.torch_native_backend"
 _UPDATER = "srt.managers.scheduler_components.weight_updater"
 EVIDENCE = (
-    SGLangEvidence("kernels.ops.sampling.murmur_hash", "murmur_hash32", "sgl_kernel.murmur_hash32_cpu", "seeds need a compiled kernel"),
+    SGLangEvidence(
+        "kernels.ops.sampling.murmur_hash",
+        "murmur_hash32",
+        "sgl_kernel.murmur_hash32_cpu",
+        "seeds need a compiled kernel",
+    ),
     SGLangEvidence(
         "srt.model_executor.model_runner",
         "ModelRunner.maybe_enable_batch_invariant_mode",
@@ -70,7 +76,8 @@ EVIDENCE = (
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",
-        "looks for messages without a pause while it is paused, and takes a core from those that send it weights",
+        "looks for messages without a pause while it is paused, and takes a core from those that send it "
+        "weights",
     ),
 )
 
@@ -97,7 +104,8 @@ def install_in_scheduler() -> None:
 
 
 def _name_the_cpu_as_device() -> None:
-    """Make `torch.get_device_module()` return torch.cpu, as it does in a CPU build. A CUDA build returns torch.cuda, GPU or not."""
+    """Make `torch.get_device_module()` return torch.cpu, as it does in a CPU build. A CUDA build returns
+    torch.cuda, GPU or not."""
     get_device_module = torch.get_device_module
     torch.get_device_module = lambda device=None: torch.cpu if device is None else get_device_module(device)  # type: ignore[assignment]
 
@@ -137,7 +145,8 @@ def _mix(hashed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _disable_batch_invariant_kernels() -> None:
-    """They are Triton's. A CPU row of a product differs by rounding with the batch, which flips a sample next to never."""
+    """They are Triton's. A CPU row of a product differs by rounding with the batch, which flips a sample next
+    to never."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.model_executor import model_runner
 
@@ -150,7 +159,8 @@ def _disable_batch_invariant_kernels() -> None:
 
 
 class _PaddedBatch(NamedTuple):
-    """Where the keys of a decode step lie, the same for all layers. slots: (B * L,) rows of the cache, L the longest sequence;
+    """Where the keys of a decode step lie, the same for all layers. slots: (B * L,) rows of the cache, L the
+    longest sequence;
     bias: (B, 1, 1, L), -inf beyond a sequence's end."""
 
     length: int
@@ -158,11 +168,15 @@ class _PaddedBatch(NamedTuple):
     bias: torch.Tensor
 
 
-def _pad_batch(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, dtype: torch.dtype) -> _PaddedBatch:
+def _pad_batch(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, dtype: torch.dtype
+) -> _PaddedBatch:
     length = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :length].long().flatten()
     beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
-    return _PaddedBatch(length, slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf))
+    return _PaddedBatch(
+        length, slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)
+    )
 
 
 def _batch_decode_attention() -> None:
@@ -189,9 +203,22 @@ def _batch_decode_attention() -> None:
         **keywords: Any,
     ) -> torch.Tensor:
         sliding_window = keywords.get("sliding_window_size")
-        is_plain = not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
+        is_plain = (
+            not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
+        )
         if not is_plain or (sliding_window is not None and sliding_window > -1):
-            return one_by_one(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *arguments, **keywords)
+            return one_by_one(
+                self,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                *arguments,
+                **keywords,
+            )
         if self.megarl_padded is None:
             self.megarl_padded = _pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
         scaling = keywords.get("scaling")
@@ -204,23 +231,40 @@ def _batch_decode_attention() -> None:
 
 
 def padded_decode_attention(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: _PaddedBatch, scaling: float | None, grouped: bool
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: _PaddedBatch,
+    scaling: float | None,
+    grouped: bool,
 ) -> torch.Tensor:
-    """query: (B, heads, D), the newest token of each sequence; caches: (slots, KV heads, D). Returns (B, heads, D)."""
+    """query: (B, heads, D), the newest token of each sequence; caches: (slots, KV heads, D). Returns (B,
+    heads, D)."""
     shape = (query.shape[0], batch.length, *k_cache.shape[1:])
     keys = k_cache.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
-    values = v_cache.index_select(0, batch.slots).view(*shape[:-1], v_cache.shape[-1]).transpose(1, 2).to(query.dtype)
-    attended = scaled_dot_product_attention(query.unsqueeze(2), keys, values, attn_mask=batch.bias, scale=scaling, enable_gqa=grouped)
+    values = (
+        v_cache.index_select(0, batch.slots)
+        .view(*shape[:-1], v_cache.shape[-1])
+        .transpose(1, 2)
+        .to(query.dtype)
+    )
+    attended = scaled_dot_product_attention(
+        query.unsqueeze(2), keys, values, attn_mask=batch.bias, scale=scaling, enable_gqa=grouped
+    )
     return attended.squeeze(2)
 
 
 def _release_memory_for_real() -> None:
-    """Storages of weights and cache are emptied and made again, in place: every tensor and view of them stays what it is."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+    """Storages of weights and cache are emptied and made again, in place: every tensor and view of them stays
+    what it is."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Manager,
+    )
 
     release = Manager.release_memory_occupation
     resume = Manager.resume_memory_occupation
-    released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}  # by tag; a process has one manager, and the class has slots
+    # by tag; a process has one manager, and the class has slots
+    released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def release_for_real(self: Any, request: Any) -> Any:
         answer = release(self, request)
@@ -278,22 +322,27 @@ def _leave_memory_unpinned() -> None:
     common._cuda_host_register = lambda buffer, granularity=None: None
 
 
-def own_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def own_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
     """What a rank's experts add to its tokens: all ranks' sums are added up behind it.
 
-    x: (T, H). weights, ids: (T, k), the experts of each token by their places in w13 (E, 2M, H), gate and up, and w2 (E, H, M); any other
-    number stands for an expert of another rank. Returns (T, H).
+    x: (T, H). weights, ids: (T, k), the experts of each token by their places in w13 (E, 2M, H), gate and up,
+    and w2 (E, H, M); any other number stands for an expert of another rank. Returns (T, H).
     """
     added = torch.zeros_like(x)
     for expert, (gate_and_up, down) in enumerate(zip(w13, w2, strict=True)):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
         gate, up = linear(x[tokens], gate_and_up).chunk(2, -1)
-        added.index_add_(0, tokens, (linear(silu(gate) * up, down) * weights[tokens, places, None]).to(x.dtype))
+        added.index_add_(
+            0, tokens, (linear(silu(gate) * up, down) * weights[tokens, places, None]).to(x.dtype)
+        )
     return added
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
-    """By SGLang's tags: parameters, and the key and value cache. Buffers (rotary tables) are no weights and stay."""
+    """By SGLang's tags: parameters, and the key and value cache. Buffers (rotary tables) are no weights and
+    stay."""
     pool = model_runner.token_to_kv_pool
     parameters = [parameter.data for parameter in model_runner.model.parameters()]
     return {"weights": parameters, "kv_cache": [*pool.k_buffer, *pool.v_buffer]}
@@ -301,7 +350,11 @@ def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
 
 def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
     """Gives the memory back; returns each storage once, with its size in bytes."""
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    storages = {
+        storage.data_ptr(): storage
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+        if storage.nbytes()
+    }
     sizes = [(storage, storage.nbytes()) for storage in storages.values()]
     for storage, _ in sizes:
         storage.resize_(0)
@@ -317,7 +370,8 @@ def refill_storages(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
 
 
 def _trim_heap() -> None:
-    """glibc keeps freed blocks below its mapping threshold, which grows with use, until it is asked for them."""
+    """glibc keeps freed blocks below its mapping threshold, which grows with use, until it is asked for
+    them."""
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library

@@ -37,7 +37,13 @@ from megarl.rollout.sglang.loader import LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
-from megarl.rollout.sglang.server_args import WEIGHT_LOADER, build_server_args, context_length, needs_tokenizer, vocab_size
+from megarl.rollout.sglang.server_args import (
+    WEIGHT_LOADER,
+    build_server_args,
+    context_length,
+    needs_tokenizer,
+    vocab_size,
+)
 from megarl.weights.execution import TIME_SLICE_S
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
@@ -85,7 +91,9 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
         self._failed: list[FailedRequest] = []
-        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
+            queue.SimpleQueue()
+        )
         self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
@@ -107,7 +115,9 @@ class SGLangEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._lifecycle.require_ready()
         if requests and not self._has_cache:
-            raise EngineStateError("the engine cannot generate: it gave the memory of its cache back: wake_cache first")
+            raise EngineStateError(
+                "the engine cannot generate: it gave the memory of its cache back: wake_cache first"
+            )
         self._raise_if_dead()
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
@@ -115,7 +125,8 @@ class SGLangEngine(RolloutEngine):
                 raise ValueError("routes are asked for, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
-                    "min_new_tokens needs an engine with a tokenizer, from which SGLang takes the end tokens that it suppresses: "
+                    "min_new_tokens needs an engine with a tokenizer, from which SGLang takes the end "
+                    "tokens that it suppresses: "
                     "start it with rollout.validation.min_new_tokens above 0"
                 )
         if not self._in_flight:
@@ -128,8 +139,12 @@ class SGLangEngine(RolloutEngine):
         submitted = self._last_version
         outcome: FinishedRequest | BaseException
         try:
-            answer = await self._backend.generate(generation_payload(request, self._end_token_ids, _name(ticket)))
-            outcome = FinishedRequest(request.request_id, read_sample(answer, request.sampling, submitted, self._routes_as))
+            answer = await self._backend.generate(
+                generation_payload(request, self._end_token_ids, _name(ticket))
+            )
+            outcome = FinishedRequest(
+                request.request_id, read_sample(answer, request.sampling, submitted, self._routes_as)
+            )
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
         self._finished.put((ticket, outcome))
@@ -141,7 +156,9 @@ class SGLangEngine(RolloutEngine):
         while self._in_flight and not self._failed:
             remaining_s = deadline_s - time.monotonic()
             try:
-                ticket, outcome = self._finished.get(timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s)))
+                ticket, outcome = self._finished.get(
+                    timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s))
+                )
             except queue.Empty:
                 if collected:
                     break
@@ -175,42 +192,56 @@ class SGLangEngine(RolloutEngine):
         self._finished.put((_NUDGE, None))
 
     def _check_health(self) -> None:
-        """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for `health_limit_s`."""
+        """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for
+        `health_limit_s`."""
         self._raise_if_dead()
         limit_s = self._health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
             return
         if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
-            raise EngineDeadError(f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s")
+            raise EngineDeadError(
+                f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s"
+            )
         self._last_sign_s = time.monotonic()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Aborts the requests that SGLang knows. A request still on its way to its server is met by a later call."""
+        """Aborts the requests that SGLang knows. A request still on its way to its server is met by a later
+        call."""
         tickets = [
-            ticket for ticket, in_flight in self._in_flight.items() if request_ids is None or in_flight.request.request_id in request_ids
+            ticket
+            for ticket, in_flight in self._in_flight.items()
+            if request_ids is None or in_flight.request.request_id in request_ids
         ]
         futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
         has_others = bool(self._in_flight)
         start_s = time.monotonic()
         while futures:
-            self._wait_for(self._backend.abort(list(futures.values()) if has_others else None), self._health_limit_s)
+            self._wait_for(
+                self._backend.abort(list(futures.values()) if has_others else None), self._health_limit_s
+            )
             if self._is_paused:  # it does not answer them
                 for future in futures:
                     future.cancel()
                 return
             futures = {future: futures[future] for future in wait(futures, timeout=_ABORT_POLL_S).not_done}
             if time.monotonic() - start_s > self._health_limit_s:
-                raise EngineDeadError(f"SGLang has not aborted {len(futures)} requests within {self._health_limit_s:g} s")
+                raise EngineDeadError(
+                    f"SGLang has not aborted {len(futures)} requests within {self._health_limit_s:g} s"
+                )
 
     # ---- weights
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        self._lifecycle.require("say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._lifecycle.require(
+            "say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+        )
         with self._paused():
             return self._loader.needed_slices(manifest)
 
     def begin_weight_update(self, manifest: Manifest) -> None:
-        self._lifecycle.require("begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY)
+        self._lifecycle.require(
+            "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+        )
         was_ready = self._lifecycle.state is LifecycleState.READY
         self._pause()
         try:
@@ -236,7 +267,13 @@ class SGLangEngine(RolloutEngine):
         self._close_session()
         self._loader.forget_padding()
         try:
-            self._call("update_weights_from_disk", model_path=str(folder), load_format="auto", flush_cache=False, abort_all_requests=False)
+            self._call(
+                "update_weights_from_disk",
+                model_path=str(folder),
+                load_format="auto",
+                flush_cache=False,
+                abort_all_requests=False,
+            )
         except CallRefusedError as error:
             raise WeightTransferError(f"SGLang could not load {folder}: {error}") from error
         finally:
@@ -249,7 +286,8 @@ class SGLangEngine(RolloutEngine):
         self._last_version = version
         started_anew: list[GenerationRequest] = []
         if not self._wait_for(self._stamp_and_flush(version), self._health_limit_s):
-            # Older versions flush only what is idle: requests that wait for the end of the update start anew after it.
+            # Older versions flush only what is idle: requests that wait for the end of the update start anew
+            # after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()
             self._flush()
@@ -257,7 +295,8 @@ class SGLangEngine(RolloutEngine):
         self.submit(started_anew)
 
     async def _stamp_and_flush(self, version: int) -> bool:
-        """In one go: each wait for the loop's thread takes as long as the stamp. Whether the cache could be flushed."""
+        """In one go: each wait for the loop's thread takes as long as the stamp. Whether the cache could be
+        flushed."""
         if self._backend.features.has("update_weight_version"):
             await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
         return await self._backend.flush_cache()
@@ -328,13 +367,21 @@ class SGLangEngine(RolloutEngine):
         start_s = time.monotonic()
         while not self._try_to_flush():
             if time.monotonic() - start_s > self._health_limit_s:
-                raise EngineDeadError(f"SGLang has not ended the requests that were aborted {self._health_limit_s:g} s ago")
+                raise EngineDeadError(
+                    f"SGLang has not ended the requests that were aborted {self._health_limit_s:g} s ago"
+                )
             time.sleep(_FLUSH_POLL_S)
 
     # ---- memory and end
 
     def sleep(self) -> None:
-        self._lifecycle.require("sleep", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP)
+        self._lifecycle.require(
+            "sleep",
+            LifecycleState.EMPTY,
+            LifecycleState.UPDATING,
+            LifecycleState.READY,
+            LifecycleState.ASLEEP,
+        )
         if self._lifecycle.state is LifecycleState.ASLEEP:
             return
         self._close_session()
@@ -360,7 +407,8 @@ class SGLangEngine(RolloutEngine):
             self._has_cache = True
 
     def _release(self, tags: list[str]) -> None:
-        """Give back the memory of weights or cache, which nothing may use now. SGLang refuses to release a tag twice."""
+        """Give back the memory of weights or cache, which nothing may use now. SGLang refuses to release a
+        tag twice."""
         self._call("release_memory_occupation", tags=tags)
         self._has_cache = False
 
@@ -381,7 +429,9 @@ class SGLangEngine(RolloutEngine):
 
     def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
         """time_limit_s: None: no limit; 0: `health_limit_s`."""
-        self._wait_for(self._request(endpoint, **values), self._health_limit_s if time_limit_s == 0 else time_limit_s)
+        self._wait_for(
+            self._request(endpoint, **values), self._health_limit_s if time_limit_s == 0 else time_limit_s
+        )
 
     def _request(self, endpoint: str, **values: Any) -> Coroutine[Any, Any, None]:
         return self._backend.call(endpoint, self._backend.features.payload(endpoint, **values))
@@ -402,7 +452,10 @@ class SGLangEngine(RolloutEngine):
                     raise EngineDeadError(f"SGLang has not answered for {limit_s:g} s") from None
 
     def _raise_if_dead(self) -> None:
-        if self._lifecycle.state is not LifecycleState.CLOSED and (ended := self._backend.dead_process()) is not None:
+        if (
+            self._lifecycle.state is not LifecycleState.CLOSED
+            and (ended := self._backend.dead_process()) is not None
+        ):
             raise EngineDeadError(f"SGLang is gone: {ended}")
 
 
@@ -412,7 +465,8 @@ def _name(ticket: int) -> str:
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
-    """What the folder's safetensors hold, from their headers. Raises WeightTransferError where there are none."""
+    """What the folder's safetensors hold, from their headers. Raises WeightTransferError where there are
+    none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightTransferError(f"{folder} holds no safetensors files")

@@ -1,4 +1,5 @@
-"""What differs between the versions of SGLang that megarl runs on (0.5.17 to 0.5.23), told apart by what is there, in one place.
+"""What differs between the versions of SGLang that megarl runs on (0.5.17 to 0.5.23), told apart by what is
+there, in one place.
 
 What is detected is plain data, so that a process that does not import `sglang` can be told it.
 """
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 
 class Endpoint(NamedTuple):
-    """A call that both modes offer under one name: a path of the server, and here a method of the tokenizer manager."""
+    """A call that both modes offer under one name: a path of the server, and here a method of the tokenizer
+    manager."""
 
     request: str  # class in SGLang's io_struct
     method: str

@@ -1,8 +1,9 @@
-"""SGLang's function-call parsers, which read the calls of models of any family. What they pass over in silence is reported to the model.
+"""SGLang's function-call parsers, which read the calls of models of any family. What they pass over in
+silence is reported to the model.
 
-SGLang serves users, for whom a call that cannot be read is best left out. A model that learns must be told of it (SGLang 0.5.21, run on
-what `tests/unit/rollout/test_tool_calls.py` has): broken JSON is no call and no text, or raises; unknown tools are dropped;
-arguments may be anything.
+SGLang serves users, for whom a call that cannot be read is best left out. A model that learns must be told of
+it (SGLang 0.5.21, run on what `tests/unit/rollout/test_tool_calls.py` has): broken JSON is no call and no
+text, or raises; unknown tools are dropped; arguments may be anything.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ _NAMES = "srt/function_call/parser_names.py"
 
 
 def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
-    """Returns the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang rejects the schema of a tool."""
+    """Returns the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang
+    rejects the schema of a tool."""
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
     if known and name not in known:
-        raise ValueError(f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}")
+        raise ValueError(
+            f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}"
+        )
     return SGLangParser(name, tools or [])
 
 
@@ -73,7 +77,11 @@ class SGLangParser:
             has_call = parser.has_tool_call(text)
             _, items = parser.parse_non_stream(text)
         except Exception as error:  # noqa: BLE001  (they raise whatever comes of a text that they do not expect)
-            return [unreadable(f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})")]
+            return [
+                unreadable(
+                    f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
+                )
+            ]
         calls = [_read(item.name, item.parameters) for item in items]
         # Where each call has a beginning of its own, those that were left out can be counted.
         begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
@@ -91,11 +99,13 @@ def _read(name: str | None, arguments: str) -> ToolCall | CallError:
 
 
 def _make_ready() -> None:
-    """This process has no engine, and may have imported transformers: it gets what the parsers need, and no more."""
+    """This process has no engine, and may have imported transformers: it gets what the parsers need, and no
+    more."""
     from megarl.rollout.sglang.environment import STUBS
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if str(STUBS) not in sys.path:
         sys.path.append(str(STUBS))
-    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model's slips are counted, and not logged one by one
+    # a model's slips are counted, and not logged one by one
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)

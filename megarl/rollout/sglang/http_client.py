@@ -1,4 +1,5 @@
-"""The HTTP client of SGLang's server: one connection per request, and repeats only where they cannot do harm."""
+"""The HTTP client of SGLang's server: one connection per request, and repeats only where they cannot do
+harm."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import aiohttp
 
 from megarl.rollout.interface import EngineDeadError
 
-# Requests whose effect is the same if the server gets them twice. Sending weights or generating is not among them.
+# Requests whose effect is the same if the server gets them twice. Sending weights or generating is not among
+# them.
 _REPEATABLE = frozenset(
     {
         "abort_request",
@@ -54,12 +56,14 @@ class ServerAnswer(NamedTuple):
 class ServerClient:
     """Sends requests to a server on this machine. Must be created and used in a running event loop.
 
-    No connection is used twice. The server closes an idle one after a few seconds, and a request that is sent at that
-    moment fails although the engine is healthy; a new connection over loopback costs a fraction of a millisecond.
+    No connection is used twice. The server closes an idle one after a few seconds, and a request that is sent
+    at that moment fails although the engine is healthy; a new connection over loopback costs a fraction of a
+    millisecond.
     """
 
     def __init__(self, url: str, key: str) -> None:
-        # There is no total limit: generation takes as long as it takes, and the engine's health is checked elsewhere.
+        # There is no total limit: generation takes as long as it takes, and the engine's health is checked
+        # elsewhere.
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {key}"},
@@ -87,7 +91,9 @@ class ServerClient:
             except aiohttp.ClientError as error:
                 if attempt == _NUM_ATTEMPTS or not _can_repeat(endpoint, error):
                     why = str(error) or type(error).__name__
-                    raise EngineDeadError(f"the connection to SGLang's server broke (/{endpoint}): {why}") from error
+                    raise EngineDeadError(
+                        f"the connection to SGLang's server broke (/{endpoint}): {why}"
+                    ) from error
             await asyncio.sleep(wait_s)
             wait_s *= 2
         raise AssertionError("the last attempt returns or raises")

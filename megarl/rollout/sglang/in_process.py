@@ -1,4 +1,5 @@
-"""SGLang's Engine in this process: its tokenizer manager runs in our loop, its schedulers in processes that it spawns."""
+"""SGLang's Engine in this process: its tokenizer manager runs in our loop, its schedulers in processes that
+it spawns."""
 
 from __future__ import annotations
 
@@ -27,19 +28,23 @@ class InProcessBackend(Backend):
     def start(self) -> None:
         environment.prepare(self._server_args["device"], self._server_args["tp_size"])
         self._last_words = LastWords()
-        # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give it to another.
+        # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give
+        # it to another.
         self._held_port = hold_port("127.0.0.1")
         before = set(multiprocessing.active_children())
         try:
             self._engine = _make_engine({"nccl_port": self._held_port.getsockname()[1], **self._server_args})
-        except RuntimeError as error:  # what SGLang raises when a process of its ends; what it says is where to look
+        except (
+            RuntimeError
+        ) as error:  # what SGLang raises when a process of its ends; what it says is where to look
             self._children = [child for child in multiprocessing.active_children() if child not in before]
             words = self._last_words.read()
             self.stop()
             raise EngineDeadError(f"SGLang did not start: {words or error}") from error
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._manager = self._engine.tokenizer_manager
-        # It would end this whole process by a signal when one of the engine's ends; `dead_process` reports that instead.
+        # It would end this whole process by a signal when one of the engine's ends; `dead_process` reports
+        # that instead.
         self._manager._subprocess_watchdog.stop()
         atexit.unregister(self._engine.shutdown)  # kills every child of this process, not only its own
         atexit.register(self.stop)
@@ -82,7 +87,9 @@ class InProcessBackend(Backend):
         for child in self._children:
             if not child.is_alive():
                 words = self._last_words.read()
-                return f"process {child.pid} ended with code {child.exitcode}" + (f": {words}" if words else "")
+                return f"process {child.pid} ended with code {child.exitcode}" + (
+                    f": {words}" if words else ""
+                )
         return None
 
     def process_ids(self) -> list[int]:

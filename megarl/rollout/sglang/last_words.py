@@ -1,4 +1,5 @@
-"""What an engine's process says before it fails, left in a file so that whoever started the engine can repeat it."""
+"""What an engine's process says before it fails, left in a file so that whoever started the engine can repeat
+it."""
 
 from __future__ import annotations
 

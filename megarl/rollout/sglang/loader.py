@@ -1,8 +1,8 @@
 """How weights enter SGLang's scheduler processes: through its own extension point, the custom weight loader.
 
-SGLang calls `run(model, named_tensors)` in every scheduler process. The one small tensor that is sent holds a message in JSON;
-the weights themselves each process takes from the trainers. SGLang has no way back for a loader's result: each
-rank writes its answer into a folder that the sender made.
+SGLang calls `run(model, named_tensors)` in every scheduler process. The one small tensor that is sent holds a
+message in JSON; the weights themselves each process takes from the trainers. SGLang has no way back for a
+loader's result: each rank writes its answer into a folder that the sender made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _MAX_NAMED = 8  # faults in one message
 
 
 class RankLoader:
-    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport between commands.
+    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
+    between commands.
 
     Arguments and results are JSON values.
     """
@@ -45,8 +46,9 @@ class RankLoader:
         self._plan = Plan({}, {}, [], [])
         self._has_moved = False  # the plan is another than at the last update
         self._must_zero = False  # elements that no tensor fills may not be zero
-        # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects garbage on the CPU,
-        # and would look at all of it at the end of every update, for nearly half a second.
+        # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects
+        # garbage on the CPU, and would look at all of it at the end of every update, for nearly half a
+        # second.
         gc.freeze()
 
     def answer(self, model: Any, rank: int, command: str, arguments: dict[str, Any]) -> Any:
@@ -58,7 +60,9 @@ class RankLoader:
             self._follow(model)
             return self._zero_padding(model)
         if command == "join":
-            return self._receiver.join(EngineLink.decode(arguments["links"][rank]), self._plan.slices, self._places)
+            return self._receiver.join(
+                EngineLink.decode(arguments["links"][rank]), self._plan.slices, self._places
+            )
         if command == "receive":
             if arguments["is_first"]:
                 self._begin(model)
@@ -79,8 +83,13 @@ class RankLoader:
 
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
-        self._plan = record_plan(model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest})
-        slices = {name: [encode_slice(tensor_slice) for tensor_slice in listed] for name, listed in self._plan.slices.items()}
+        self._plan = record_plan(
+            model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
+        )
+        slices = {
+            name: [encode_slice(tensor_slice) for tensor_slice in listed]
+            for name, listed in self._plan.slices.items()
+        }
         return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
     def _begin(self, model: Any) -> None:
@@ -104,7 +113,8 @@ class RankLoader:
         plan = record_plan(model, self._plan.manifest)
         if plan.not_followed or plan.slices != self._plan.slices:
             raise WeightTransferError(
-                "SGLang has sliced its parameters differently since it was asked where its tensors go: restart the engine"
+                "SGLang has sliced its parameters differently since it was asked where its tensors go: "
+                "restart the engine"
             )
         self._plan = plan
         self._has_moved = True
@@ -138,9 +148,9 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 class LoaderClient:
     """Speaks to the loaders of all `num_ranks` scheduler processes of one engine, which run on this node.
 
-    `send` hands the tensors to SGLang's update_weights_from_tensor with this module's `run` as load format, for every rank,
-    inside an open weight-update session where SGLang has sessions, and returns when all ranks have run it: with a limit of time, or
-    without.
+    `send` hands the tensors to SGLang's update_weights_from_tensor with this module's `run` as load format,
+    for every rank, inside an open weight-update session where SGLang has sessions, and returns when all ranks
+    have run it: with a limit of time, or without.
     """
 
     def __init__(self, send: Send, num_ranks: int) -> None:
@@ -156,7 +166,8 @@ class LoaderClient:
         self._waiting: set[int] = set()  # ranks that have not received everything
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        """Returns which slices of the tensors each rank keeps. Raises as `prepare`, and for tensors that cannot be received in pieces."""
+        """Returns which slices of the tensors each rank keeps. Raises as `prepare`, and for tensors that
+        cannot be received in pieces."""
         self.prepare(manifest)
         self._check_followed()
         return self._slices
@@ -164,11 +175,13 @@ class LoaderClient:
     def prepare(self, manifest: Manifest) -> None:
         """Makes every rank ready to receive the tensors of the manifest.
 
-        The plan of where they go is recorded once and kept: ranks compare it with the model before they use it.
+        The plan of where they go is recorded once and kept: ranks compare it with the model before they use
+        it.
 
         Raises:
-            WeightTransferError: The manifest has tensors that the model does not have, or lacks some. The message names them, and
-                the model is unchanged. A tensor that only SGLang's own loader can load is an error when it is received.
+            WeightTransferError: The manifest has tensors that the model does not have, or lacks some. The
+                message names them, and the model is unchanged. A tensor that only SGLang's own loader can
+                load is an error when it is received.
         """
         self._waiting = set()
         if manifest != self._manifest or not self._is_recorded:
@@ -181,11 +194,15 @@ class LoaderClient:
             self._must_zero = False
 
     def forget_padding(self) -> None:
-        """Notes that elements that no tensor fills may not be zero: memory was given back, or SGLang loaded weights by itself."""
+        """Notes that elements that no tensor fills may not be zero: memory was given back, or SGLang loaded
+        weights by itself."""
         self._must_zero = True
 
     def _record(self, manifest: Manifest) -> None:
-        encoded = [(name, list(meta.shape), str(meta.dtype).removeprefix("torch.")) for name, meta in manifest.items()]
+        encoded = [
+            (name, list(meta.shape), str(meta.dtype).removeprefix("torch."))
+            for name, meta in manifest.items()
+        ]
         answers = self._ask("prepare", manifest=encoded)
         not_followed = {name: why for answer in answers for name, why in answer["not_followed"].items()}
         faults = []
@@ -202,18 +219,22 @@ class LoaderClient:
             faults.append(f"no tensor goes into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
         if faults:
             raise WeightTransferError(
-                f"{len(faults)} faults: the tensors are not those of the engine's model: " + "; ".join(faults[:_MAX_NAMED])
+                f"{len(faults)} faults: the tensors are not those of the engine's model: "
+                + "; ".join(faults[:_MAX_NAMED])
             )
         self._manifest = manifest
         self._not_followed = not_followed
         self._slices = [
-            {name: [decode_slice(tensor_slice) for tensor_slice in slices] for name, slices in answer["slices"].items()}
+            {
+                name: [decode_slice(tensor_slice) for tensor_slice in slices]
+                for name, slices in answer["slices"].items()
+            }
             for answer in answers
         ]
 
     def receive(self) -> bool:
-        """Whether all ranks have received everything; False after a while, to be called again. Raises WeightTransferError where a
-        trainer is gone, and for tensors that cannot be received in pieces."""
+        """Whether all ranks have received everything; False after a while, to be called again. Raises
+        WeightTransferError where a trainer is gone, and for tensors that cannot be received in pieces."""
         self._check_followed()
         is_first = not self._waiting
         waiting = self._waiting or set(range(self._num_ranks))
@@ -235,7 +256,8 @@ class LoaderClient:
         self._ask("meet")
 
     def checksums(self) -> dict[str, int]:
-        """Returns the checksum of every tensor of the last manifest, read back from the parameters and summed over the ranks' slices.
+        """Returns the checksum of every tensor of the last manifest, read back from the parameters and summed
+        over the ranks' slices.
 
         Raises WeightTransferError with the names of tensors whose copies differ between ranks.
         """
@@ -251,7 +273,9 @@ class LoaderClient:
             differing += [name] if any(len(parts) > 1 for parts in found.values()) else []
             sums[name] = sum(next(iter(parts)) for parts in found.values()) % MODULUS
         if differing:
-            raise WeightTransferError(f"the engine's ranks hold different copies of {', '.join(differing[:_MAX_NAMED])}")
+            raise WeightTransferError(
+                f"the engine's ranks hold different copies of {', '.join(differing[:_MAX_NAMED])}"
+            )
         return sums
 
     def close(self) -> None:
@@ -261,21 +285,36 @@ class LoaderClient:
         if self._not_followed:
             name, why = next(iter(self._not_followed.items()))
             raise WeightTransferError(
-                f"{len(self._not_followed)} tensors cannot be received in pieces, because SGLang does more than to copy them: "
-                f"{name} ({why}), ...; set resharding.transport=folder and resharding.verify=off, which leave the loading to SGLang"
+                f"{len(self._not_followed)} tensors cannot be received in pieces, because SGLang does more "
+                f"than to copy them: "
+                f"{name} ({why}), ...; set resharding.transport=folder and resharding.verify=off, which "
+                f"leave the loading to SGLang"
             )
 
     def _ask(self, command: str, time_limit: bool = False, **arguments: Any) -> list[Any]:
-        """The results of all ranks. time_limit: they answer soon, or hang. Raises WeightTransferError with the failures of any."""
+        """The results of all ranks. time_limit: they answer soon, or hang. Raises WeightTransferError with
+        the failures of any."""
         self._number += 1
-        message = {"number": self._number, "answers": str(self._answers), "command": command, "arguments": arguments}
-        self._send([("message", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))], time_limit)
+        message = {
+            "number": self._number,
+            "answers": str(self._answers),
+            "command": command,
+            "arguments": arguments,
+        }
+        self._send(
+            [("message", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))],
+            time_limit,
+        )
         paths = [self._answers / f"{self._number}.{rank}.json" for rank in range(self._num_ranks)]
         if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
-            raise WeightTransferError(f"SGLang's ranks {missing} did not run megarl's weight loader ({command}); its log says why")
+            raise WeightTransferError(
+                f"SGLang's ranks {missing} did not run megarl's weight loader ({command}); its log says why"
+            )
         answers = [json.loads(path.read_bytes()) for path in paths]
         for path in paths:
             path.unlink()
-        if failures := [f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer]:
+        if failures := [
+            f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer
+        ]:
             raise WeightTransferError("; ".join(failures))
         return [answer["result"] for answer in answers]

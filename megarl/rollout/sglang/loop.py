@@ -1,4 +1,5 @@
-"""An asyncio loop in a thread of its own: SGLang's client side lives there, whatever thread the engine's methods are called from."""
+"""An asyncio loop in a thread of its own: SGLang's client side lives there, whatever thread the engine's
+methods are called from."""
 
 from __future__ import annotations
 

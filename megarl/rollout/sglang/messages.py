@@ -8,10 +8,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megarl.rollout.interface import GenerationRequest, RequestFailedError, Sample, SamplingParameters, VersionSpan
+from megarl.rollout.interface import (
+    GenerationRequest,
+    RequestFailedError,
+    Sample,
+    SamplingParameters,
+    VersionSpan,
+)
 
 
-def generation_payload(request: GenerationRequest, end_token_ids: Collection[int], name: str) -> dict[str, Any]:
+def generation_payload(
+    request: GenerationRequest, end_token_ids: Collection[int], name: str
+) -> dict[str, Any]:
     """A GenerateReqInput, which can be aborted by its name."""
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
@@ -34,22 +42,36 @@ def generation_payload(request: GenerationRequest, end_token_ids: Collection[int
     }
 
 
-def read_sample(answer: dict[str, Any], sampling: SamplingParameters, submitted: int, routes_as: np.dtype | None = None) -> Sample:
-    """submitted: version of the weights when the request was submitted. routes_as: of the numbers of experts, where they are asked for.
+def read_sample(
+    answer: dict[str, Any], sampling: SamplingParameters, submitted: int, routes_as: np.dtype | None = None
+) -> Sample:
+    """submitted: version of the weights when the request was submitted. routes_as: of the numbers of experts,
+    where they are asked for.
 
     Raises RequestFailedError where the request was ended by something else than a token or its length.
     """
     meta = answer["meta_info"]
-    # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the contract.
+    # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the
+    # contract.
     tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
-    if reason["type"] not in ("stop", "length") or (reason["type"] == "length" and len(tokens) != sampling.max_new_tokens):
-        raise RequestFailedError(f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}")
+    if reason["type"] not in ("stop", "length") or (
+        reason["type"] == "length" and len(tokens) != sampling.max_new_tokens
+    ):
+        raise RequestFailedError(
+            f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}"
+        )
     ended: Literal["stop", "length"] = reason["type"]
     if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
         spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
     else:  # the oldest that can have written any of it
         spans = (VersionSpan(submitted, len(tokens)),)
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
-    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as) if sampling.with_routes else None
-    return Sample(token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans, routes)
+    routes = (
+        np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as)
+        if sampling.with_routes
+        else None
+    )
+    return Sample(
+        token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans, routes
+    )

@@ -42,14 +42,15 @@ def run_detokenizer(*arguments: Any, **keywords: Any) -> Any:
 def hide_megatron() -> None:
     """Make every import of Megatron-Core in this process fail as if it were not installed.
 
-    SGLang's tool for dumping tensors imports it where it is there, and with it Transformer Engine on CUDA: 200 MB or more in each
-    scheduler, seconds of its start, and a second cuDNN, for nothing.
+    SGLang's tool for dumping tensors imports it where it is there, and with it Transformer Engine on CUDA:
+    200 MB or more in each scheduler, seconds of its start, and a second cuDNN, for nothing.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # importing it raises ImportError
 
 
 def _end_alone() -> None:
-    """A process of SGLang that fails tells its parent by SIGQUIT, which would kill a Ray worker without a word.
+    """A process of SGLang that fails tells its parent by SIGQUIT, which would kill a Ray worker without a
+    word.
 
     Here it ends itself instead, its error being logged: whoever started the engine finds it dead.
     """
@@ -66,12 +67,16 @@ def _end_alone() -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """The ranks of an engine meet at 127.0.0.1, but torch's store would listen on every interface, and without a password."""
+    """The ranks of an engine meet at 127.0.0.1, but torch's store would listen on every interface, and
+    without a password."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function hides the module of that name
+    # a function hides the module of that name
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
     open_store = rendezvous.TCPStore
 
-    def make(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> Any:
+    def make(
+        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
+    ) -> Any:
         if is_master:
             options["master_listen_fd"] = listen(host_name, port).detach()
         return open_store(host_name, port, world_size, is_master, **options)
@@ -80,8 +85,11 @@ def _stay_on_this_machine() -> None:
 
 
 def _fall_asleep_together() -> None:
-    """The first rank's answer stands for all of them: whoever reads it takes memory that the others may not have given back yet."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
+    """The first rank's answer stands for all of them: whoever reads it takes memory that the others may not
+    have given back yet."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Manager,
+    )
 
     release = Manager.release_memory_occupation
 

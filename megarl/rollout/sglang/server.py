@@ -1,4 +1,5 @@
-"""SGLang's HTTP server in a process beside this one, reached over loopback or the given address, with a key made for it."""
+"""SGLang's HTTP server in a process beside this one, reached over loopback or the given address, with a key
+made for it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ class ServerBackend(Backend):
             pass_fds=[ready_fd],
         )
         os.close(ready_fd)
-        settings = {"server_args": self._server_args, "host": self._host, "api_key": self._key, "ready_fd": ready_fd}
+        settings = {
+            "server_args": self._server_args,
+            "host": self._host,
+            "api_key": self._key,
+            "ready_fd": ready_fd,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.flush()
@@ -55,7 +61,11 @@ class ServerBackend(Backend):
         if not answer:
             words = self._last_words.read()
             self.stop()
-            why = words or ("it ended without a word" if answered else f"it did not serve within {self._start_limit_s:g} s")
+            why = words or (
+                "it ended without a word"
+                if answered
+                else f"it did not serve within {self._start_limit_s:g} s"
+            )
             raise EngineDeadError(f"SGLang's server did not start: {why}")
         found = json.loads(answer)
         self._features = Features(**found["features"])
@@ -114,7 +124,9 @@ class ServerBackend(Backend):
     def stop(self) -> None:
         """Its standard input ends, and with it the server and what it spawned; what is slow is killed."""
         assert self._process.stdin is not None
-        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        children = (
+            psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        )
         self._process.stdin.close()
         try:
             self._process.wait(_END_LIMIT_S)
@@ -131,7 +143,9 @@ class ServerBackend(Backend):
 def _as_json(payload: dict[str, Any]) -> dict[str, Any]:
     """Lists of bytes as base64, which is how the server's request classes take them."""
     return {
-        name: [base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in value] if isinstance(value, list) else value
+        name: [base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in value]
+        if isinstance(value, list)
+        else value
         for name, value in payload.items()
     }
 

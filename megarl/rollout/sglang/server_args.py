@@ -1,4 +1,5 @@
-"""SGLang's own arguments: those that an engine of ours needs, and the user's beside them, refused early where they cannot be."""
+"""SGLang's own arguments: those that an engine of ours needs, and the user's beside them, refused early where
+they cannot be."""
 
 from __future__ import annotations
 
@@ -69,20 +70,30 @@ _UNSUPPORTED = {
         "quantized weights are not laid out as the trainer sends them, so the first weight sync would fail"
     ),
     r".*lora": "the trainer sends whole weights, and engines have no adapters",
-    r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": "prefill and decode run in one engine, which gets all weights",
-    r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|checkpoint_engine_|model_loader_": (
+    r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": (
+        "prefill and decode run in one engine, which gets all weights"
+    ),
+    r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|"
+    r"checkpoint_engine_|model_loader_": (
         "weights come from the trainer into the memory of the device, and from nowhere else"
     ),
-    r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": "experts must stay on the ranks to which the trainer sends them",
-    r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": "engines generate text with a causal language model",
-    r"use_ray|smg_|grpc_|ssl_|sidecar": "megarl starts the engine's processes and its server, which only this machine reaches",
+    r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": (
+        "experts must stay on the ranks to which the trainer sends them"
+    ),
+    r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": (
+        "engines generate text with a causal language model"
+    ),
+    r"use_ray|smg_|grpc_|ssl_|sidecar": (
+        "megarl starts the engine's processes and its server, which only this machine reaches"
+    ),
 }
 _SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
 _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
 
 
 def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
-    """All arguments of the engine but those of the HTTP server. Raises ConfigError as `refuse_own_server_args`."""
+    """All arguments of the engine but those of the HTTP server. Raises ConfigError as
+    `refuse_own_server_args`."""
     model = spec.model
     rollout = spec.rollout
     on_cpu = spec.device is Device.cpu
@@ -97,7 +108,8 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other engine.
+        # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other
+        # engine.
         "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(model.path)) or None}),
         "skip_tokenizer_init": not needs_tokenizer(rollout),
         "load_format": "dummy",  # the weights come by an update, so that they are always the trainer's
@@ -109,7 +121,8 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     }
     if on_cpu:
         arguments |= {
-            "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest)) + _SPARE_TOKENS,
+            "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
+            + _SPARE_TOKENS,
             "mem_fraction_static": 0.1,  # of the machine; bounds nothing where max_total_tokens is given
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
@@ -117,10 +130,13 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         }
     else:
         if "num_experts_per_tok" in _model_config(model.path):
-            arguments["moe_runner_backend"] = "triton"  # others lay experts' weights out anew, where updates do not find them
+            # others lay experts' weights out anew, where updates do not find them
+            arguments["moe_runner_backend"] = "triton"
         if spec.release_memory:
             arguments["enable_memory_saver"] = True
-    return {name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None}
+    return {
+        name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None
+    }
 
 
 def needs_tokenizer(rollout: RolloutConfig) -> bool:
@@ -157,7 +173,8 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
 
 
 def why_unsupported(name: str) -> str | None:
-    """Return why megarl cannot run an engine with this argument; None for one that it sets itself or passes on."""
+    """Return why megarl cannot run an engine with this argument; None for one that it sets itself or passes
+    on."""
     return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 
@@ -170,7 +187,10 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
     problems = []
     for name in names:
         if name not in known:
-            close = get_close_matches(name, sorted(known), n=3) or [each for each in sorted(known) if each.startswith(name[:5])][:3]
+            close = (
+                get_close_matches(name, sorted(known), n=3)
+                or [each for each in sorted(known) if each.startswith(name[:5])][:3]
+            )
             hint = f"did you mean {' or '.join(close)}?" if close else "see its ServerArgs for what there is"
             problems.append(f"rollout.sglang.server_args.{name} is no option of the installed SGLang; {hint}")
     if problems:
@@ -179,17 +199,27 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
 @cache
 def _known_server_args() -> frozenset[str]:
-    """As the installed SGLang declares them, read from its source: importing it takes longer than all else that is checked."""
+    """As the installed SGLang declares them, read from its source: importing it takes longer than all else
+    that is checked."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
-        raise ConfigError("rollout.engine", ["SGLang is not installed; install it as the page on installation says"])
+        raise ConfigError(
+            "rollout.engine", ["SGLang is not installed; install it as the page on installation says"]
+        )
     runtime = Path(spec.origin).parent / "srt"
-    declared = {runtime / "server_args.py": "ServerArgs"} | dict.fromkeys((runtime / "arg_groups" / "fields").glob("*.py"))
+    declared = {runtime / "server_args.py": "ServerArgs"} | dict.fromkeys(
+        (runtime / "arg_groups" / "fields").glob("*.py")
+    )
     return frozenset(name for file, of_class in declared.items() for name in _declared_fields(file, of_class))
 
 
 def _declared_fields(file: Path, of_class: str | None) -> Iterator[str]:
-    """Of the classes in a file, or of one: older versions have all in one class, newer ones in several files."""
+    """Of the classes in a file, or of one: older versions have all in one class, newer ones in several
+    files."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and of_class in (None, node.name):
-            yield from (entry.target.id for entry in node.body if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name))
+            yield from (
+                entry.target.id
+                for entry in node.body
+                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+            )

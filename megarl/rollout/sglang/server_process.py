@@ -1,8 +1,9 @@
-"""The process of SGLang's HTTP server: `python -m megarl.rollout.sglang.server_process`, started by server.py.
+"""The process of SGLang's HTTP server: `python -m megarl.rollout.sglang.server_process`, started by
+server.py.
 
-Its settings, the API key among them, come as one line of JSON on standard input, so that they show in no list of processes.
-When standard input ends, the one who started it is gone, and it ends too. It answers on the descriptor that it is given,
-with one line of JSON, when it serves.
+Its settings, the API key among them, come as one line of JSON on standard input, so that they show in no list
+of processes. When standard input ends, the one who started it is gone, and it ends too. It answers on the
+descriptor that it is given, with one line of JSON, when it serves.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def _serve(settings: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     host = settings["host"]
-    held = [hold_port(host) for _ in range(2)]  # the server's, and the one where its ranks meet (in_process.py); until this process ends
+    # the server's, and the one where its ranks meet (in_process.py); until this process ends
+    held = [hold_port(host) for _ in range(2)]
     port, ranks_port = (each.getsockname()[1] for each in held)
 
     def ready() -> None:
@@ -74,7 +76,8 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def _wait_until_listening(host: str, port: int) -> None:
-    """SGLang calls back when its model is ready, at times before its socket is. Whoever waits for the answer limits the time."""
+    """SGLang calls back when its model is ready, at times before its socket is. Whoever waits for the answer
+    limits the time."""
     while True:
         try:
             socket.create_connection((host, port)).close()

@@ -1,4 +1,5 @@
-"""A server on this machine's own address that follows runs: the page asks it what has changed. Who has no key gets nothing."""
+"""A server on this machine's own address that follows runs: the page asks it what has changed. Who has no key
+gets nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class LiveReport:
-    """Listens from its construction on; `url` has the key. Raises OSError where the port is not free; 0 takes any that is."""
+    """Listens from its construction on; `url` has the key. Raises OSError where the port is not free; 0 takes
+    any that is."""
 
     def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
         self._runs = runs
@@ -34,7 +36,11 @@ class LiveReport:
             def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
                 status, kind, content = report.answer(self.path, self.headers.get("Host", ""))
                 self.send_response(status)
-                for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store")):
+                for name, value in (
+                    ("Content-Type", kind),
+                    ("Content-Length", str(len(content))),
+                    ("Cache-Control", "no-store"),
+                ):
                     self.send_header(name, value)
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.end_headers()
@@ -65,10 +71,15 @@ class LiveReport:
         self._server.shutdown()
 
     def answer(self, path: str, host: str) -> tuple[HTTPStatus, str, bytes]:
-        """Status, type, content. `host`: a name of this machine that others have made point here is none that the page was opened by."""
+        """Status, type, content. `host`: a name of this machine that others have made point here is none that
+        the page was opened by."""
         _, key, *rest = (*path.split("/"), "")
         if host != self._address or not secrets.compare_digest(key.encode(), self._key.encode()):
-            return HTTPStatus.FORBIDDEN, _TEXT, b"the address has no key, or another one: use the one that megarl report has printed\n"
+            return (
+                HTTPStatus.FORBIDDEN,
+                _TEXT,
+                b"the address has no key, or another one: use the one that megarl report has printed\n",
+            )
         match rest[:-1]:
             case [""]:
                 return HTTPStatus.OK, _HTML, page(self._runs, is_live=True)

@@ -1,7 +1,8 @@
 """The page: one file with its style, its program and all data in it, which asks nothing of a network.
 
-The data are compressed and in base64, so that no text of a model can be read as HTML; the program writes texts as texts. The policy in the
-page's head lets a browser run this program alone, and lets it fetch from nowhere, or from the server that follows the run (live.py).
+The data are compressed and in base64, so that no text of a model can be read as HTML; the program writes
+texts as texts. The policy in the page's head lets a browser run this program alone, and lets it fetch from
+nowhere, or from the server that follows the run (live.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from megarl import __version__
 from megarl.machine.files import write_whole
 from megarl.tracking.report.run_folder import RunFolder
 
-_SCRIPTS = ("elements.js", "data.js", "chart.js", "curves.js", "samples.js", "timeline.js", "settings.js", "app.js")
+_SCRIPTS = (
+    "elements.js",
+    "data.js",
+    "chart.js",
+    "curves.js",
+    "samples.js",
+    "timeline.js",
+    "settings.js",
+    "app.js",
+)
 _STYLES = ("page.css",)
 
 
@@ -52,7 +62,8 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" '
+        'content="no-referrer">',
         f'<title>{title} · megarl report</title><link rel="icon" href="data:,">',
         f'<style>{style}</style></head><body><main id="app"></main>',
         f'<script type="application/json" id="manifest">{_in_script(start)}</script>',

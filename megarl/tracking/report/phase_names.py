@@ -1,4 +1,5 @@
-"""The names under which the timeline of `megarl report` shows phases of the driver and calls of the workers."""
+"""The names under which the timeline of `megarl report` shows phases of the driver and calls of the
+workers."""
 
 from __future__ import annotations
 

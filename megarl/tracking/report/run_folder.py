@@ -42,8 +42,11 @@ class RunFolderError(ValueError):
 class RunFolder:
     """Raises RunFolderError for a folder in which a run has written nothing."""
 
-    def __init__(self, path: Path, name: str, plan: Callable[[Path], Any], max_tokens: int = _MAX_TOKENS) -> None:
-        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known. max_tokens: of its samples."""
+    def __init__(
+        self, path: Path, name: str, plan: Callable[[Path], Any], max_tokens: int = _MAX_TOKENS
+    ) -> None:
+        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known. max_tokens:
+        of its samples."""
         self.path = path
         self.name = name
         self._plan = plan
@@ -51,20 +54,26 @@ class RunFolder:
         if not path.is_dir():
             raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
-            raise RunFolderError(f"{path}: no run has written here (no {METRICS_FILE}, no {CONFIG_FILE}); give a run's trainer.output_dir")
+            raise RunFolderError(
+                f"{path}: no run has written here (no {METRICS_FILE}, no {CONFIG_FILE}); give a run's "
+                f"trainer.output_dir"
+            )
 
     def versions(self) -> dict[str, str]:
         """The parts that there are, each with what is another when the part is."""
         about = ",".join(_version(self.path / name) for name in (CONFIG_FILE, SUMMARY_FILE, FAILURE_FILE))
         files = {_METRICS: METRICS_FILE, _TIMELINE: TIMELINE_FILE, _GENERATIONS: GENERATIONS_FILE}
-        found = {part: _version(self.path / name) for part, name in files.items() if (self.path / name).is_file()}
+        found = {
+            part: _version(self.path / name) for part, name in files.items() if (self.path / name).is_file()
+        }
         samples = sample_files(self.path)
         share = self._share(len(samples))
         found |= {f"{_SAMPLES}{step}": f"{_version(path)},{share}" for step, path in samples.items()}
         return {_ABOUT: about, **found}
 
     def part(self, name: str) -> bytes:
-        """Raises KeyError for a part that there is not. JSON, or what sample_part says; with `problem`, a line, where files are damaged."""
+        """Raises KeyError for a part that there is not. JSON, or what sample_part says; with `problem`, a
+        line, where files are damaged."""
         if name.startswith(_SAMPLES):
             step = int(name.removeprefix(_SAMPLES))
             return sample_part(sample_path(self.path, step), step, self._share(len(sample_files(self.path))))
@@ -100,7 +109,9 @@ class RunFolder:
             "kind": kind.value,
             "config": config,
             "foreign": [key for key in config if not all(_can_have(each, key) for each in _SCHEMAS)],
-            "defaults": {key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]},
+            "defaults": {
+                key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]
+            },
             "summary": read(SUMMARY_FILE, json.loads),
             "plan": self._plan(self.path / CONFIG_FILE) if config else None,
             "failure": read(FAILURE_FILE, str),
@@ -131,7 +142,10 @@ class RunFolder:
                 shown = {name: str(row[name]) for name in ("uid", "data_source", "response", "ground_truth")}
                 rows.append({"step": int(row["step"]), "score": float(row["score"]), **shown})
         except _DAMAGE as error:
-            return {"rows": rows, "problem": f"{path}: cannot be read as samples of validations, a line each ({_line(error)})"}
+            return {
+                "rows": rows,
+                "problem": f"{path}: cannot be read as samples of validations, a line each ({_line(error)})",
+            }
         return {"rows": rows}
 
 
@@ -158,10 +172,13 @@ def _known_keys(kind: RunKind) -> frozenset[str]:
 
 @cache
 def _can_have(kind: RunKind, key: str) -> bool:
-    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or a list that holds it."""
+    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or a list
+    that holds it."""
     known = _known_keys(kind)
     parts = key.split(".")
-    longest = next((prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None)
+    longest = next(
+        (prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None
+    )
     is_section = longest is not None and any(each.startswith(f"{longest}.") for each in known)
     return longest == key or (longest is not None and not is_section)
 
@@ -183,6 +200,8 @@ def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None
     for path, resolved in zip(paths, whole, strict=True):
         others = [other for other in whole if other != resolved]
         count = next(
-            count for count in range(1, len(resolved.parts) + 1) if all(o.parts[-count:] != resolved.parts[-count:] for o in others)
+            count
+            for count in range(1, len(resolved.parts) + 1)
+            if all(o.parts[-count:] != resolved.parts[-count:] for o in others)
         )
         yield RunFolder(path, "/".join(resolved.parts[-count:]), plan, _MAX_TOKENS // len(paths))

@@ -2,8 +2,8 @@
 
     4 bytes: length of the header, little-endian | header | token numbers | log-probs | gaps | advantages
 
-Numbers of tokens are places in the header's list of texts, of two bytes each, or four where `wide`; the others are 16-bit floats, a NaN
-where there is none. All are one sample's behind the other's.
+Numbers of tokens are places in the header's list of texts, of two bytes each, or four where `wide`; the
+others are 16-bit floats, a NaN where there is none. All are one sample's behind the other's.
 """
 
 from __future__ import annotations
@@ -22,15 +22,25 @@ from megarl.tracking.samples import OF_EPISODES, SamplesFileError, SampleTable, 
 
 # Columns of the file that the header has as they are, under their names.
 _SHOWN = (
-    *("uid", "data_source", "response", "ground_truth", "score", "score_parts", "advantage", "weight_version"),
+    *(
+        "uid",
+        "data_source",
+        "response",
+        "ground_truth",
+        "score",
+        "score_parts",
+        "advantage",
+        "weight_version",
+    ),
     *("prompt_length", "response_length", "finish_reason"),
 )
 _WIDE_FROM = 2**16
 
 
 def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
-    """The first prompts of the file with all their samples, as many as `max_tokens` tokens are enough for; where they are not enough for
-    the first one's, some of its samples, and one in any case. Of a file that cannot be read the header says so."""
+    """The first prompts of the file with all their samples, as many as `max_tokens` tokens are enough for;
+    where they are not enough for the first one's, some of its samples, and one in any case. Of a file that
+    cannot be read the header says so."""
     try:
         table = read_samples(path)
     except SamplesFileError as error:
@@ -71,8 +81,12 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "wide": is_wide,
         "prompts": prompts,
         "prompt": [place_of[prompt] for prompt in rows["prompt"].to_pylist()],
-        "episode": [_episode(*row) for row in zip(*(rows[name].to_pylist() for name in OF_EPISODES), strict=True)],
-        "numbers": [None if text is None else json.loads(text) for text in rows["reward_numbers"].to_pylist()],
+        "episode": [
+            _episode(*row) for row in zip(*(rows[name].to_pylist() for name in OF_EPISODES), strict=True)
+        ],
+        "numbers": [
+            None if text is None else json.loads(text) for text in rows["reward_numbers"].to_pylist()
+        ],
         "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
@@ -80,12 +94,20 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
     return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
 
 
-def _episode(is_model: list[bool] | None, rewards: list[float], num_calls: int, errors: str, end: str) -> dict[str, Any] | None:
+def _episode(
+    is_model: list[bool] | None, rewards: list[float], num_calls: int, errors: str, end: str
+) -> dict[str, Any] | None:
     """lengths: in tokens, of the model's first turn, of the answer to it, of the next turn, and so on."""
     if is_model is None:
         return None
     lengths = [len(list(tokens)) for _, tokens in groupby(is_model)]
-    return {"lengths": lengths, "rewards": rewards, "calls": num_calls, "errors": json.loads(errors), "end": end}
+    return {
+        "lengths": lengths,
+        "rewards": rewards,
+        "calls": num_calls,
+        "errors": json.loads(errors),
+        "end": end,
+    }
 
 
 def _flat(rows: pa.Table, name: str) -> np.ndarray:

@@ -17,9 +17,10 @@ def timeline_part(path: Path) -> dict[str, Any]:
     """Read the timeline of a run.
 
     Returns:
-        `rows`, the rows of the drawing, sorted by pool, and `names`, the readable names of spans. Spans are sorted by start; each has
-        a place in the lists `row`, `name` (index into `names`), `step`, `length`, and `gap` (the time since the start of the previous
-        span). `length` and `gap` are in units of 0.1 ms. If the file is damaged, `problem` says why.
+        `rows`, the rows of the drawing, sorted by pool, and `names`, the readable names of spans. Spans are
+        sorted by start; each has a place in the lists `row`, `name` (index into `names`), `step`, `length`,
+        and `gap` (the time since the start of the previous span). `length` and `gap` are in units of 0.1 ms.
+        If the file is damaged, `problem` says why.
     """
     try:
         return _columns(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
@@ -30,10 +31,16 @@ def timeline_part(path: Path) -> dict[str, Any]:
 
 def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
     pools = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     order = sorted(threads, key=lambda place: (pools[place[0]], threads[place]))
     row_of = {place: number for number, place in enumerate(order)}
-    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[-_MAX_SPANS:]
+    spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[
+        -_MAX_SPANS:
+    ]
     span_names = [phase_name(span["name"]) for span in spans]
     names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}

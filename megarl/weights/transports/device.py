@@ -1,7 +1,9 @@
-"""The transport `device`: a trainer rank and the engine rank on the same device share IPC buffers in that device's memory.
+"""The transport `device`: a trainer rank and the engine rank on the same device share IPC buffers in that
+device's memory.
 
-What an engine rank needs from other devices comes to the trainer rank beside it first, in the trainers' own process group, straight
-into the buffers. Nobody has to see another's device, and on any number of nodes each pair is on one.
+What an engine rank needs from other devices comes to the trainer rank beside it first, in the trainers' own
+process group, straight into the buffers. Nobody has to see another's device, and on any number of nodes each
+pair is on one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import PATIENCE_S, TIME_SLICE_S, Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
+from megarl.weights.execution import (
+    PATIENCE_S,
+    TIME_SLICE_S,
+    Channel,
+    PeerTransfers,
+    PipelinedTransfer,
+    ReceiveBuffer,
+)
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan, TransferSchedule
@@ -28,7 +37,8 @@ class DevicePlace(NamedTuple):
 
 
 class DeviceRoute(NamedTuple):
-    """To the ranks of one engine. beside: of each, the trainer rank on its device. sources: of each, what it gets, by trainer ranks.
+    """To the ranks of one engine. beside: of each, the trainer rank on its device. sources: of each, what it
+    gets, by trainer ranks.
     relays: by trainer rank, what it sends to those beside engine ranks on other devices than its own."""
 
     beside: tuple[int, ...]
@@ -36,13 +46,19 @@ class DeviceRoute(NamedTuple):
     relays: dict[int, dict[int, TransferSchedule]]
 
 
-def device_route(plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]) -> DeviceRoute:
-    """`targets`: the engine's ranks, as the plan counts them, and the device of each. Raises ValueError where a device has no trainer."""
+def device_route(
+    plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
+) -> DeviceRoute:
+    """`targets`: the engine's ranks, as the plan counts them, and the device of each. Raises ValueError where
+    a device has no trainer."""
     beside: list[int] = []
     relays: dict[int, dict[int, TransferSchedule]] = {}
     for target, device in targets.items():
         if device not in trainer_devices:
-            raise ValueError(f"an engine rank works on device {device}, on which there is no trainer rank: use resharding.transport=group")
+            raise ValueError(
+                f"an engine rank works on device {device}, on which there is no trainer rank: use "
+                f"resharding.transport=group"
+            )
         beside.append(trainer_devices.index(device))
         for source, schedule in plan.of_target(target).items():
             if source != beside[-1]:
@@ -61,21 +77,30 @@ class DeviceSender(Sender):
     def __init__(self, p2p: P2PGroup, rank: int) -> None:
         self._p2p = p2p
         self._rank = rank
-        self._relayed: dict[int, dict[int, TransferSchedule]] = {}  # by replica and by the trainer rank beside its target
+        # by replica and by the trainer rank beside its target
+        self._relayed: dict[int, dict[int, TransferSchedule]] = {}
         self._receive_buffer: _DeviceReceiveBuffer | None = None
         self._buffers = PackBuffers()
 
     def serve(
-        self, replica: int, device_name: str, sources: Mapping[int, TransferSchedule], dtype: torch.dtype, device: torch.device
+        self,
+        replica: int,
+        device_name: str,
+        sources: Mapping[int, TransferSchedule],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> IPCAddress:
-        """The rank of `replica` on this device, which the plan calls `device_name`, gets from these trainer ranks, of which this one may
-        be one, through IPC buffers."""
+        """The rank of `replica` on this device, which the plan calls `device_name`, gets from these trainer
+        ranks, of which this one may be one, through IPC buffers."""
         self._let_go()
-        self._receive_buffer = _DeviceReceiveBuffer(replica, PeerTransfers(sources), self._rank, dtype, device, device_name)
+        self._receive_buffer = _DeviceReceiveBuffer(
+            replica, PeerTransfers(sources), self._rank, dtype, device, device_name
+        )
         return self._receive_buffer.ipc.address
 
     def relay(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """What the ranks of `replica` on other devices get from this one, by the trainer ranks beside them."""
+        """What the ranks of `replica` on other devices get from this one, by the trainer ranks beside
+        them."""
         self._relayed[replica] = dict(schedules)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
@@ -86,7 +111,11 @@ class DeviceSender(Sender):
                 for peer, schedule in self._relayed[replica].items()
             }
         )
-        receive_buffer = self._receive_buffer if self._receive_buffer is not None and self._receive_buffer.replica in replicas else None
+        receive_buffer = (
+            self._receive_buffer
+            if self._receive_buffer is not None and self._receive_buffer.replica in replicas
+            else None
+        )
         buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
         num_rounds = max(sends.num_rounds, 0 if receive_buffer is None else receive_buffer.sources.num_rounds)
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
@@ -119,7 +148,15 @@ class DeviceSender(Sender):
 class _DeviceReceiveBuffer(ReceiveBuffer):
     """The IPC buffers of the engine rank on this device."""
 
-    def __init__(self, replica: int, sources: PeerTransfers, rank: int, dtype: torch.dtype, device: torch.device, device_name: str) -> None:
+    def __init__(
+        self,
+        replica: int,
+        sources: PeerTransfers,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        device_name: str,
+    ) -> None:
         self.replica = replica
         self.sources = sources
         self.own = rank if rank in sources.schedules else None

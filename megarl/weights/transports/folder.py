@@ -1,7 +1,9 @@
-"""The transport `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a file needs of them.
+"""The transport `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a
+file needs of them.
 
-A file has one writer. It is written in windows, stretches of the file as large as a message; in each round the writers get what a window
-of theirs needs, from whoever holds it, so that a writer has three windows at most: one that fills, one that is written, one that waits.
+A file has one writer. It is written in windows, stretches of the file as large as a message; in each round
+the writers get what a window of theirs needs, from whoever holds it, so that a writer has three windows at
+most: one that fills, one that is written, one that waits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from megarl.weights.tensors import flat_index, row_major_strides
 from megarl.weights.transports.interface import Opened, Sender
 
 NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
-NUM_BUFFERS = 2 + 2 + NUM_WINDOWS  # messages to others, messages from others, windows: a writer's, of one message each at most
+# messages to others, messages from others, windows: a writer's, of one message each at most
+NUM_BUFFERS = 2 + 2 + NUM_WINDOWS
 
 
 def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
@@ -44,11 +47,13 @@ class FolderSender(Sender):
         folder: Where the files are written.
         durable: Whether the files must survive a power cut.
 
-    A file that cannot be written is an OSError at the end of the pass: until then a writer takes what it is sent, so that no message
-    stays behind in the group, which others use after it.
+    A file that cannot be written is an OSError at the end of the pass: until then a writer takes what it is
+    sent, so that no message stays behind in the group, which others use after it.
     """
 
-    def __init__(self, p2p: P2PGroup | None, rank: int, part: RankExport, folder: Path, durable: bool = True) -> None:
+    def __init__(
+        self, p2p: P2PGroup | None, rank: int, part: RankExport, folder: Path, durable: bool = True
+    ) -> None:
         self._p2p = p2p
         self._rank = rank
         self._part = part
@@ -57,9 +62,13 @@ class FolderSender(Sender):
     def open(self, shards: Shards, replicas: Collection[int] = ()) -> Opened:
         part = self._part
         sends = PeerTransfers(part.sends)
-        receive_buffer = _FolderReceiveBuffer(self._rank, part, self._output, shards.device) if part.windows else None
+        receive_buffer = (
+            _FolderReceiveBuffer(self._rank, part, self._output, shards.device) if part.windows else None
+        )
         buffers = torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device)
-        channels = [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
+        channels = (
+            [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
+        )
         transfer = PipelinedTransfer(channels, part.num_rounds, buffers, shards.regions, receive_buffer)
         own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
         return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
@@ -76,7 +85,8 @@ class FolderSender(Sender):
 
 
 class _FolderReceiveBuffer(ReceiveBuffer):
-    """Puts what arrives where it belongs in a window, and hands the window over when it is full. A round is of one window."""
+    """Puts what arrives where it belongs in a window, and hands the window over when it is full. A round is
+    of one window."""
 
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
         self.sources = PeerTransfers(part.receives)
@@ -84,8 +94,11 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         self._windows = part.windows
         self._output = output
         self._round_buffers = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
-        self._buffers = torch.empty(NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device)
-        self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))  # elements before each round
+        self._buffers = torch.empty(
+            NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device
+        )
+        # elements before each round
+        self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
         self._ends = list(accumulate(window.numel for window in part.windows))
         self._writes: deque[Future[None]] = deque()
         self._num_written = 0
@@ -100,7 +113,8 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         return self._round_buffers.nbytes + self._buffers.nbytes
 
     def is_free(self, number: int) -> bool:
-        """Not before the window that had the same buffer is written; it was handed over two rounds ago at the latest."""
+        """Not before the window that had the same buffer is written; it was handed over two rounds ago at the
+        latest."""
         return self._is_written(self._window_of(number) + 1 - NUM_WINDOWS)
 
     def buffer(self, number: int) -> torch.Tensor:
@@ -116,7 +130,8 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         for part, elements in self.sources.parts(number, self.buffer(number)):
             _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
         if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()  # what comes next, and the thread that writes, have other streams
+            # what comes next, and the thread that writes, have other streams
+            torch.cuda.current_stream(buffer.device).synchronize()
         if self._begins[number + 1] == self._ends[index]:
             self._writes.append(self._output.write(window, buffer))
 
@@ -152,14 +167,16 @@ def _first_elements(window: Window) -> Iterator[int]:
 
 
 def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
-    """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that is to become the part."""
+    """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that
+    is to become the part."""
     strides = row_major_strides(shape)
     first = buffer.storage_offset() + start + flat_index(part.tensor_slice.starts, strides)
     return buffer.as_strided(part.tensor_slice.shape, strides, first)
 
 
 class _Output:
-    """Writes windows into their files, one after another, in a thread of its own. After a failure it writes nothing more."""
+    """Writes windows into their files, one after another, in a thread of its own. After a failure it writes
+    nothing more."""
 
     def __init__(self, folder: Path, durable: bool) -> None:
         self._folder = folder
@@ -169,7 +186,8 @@ class _Output:
         self._is_whole = True
 
     def write(self, window: Window, data: torch.Tensor) -> Future[None]:
-        """`data`: flat, not to be touched until the future is done, which raises OSError that names the file."""
+        """`data`: flat, not to be touched until the future is done, which raises OSError that names the
+        file."""
         return self._thread.submit(self._write, window, data)
 
     def close(self) -> None:
@@ -186,7 +204,9 @@ class _Output:
             return
         if self._file is None:
             self._file = SafetensorsFile(self._folder / window.file.name, window.file.manifest, self._durable)
-        for chunk, elements in zip(window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True):
+        for chunk, elements in zip(
+            window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True
+        ):
             self._file.write(chunk, elements)
         if window.is_last:
             file = self._file

@@ -1,4 +1,5 @@
-"""The transport `group`: point to point in a process group of one engine's ranks and the trainer ranks that send to it.
+"""The transport `group`: point to point in a process group of one engine's ranks and the trainer ranks that
+send to it.
 
 Each engine has a group of its own, so that one that is replaced makes nobody else meet again.
 """
@@ -25,8 +26,9 @@ class GroupPlace(NamedTuple):
 
 
 class GroupRoute(NamedTuple):
-    """The group of one engine. senders: trainer ranks, in the order of their numbers in the group; its own ranks follow. sends: of each
-    sender, by the engine ranks' numbers in the group. receives: of each engine rank, by the senders' numbers."""
+    """The group of one engine. senders: trainer ranks, in the order of their numbers in the group; its own
+    ranks follow. sends: of each sender, by the engine ranks' numbers in the group. receives: of each engine
+    rank, by the senders' numbers."""
 
     senders: tuple[int, ...]
     sends: tuple[dict[int, TransferSchedule], ...]
@@ -51,7 +53,10 @@ def group_route(plan: TransferPlan, targets: Sequence[int]) -> GroupRoute:
             }
             for source in senders
         ),
-        receives=tuple({numbers[source]: schedule for source, schedule in plan.of_target(target).items()} for target in targets),
+        receives=tuple(
+            {numbers[source]: schedule for source, schedule in plan.of_target(target).items()}
+            for target in targets
+        ),
     )
 
 
@@ -68,10 +73,15 @@ class GroupSender(Sender):
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
         channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
         num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
-        largest = max((sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)), default=0)
+        largest = max(
+            (sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)),
+            default=0,
+        )
         buffers = self._buffers.take(largest, shards.dtype, shards.device)
         nbytes = sum(channel.sends.numel for channel in channels) * shards.dtype.itemsize
-        return Opened(PipelinedTransfer(channels, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes)
+        return Opened(
+            PipelinedTransfer(channels, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes
+        )
 
     def leave(self, replica: int) -> None:
         if (channel := self._channels.pop(replica, None)) is not None:
@@ -99,7 +109,11 @@ class GroupReceiver(Receiver):
             nothing = torch.empty(2, 0, device=self._device)
             channel = Channel(self._p2p, PeerTransfers({}), receives=True)
             self._transfer = PipelinedTransfer(
-                [channel], destinations.sources.num_rounds, nothing, receive_buffer=receive_buffer, yields_regularly=True
+                [channel],
+                destinations.sources.num_rounds,
+                nothing,
+                receive_buffer=receive_buffer,
+                yields_regularly=True,
             )
         if not self._transfer.run():
             return False
@@ -123,8 +137,11 @@ class _GroupReceiveBuffer(ReceiveBuffer):
     def __init__(self, destinations: DestinationViews, device: torch.device) -> None:
         self.sources = destinations.sources
         self._destinations = destinations
-        self._round_buffers = torch.empty(2, destinations.sources.largest, dtype=destinations.dtype, device=device)
-        self._placed: tuple[set[Part], set[Part]] = set(), set()  # the parts of the round in each buffer that are received directly
+        self._round_buffers = torch.empty(
+            2, destinations.sources.largest, dtype=destinations.dtype, device=device
+        )
+        # the parts of the round in each buffer that are received directly
+        self._placed: tuple[set[Part], set[Part]] = set(), set()
 
     def is_free(self, number: int) -> bool:
         return True
@@ -142,4 +159,5 @@ class _GroupReceiveBuffer(ReceiveBuffer):
         self._destinations.unpack(number, self.buffer(number), self._placed[number % 2])
         self._placed[number % 2].clear()
         if self._round_buffers.is_cuda:
-            torch.cuda.current_stream(self._round_buffers.device).synchronize()  # what comes next comes in another stream
+            # what comes next comes in another stream
+            torch.cuda.current_stream(self._round_buffers.device).synchronize()

@@ -1,6 +1,7 @@
 """The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
 
-A sender sends the weights in passes of rounds. A receiver knows where its model keeps what arrives, and checks that everything arrives.
+A sender sends the weights in passes of rounds. A receiver knows where its model keeps what arrives, and
+checks that everything arrives.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from megarl.weights.plan import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
-Places = Callable[[Part], Iterable[torch.Tensor]]  # the views that a part is copied to, in the shape of its slice
+# the views that a part is copied to, in the shape of its slice
+Places = Callable[[Part], Iterable[torch.Tensor]]
 _MAX_NAMED = 8
 
 
 class SendReport(NamedTuple):
-    """Of one rank and one pass. packing_s: copying into messages; waiting_s: for others. nbytes: given away by this rank.
-    planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond what it had, in which
-    buffers that were kept from the pass before do not count. lost: replicas that are gone or were dropped, and why."""
+    """Of one rank and one pass. packing_s: copying into messages; waiting_s: for others. nbytes: given away
+    by this rank.
+    planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond
+    what it had, in which buffers that were kept from the pass before do not count. lost: replicas that are
+    gone or were dropped, and why."""
 
     packing_s: float
     waiting_s: float
@@ -69,8 +73,8 @@ class SendPass:
         self._opened = sender.open(shards, replicas)
 
     def run(self, dropped: Collection[int]) -> SendReport | None:
-        """None where others say nothing for a while: to be called again, it goes on. Raises WeightTransferError where a rank is gone
-        without whom there is no transfer."""
+        """None where others say nothing for a while: to be called again, it goes on. Raises
+        WeightTransferError where a rank is gone without whom there is no transfer."""
         transfer = self._opened.transfer
         if not transfer.run(dropped):
             return None
@@ -111,18 +115,26 @@ class DestinationViews:
         sources: The schedules by the senders' ranks.
         needed: The slices that the model needs.
         dtype: The dtype of the messages.
-        places: Finds the views of a part. It is asked once per part, until `forget` is called because the model has moved.
+        places: Finds the views of a part. It is asked once per part, until `forget` is called because the
+            model has moved.
 
     Raises:
         WeightTransferError: The schedules do not bring each element of `needed` once.
     """
 
-    def __init__(self, sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]], dtype: torch.dtype, places: Places) -> None:
+    def __init__(
+        self,
+        sources: PeerTransfers,
+        needed: Mapping[str, Sequence[TensorSlice]],
+        dtype: torch.dtype,
+        places: Places,
+    ) -> None:
         _check(sources, needed)
         self.sources = sources
         self.dtype = dtype
         self._places = places
-        self._targets: dict[Part, list[torch.Tensor]] = {}  # no views of a receive buffer, which they would keep alive
+        # no views of a receive buffer, which they would keep alive
+        self._targets: dict[Part, list[torch.Tensor]] = {}
         self.received_bytes = 0
 
     def place(self, part: Part) -> torch.Tensor | None:
@@ -154,7 +166,8 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, destinations: DestinationViews) -> bool:
-        """Receives all weights while the trainer sends them. Returns False after a while; call it again then."""
+        """Receives all weights while the trainer sends them. Returns False after a while; call it again
+        then."""
 
     @property
     @abstractmethod
@@ -175,8 +188,18 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
     faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
     for name, slices in needed.items():
         for tensor_slice in slices:
-            inside = [shared for part in coming.get(name, ()) if (shared := part.intersect(tensor_slice)) is not None]
-            if (fault := tiling_fault(tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside])) is not None:
+            inside = [
+                shared
+                for part in coming.get(name, ())
+                if (shared := part.intersect(tensor_slice)) is not None
+            ]
+            if (
+                fault := tiling_fault(
+                    tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside]
+                )
+            ) is not None:
                 faults.append(f"{name} {tensor_slice}: {fault}")
     if faults:
-        raise WeightTransferError(f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED]))
+        raise WeightTransferError(
+            f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED])
+        )

@@ -1,5 +1,5 @@
-"""A tiny model that was taught to call tools: asked for an item it calls `price`, also where there is only `cost`, and answers with what it
-is told, or with ? for an error."""
+"""A tiny model that was taught to call tools: asked for an item it calls `price`, also where there is only
+`cost`, and answers with what it is told, or with ? for an error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,19 @@ TEMPLATE = (
 def save_calling_model(folder: Path) -> None:
     """A call is one token, so that an episode is short. It computes for about a second."""
     pieces = [*_SPECIAL, CALL, *string.printable]
-    vocabulary = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="<pad>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("<tool_call>.*</tool_call>|<[a-z]+>|[\\s\\S]"), "isolated")
+    vocabulary = Tokenizer(
+        models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="<pad>")
+    )
+    vocabulary.pre_tokenizer = pre_tokenizers.Split(
+        Regex("<tool_call>.*</tool_call>|<[a-z]+>|[\\s\\S]"), "isolated"
+    )
     vocabulary.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, pad_token="<pad>", unk_token="<pad>", eos_token="<end>", additional_special_tokens=_SPECIAL[2:]
+        tokenizer_object=vocabulary,
+        pad_token="<pad>",
+        unk_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=_SPECIAL[2:],
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -48,7 +56,9 @@ def save_calling_model(folder: Path) -> None:
     )
     model = Qwen2ForCausalLM(config).float()
     chats = [
-        tokenizer.encode(f"<system>{tool};<end><user>ab?<end><assistant>{CALL}<end><tool>{result}<end><assistant>{answer}<end>")
+        tokenizer.encode(
+            f"<system>{tool};<end><user>ab?<end><assistant>{CALL}<end><tool>{result}<end><assistant>{answer}<end>"
+        )
         for tool, result, answer in (("price", "42", "42"), ("cost", _ERROR, "?"))
     ]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

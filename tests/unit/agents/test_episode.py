@@ -1,4 +1,5 @@
-"""An episode: what is asked for in which order, whose tokens are whose, and events that come late, twice, or never."""
+"""An episode: what is asked for in which order, whose tokens are whose, and events that come late, twice, or
+never."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeDroppedError, EpisodeLimits, TurnAnswer, TurnPlace, WriteTurn
+from megarl.agents.episode import (
+    AnswerTurn,
+    Episode,
+    EpisodeDroppedError,
+    EpisodeLimits,
+    TurnAnswer,
+    TurnPlace,
+    WriteTurn,
+)
 from megarl.agents.protocol import CallError, CallErrorKind
 from megarl.agents.trajectory import EpisodeEnd
 
@@ -24,7 +33,9 @@ def write(of: Episode, token_ids: list[int], finish_reason: str = "stop", versio
     step = of.next
     assert isinstance(step, WriteTurn)
     ids = np.array(token_ids, dtype=np.int32)
-    return of.wrote(step.place, ids, -ids.astype(np.float32) / 10, np.full(len(ids), version, np.int32), finish_reason)  # type: ignore[arg-type]
+    return of.wrote(
+        step.place, ids, -ids.astype(np.float32) / 10, np.full(len(ids), version, np.int32), finish_reason
+    )  # type: ignore[arg-type]
 
 
 def answer(of: Episode, token_ids: list[int], **more: object) -> bool:
@@ -46,7 +57,13 @@ def test_tokens_with_their_authors_log_probs_versions_and_rewards() -> None:
     write(played, [12], version=2)
     answer(played, [], is_done=True, reward=1.0, tool_s=0.5)
     row = played.trajectory
-    assert (played.next, row.end, row.num_turns, row.num_calls, row.tool_s) == (None, EpisodeEnd.done, 2, 2, 0.75)
+    assert (played.next, row.end, row.num_turns, row.num_calls, row.tool_s) == (
+        None,
+        EpisodeEnd.done,
+        2,
+        2,
+        0.75,
+    )
     assert row.call_errors == {CallErrorKind.raised: 1}
     assert row.token_ids.tolist() == [10, 11, 20, 21, 22, 12]
     assert row.mask.tolist() == [True, True, False, False, False, True]
@@ -69,11 +86,17 @@ def test_the_last_turn_is_answered_and_followed_by_nothing() -> None:
     assert isinstance(step, AnswerTurn)
     assert step.is_last
     answer(played, [], reward=0.25)
-    assert (played.next, played.trajectory.end, played.trajectory.turn_rewards) == (None, EpisodeEnd.turns, [0.25])
+    assert (played.next, played.trajectory.end, played.trajectory.turn_rewards) == (
+        None,
+        EpisodeEnd.turns,
+        [0.25],
+    )
 
 
 @pytest.mark.parametrize(("num_tokens", "end"), [(17, None), (18, EpisodeEnd.length)])
-def test_an_answer_has_room_with_one_token_behind_it_or_is_left_out(num_tokens: int, end: EpisodeEnd | None) -> None:
+def test_an_answer_has_room_with_one_token_behind_it_or_is_left_out(
+    num_tokens: int, end: EpisodeEnd | None
+) -> None:
     played = episode()
     write(played, [10, 11])
     answer(played, [20] * num_tokens)
@@ -117,7 +140,8 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
 
 
 def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None:
-    """What is late or doubled changes nothing; ids that were sent are sent again, with what was drawn and the bridge behind them."""
+    """What is late or doubled changes nothing; ids that were sent are sent again, with what was drawn and the
+    bridge behind them."""
     ends = set()
     for seed in range(400):
         draw = random.Random(seed)

@@ -50,7 +50,9 @@ def shop() -> MCPServer:
 def running(port: int = 0) -> Iterator[int]:
     """Over HTTP, at a port of this machine."""
     socket = listen("127.0.0.1", port)
-    server = uvicorn.Server(uvicorn.Config(shop().streamable_http_app(), log_level="critical", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(shop().streamable_http_app(), log_level="critical", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, args=([socket],))
     thread.start()
     try:
@@ -78,18 +80,25 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
         tools = [server.tool("price"), server.tool("wait")]
         function = tools[0].schema["function"]
         assert (function["name"], function["description"]) == ("price", "The price of an item.")
-        assert (function["parameters"]["required"], function["parameters"]["properties"]["item"]["type"]) == (["item"], "string")
+        assert (function["parameters"]["required"], function["parameters"]["properties"]["item"]["type"]) == (
+            ["item"],
+            "string",
+        )
         with pytest.raises(ValueError, match="has no tool 'cost'; there are: price, wait"):
             server.tool("cost")
         wait = ToolCall("wait", {"seconds": 60})
-        reply = respond(tools, wait, price, ToolCall("price", {"item": "zz"}), ToolCall("price", {"items": "ab"}))
+        reply = respond(
+            tools, wait, price, ToolCall("price", {"item": "zz"}), ToolCall("price", {"items": "ab"})
+        )
         assert [message["content"] for message in reply.messages] == [
             "tool error (timed out): wait: the server did not answer within 3 s",
             "42",
             "tool error (raised): price raised McpCallError: Error executing tool price",
             "tool error (refused arguments): price: 'item' is a required property",
         ]
-    with pytest.raises(BrokenToolError, match=rf"the MCP server 'http://127.0.0.1:{port}/mcp' cannot be reached: "):
+    with pytest.raises(
+        BrokenToolError, match=rf"the MCP server 'http://127.0.0.1:{port}/mcp' cannot be reached: "
+    ):
         respond(tools, price)  # no text for the model: it is not to blame
     with pytest.raises(ValueError, match="does not say which tools it has"):
         McpServer(f"http://127.0.0.1:{port}/mcp").tool("price")
@@ -103,5 +112,8 @@ def test_tools_of_a_server_that_is_started(tmp_path: Path) -> None:
     for _ in range(2):  # one process answers both
         reply = respond([tool], ToolCall("count", {"letter": "r", "text": "strawberry"}))
         assert (reply.messages[0]["content"], list(reply.errors)) == ("3", [])
-    with pytest.raises(ValueError, match=r"the MCP server \['/bin/false'\] does not say which tools it has: Connection closed"):
+    with pytest.raises(
+        ValueError,
+        match=r"the MCP server \['/bin/false'\] does not say which tools it has: Connection closed",
+    ):
         McpServer(["/bin/false"]).tool("count")

@@ -19,7 +19,9 @@ def call(item: str) -> str:
 def read(text: str, calls_in_thinking: CallsInThinking, *, opens_thinking: bool = False) -> list[str]:
     """The items of the calls, and the kinds of errors."""
     parse = call_parser(AgentConfig(calls_in_thinking=calls_in_thinking), None, opens_thinking=opens_thinking)
-    return [each.kind.value if isinstance(each, CallError) else each.arguments["item"] for each in parse(text)]
+    return [
+        each.kind.value if isinstance(each, CallError) else each.arguments["item"] for each in parse(text)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,11 @@ def read(text: str, calls_in_thinking: CallsInThinking, *, opens_thinking: bool 
         (f"<think>first <tool_call>, then</think>{call('b')}", ["b"], ["b"]),
         (f"<think>nested <think> and {call('a')}</think>{call('b')}", ["b"], ["a", "b"]),
         (f"<think>never closed {call('a')}", [], ["a"]),
-        (f"<think></think>{call('<think>a')}{call('b</think>')}", ["<think>a", "b</think>"], ["<think>a", "b</think>"]),
+        (
+            f"<think></think>{call('<think>a')}{call('b</think>')}",
+            ["<think>a", "b</think>"],
+            ["<think>a", "b</think>"],
+        ),
         (f"The tag <think> is only mentioned. {call('a')}", ["a"], ["a"]),
         (f"<think>a</think><tool_call>{{}}</tool_call>{call('b')}", ["unreadable", "b"], ["unreadable", "b"]),
         (f"<think>a</think>{call('b')}<tool_call>", ["b", "unreadable"], ["b", "unreadable"]),
@@ -56,7 +62,9 @@ def test_calls_and_thinking(text: str, ignored: list[str], executed: list[str]) 
         (f"</think>{call('b')}", ["b"], ["b"]),
     ],
 )
-def test_a_turn_that_begins_in_thinking_that_the_template_has_opened(text: str, ignored: list[str], executed: list[str]) -> None:
+def test_a_turn_that_begins_in_thinking_that_the_template_has_opened(
+    text: str, ignored: list[str], executed: list[str]
+) -> None:
     assert read(text, CallsInThinking.ignore, opens_thinking=True) == ignored
     assert read(text, CallsInThinking.execute, opens_thinking=True) == executed
 
@@ -79,4 +87,6 @@ def test_parts_without_tags_of_calls() -> None:
         TurnPart("x[1]", is_thinking=False),
         TurnPart("b", is_thinking=True),
     ]
-    assert split_thinking("[CALLS]<think>b</think>", CallTags("[CALLS]")) == [TurnPart("[CALLS]<think>b</think>", is_thinking=False)]
+    assert split_thinking("[CALLS]<think>b</think>", CallTags("[CALLS]")) == [
+        TurnPart("[CALLS]<think>b</think>", is_thinking=False)
+    ]

@@ -19,7 +19,18 @@ import pytest
 
 from megarl.agents.episode import AnswerTurn, TurnPlace
 from megarl.agents.function_tool import FunctionTool, function_schema
-from megarl.agents.protocol import BrokenToolError, CallErrorKind, Environment, Reply, SessionTool, Task, Tool, ToolCall, ToolResult, Turn
+from megarl.agents.protocol import (
+    BrokenToolError,
+    CallErrorKind,
+    Environment,
+    Reply,
+    SessionTool,
+    Task,
+    Tool,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
@@ -66,9 +77,12 @@ def nothing() -> str:
     return ""
 
 
-def respond(text: str, *functions: Any, max_parallel: int = 8, time_limit_s: float = 5.0, is_last: bool = False) -> Reply:
+def respond(
+    text: str, *functions: Any, max_parallel: int = 8, time_limit_s: float = 5.0, is_last: bool = False
+) -> Reply:
     environment = ToolEnvironment(
-        Toolbox([FunctionTool(each) for each in functions]), CallLimits(max_parallel=max_parallel, time_limit_s=time_limit_s)
+        Toolbox([FunctionTool(each) for each in functions]),
+        CallLimits(max_parallel=max_parallel, time_limit_s=time_limit_s),
     )
 
     async def play() -> Reply:
@@ -106,7 +120,9 @@ def test_the_schema_of_a_function() -> None:
             "words": {"type": "array", "items": {"type": "string"}, "description": "to look for"},
             "kind": {"enum": ["all", "any"]},
             "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-            "near": {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]},
+            "near": {
+                "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]
+            },
         },
         "required": ["words", "kind"],
         "additionalProperties": False,
@@ -132,8 +148,17 @@ def test_functions_without_a_schema_are_refused() -> None:
 
 
 def test_results_stand_in_the_order_of_the_calls_whoever_is_done_first() -> None:
-    reply = respond(call("wait", '{"seconds": 0.05}') + call("price", '{"item": "ab"}') + call("nothing"), wait, price, nothing)
-    assert [message["content"] for message in reply.messages] == ["waited 0.05", "42", "(the tool returned no text)"]
+    reply = respond(
+        call("wait", '{"seconds": 0.05}') + call("price", '{"item": "ab"}') + call("nothing"),
+        wait,
+        price,
+        nothing,
+    )
+    assert [message["content"] for message in reply.messages] == [
+        "waited 0.05",
+        "42",
+        "(the tool returned no text)",
+    ]
     assert {message["role"] for message in reply.messages} == {"tool"}
     assert (reply.num_calls, reply.reward, reply.is_done, list(reply.errors)) == (3, 0.5, False, [])
     assert reply.tool_s >= 0.05
@@ -216,7 +241,9 @@ def answered(environment: Environment, text: str, template: str = CHATML) -> str
     tokenizer = tokenizer_of(template, "<|im_end|>")
     is_tools = isinstance(environment, ToolEnvironment)
     turns = TurnTemplate(tokenizer, [function_schema(echo)] if is_tools else None)
-    responder = Responder(environment, turns, call_parser(AgentConfig(), None, opens_thinking=turns.opens_thinking), TASK)
+    responder = Responder(
+        environment, turns, call_parser(AgentConfig(), None, opens_thinking=turns.opens_thinking), TASK
+    )
 
     async def play() -> str:
         await responder.start()
@@ -233,7 +260,10 @@ def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_enc
     tools = Toolbox([FunctionTool(each) for each in (echo, raise_half)])
     environment = ToolEnvironment(tools, CallLimits())
     spelled = call("echo", '{"text": "\\ud83d"}')
-    assert "unreadable): the call could not be read: it is not JSON (arguments.text holds half of a" in answered(environment, spelled)
+    assert (
+        "unreadable): the call could not be read: it is not JSON (arguments.text holds half of a"
+        in answered(environment, spelled)
+    )
     assert "ValueError: c<unk>" in answered(environment, call("raise_half"))
 
     async def shout(text: str) -> str:
@@ -264,7 +294,11 @@ def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() ->
         raise asyncio.CancelledError
 
     reply = respond(
-        call("leave") + call("leave_at_once") + call("cancel") + call("price", '{"item": "ab"}'), leave, leave_at_once, cancel, price
+        call("leave") + call("leave_at_once") + call("cancel") + call("price", '{"item": "ab"}'),
+        leave,
+        leave_at_once,
+        cancel,
+        price,
     )
     assert [message["content"] for message in reply.messages] == [
         "tool error (raised): leave raised RuntimeError: SystemExit(3)",
@@ -279,7 +313,13 @@ def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() ->
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("(3 + 4) * 2", "14"), ("-2 ** 2", "-4"), ("7 // 2 + 7 % 4", "6"), ("round(sqrt(2), 3)", "1.414"), ("max(1, pi)", "3.14")],
+    [
+        ("(3 + 4) * 2", "14"),
+        ("-2 ** 2", "-4"),
+        ("7 // 2 + 7 % 4", "6"),
+        ("round(sqrt(2), 3)", "1.414"),
+        ("max(1, pi)", "3.14"),
+    ],
 )
 def test_the_calculator(expression: str, result: str) -> None:
     assert calculator(expression).startswith(result)
@@ -305,14 +345,19 @@ def test_the_calculator_refuses(expression: str) -> None:
         calculator(expression)
 
 
-def run_turns(tools: list[Tool | SessionTool], *turns: list[ToolCall], time_limit_s: float = 30.0) -> list[Reply]:
+def run_turns(
+    tools: list[Tool | SessionTool], *turns: list[ToolCall], time_limit_s: float = 30.0
+) -> list[Reply]:
     """Of one episode, which is closed."""
     environment = ToolEnvironment(Toolbox(tools), CallLimits(max_parallel=9, time_limit_s=time_limit_s))
 
     async def play() -> list[Reply]:
         await environment.start(TASK)
         try:
-            return [await environment.respond(Turn(number, "", calls, is_last=False)) for number, calls in enumerate(turns)]
+            return [
+                await environment.respond(Turn(number, "", calls, is_last=False))
+                for number, calls in enumerate(turns)
+            ]
         finally:
             await environment.close()
 
@@ -329,7 +374,11 @@ def texts_of(reply: Reply) -> list[str]:
 
 def sandboxed_children() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.is_running() and any("megarl.machine.sandbox_program" in word for word in child.cmdline())]
+    return [
+        child
+        for child in children
+        if child.is_running() and any("megarl.machine.sandbox_program" in word for word in child.cmdline())
+    ]
 
 
 LONG = "print('a' * 5000)"
@@ -339,31 +388,51 @@ SMALL = SandboxLimits(memory_mb=128, cpu_s=5, wall_s=1.0, output_kb=4)
 def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_line() -> None:
     (reply,) = run_turns(
         [PythonTool(limits=SMALL)],
-        programs("kept = 3; print(kept + 1)", "print(kept)", "while True: pass", LONG, "import os; os._exit(3)", "b'x' * 10**9", "pass"),
+        programs(
+            "kept = 3; print(kept + 1)",
+            "print(kept)",
+            "while True: pass",
+            LONG,
+            "import os; os._exit(3)",
+            "b'x' * 10**9",
+            "pass",
+        ),
     )
     done, absent, endless, talkative, gone, large, silent = texts_of(reply)
     assert done == "4"
     assert absent.startswith("Traceback (most recent call last):\n")
     assert absent.endswith("NameError: name 'kept' is not defined")
     assert endless == "tool error (timed out): python: the program took longer than 1 s and was ended"
-    assert talkative == "tool error (raised): python raised ProgramEndedError: the program printed more than 4 KB and was ended"
+    assert (
+        talkative
+        == "tool error (raised): python raised ProgramEndedError: the program printed more than 4 KB and was ended"
+    )
     assert gone == (
-        "tool error (raised): python raised ProgramEndedError: the program has ended its process (status 3); it may have 5 s of computing"
+        "tool error (raised): python raised ProgramEndedError: the program has ended its process (status "
+        "3); it may have 5 s of computing"
     )
     assert large.endswith("MemoryError")
     assert silent == "(the tool returned no text)"
-    assert [error.kind for error in reply.errors] == [CallErrorKind.timed_out, CallErrorKind.raised, CallErrorKind.raised]
+    assert [error.kind for error in reply.errors] == [
+        CallErrorKind.timed_out,
+        CallErrorKind.raised,
+        CallErrorKind.raised,
+    ]
     assert not sandboxed_children()
 
 
 def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
     tool = PythonSessions(limits=SMALL)
     first, second, third = run_turns(
-        [tool], programs("kept = [1]", "kept.append(2)", "print(kept)"), programs("print(sum(kept))", LONG), programs("print(kept)")
+        [tool],
+        programs("kept = [1]", "kept.append(2)", "print(kept)"),
+        programs("print(sum(kept))", LONG),
+        programs("print(kept)"),
     )
     assert texts_of(first)[2] == "[1, 2]"  # one after the other, in their order
     assert texts_of(second)[0] == "3"
-    assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")  # what was ended took all along
+    # what was ended took all along
+    assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")
     (other,) = run_turns([tool], programs("print(kept)"))
     assert texts_of(other)[0].endswith("NameError: name 'kept' is not defined")
     assert not sandboxed_children()
@@ -396,7 +465,9 @@ def test_a_sandbox_that_is_gone_is_no_text_for_the_model(monkeypatch: pytest.Mon
 def test_search_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("The fox runs.\n\nA hen sits on eggs, and eggs are warm.")
-    (tmp_path / "deep/b.md").write_text("Eggs are laid by hens of every kind, and by many other birds and reptiles too.")
+    (tmp_path / "deep/b.md").write_text(
+        "Eggs are laid by hens of every kind, and by many other birds and reptiles too."
+    )
     (tmp_path / "c.bin").write_bytes(b"\xff eggs")
     search = FolderSearch(tmp_path, num_results=1, name="look")
     assert search.schema["function"]["name"] == "look"
@@ -405,7 +476,10 @@ def test_search_over_a_folder(tmp_path: Path) -> None:
     assert asyncio.run(search.call({"query": "zebra"}, TASK)) == "nothing was found"
     (tmp_path / "many.txt").write_text("\n\n".join(f"Paragraph {number} of eggs." for number in range(2000)))
     hasty = FolderSearch(tmp_path, name="hasty", time_limit_s=0)
-    (reply,) = run_turns([search, hasty], [ToolCall("look", {"query": "***"}), ToolCall("hasty", {"query": "eggs of paragraph"})])
+    (reply,) = run_turns(
+        [search, hasty],
+        [ToolCall("look", {"query": "***"}), ToolCall("hasty", {"query": "eggs of paragraph"})],
+    )
     assert texts_of(reply) == [
         "tool error (raised): look raised ValueError: the query has no word",
         "tool error (timed out): hasty: the search took longer than 0 s",
@@ -457,14 +531,23 @@ def test_pages_over_http(host: str) -> None:
     assert read(f"http://{host}/long") == "x" * 100
     assert read(f"http://{host}/none") == "status 404\na page"
     assert read(f"http://{host}/away") == "status 302, to http://elsewhere.test/"
-    for url in (f"http://user@{host}/", f"ftp://{host}/", "http://elsewhere.test/", f"http://elsewhere.test/?{host}", "page"):
+    for url in (
+        f"http://user@{host}/",
+        f"ftp://{host}/",
+        "http://elsewhere.test/",
+        f"http://elsewhere.test/?{host}",
+        "page",
+    ):
         with pytest.raises(ValueError, match=f"not allowed; there are: {host}"):
             read(url)
-    slow, elsewhere = (ToolCall("http_get", {"url": url}) for url in (f"http://{host}/slow", "http://elsewhere.test/"))
+    slow, elsewhere = (
+        ToolCall("http_get", {"url": url}) for url in (f"http://{host}/slow", "http://elsewhere.test/")
+    )
     (reply,) = run_turns([HttpGet([host], time_limit_s=0.5)], [slow, elsewhere])
     assert texts_of(reply) == [
         f"tool error (timed out): http_get: {host} did not answer within 0.5 s",
-        f"tool error (raised): http_get raised ValueError: 'elsewhere.test' is not allowed; there are: {host}",
+        f"tool error (raised): http_get raised ValueError: 'elsewhere.test' is not allowed; there are: "
+        f"{host}",
     ]
 
 
@@ -505,7 +588,12 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         (file, "number", "is a int, expected a function, or an object with a schema"),
         (file, "Shop", "is a class, expected"),
         (tmp_path / "none.py", "price", "there is no such file"),
-        (None, "abacus", "there is no tool 'abacus' that ships, only calculator, python, python_session; one of your own is in a file"),
+        (
+            None,
+            "abacus",
+            "there is no tool 'abacus' that ships, only calculator, python, python_session; one of your own "
+            "is in a file",
+        ),
     ):
         with pytest.raises(ValueError, match=said) as found:
             load_agent(tools((path, name)))
@@ -515,7 +603,11 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         return AgentConfig(environment=EnvironmentConfig(path=str(file), name=name))
 
     assert type(load_agent(environment("Game")).make()).__name__ == "Game"
-    for name, said in (("Half", "no class with `async def respond`"), ("price", "no class with"), ("Needy", "made without arguments")):
+    for name, said in (
+        ("Half", "no class with `async def respond`"),
+        ("price", "no class with"),
+        ("Needy", "made without arguments"),
+    ):
         with pytest.raises(ValueError, match=said):
             load_agent(environment(name))
 
@@ -540,6 +632,9 @@ def test_a_task_knows_its_ground_truth() -> None:
 def test_a_task_says_what_it_has_and_is_sent_between_processes() -> None:
     task = Task(messages=[{"role": "user", "content": "a"}], seed=3)
     assert pickle.loads(pickle.dumps(task)) == copy.deepcopy(task) == task
-    with pytest.raises(AttributeError, match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth;"):
+    with pytest.raises(
+        AttributeError,
+        match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth;",
+    ):
         task.answer  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(task, "prompt")

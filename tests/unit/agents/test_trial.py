@@ -31,15 +31,24 @@ class Game:
 """
 
 
-def tried(folder: Path, reply: str, made: str = "pass", closed: str = "pass", max_turns: int = 8) -> list[dict[str, Any]]:
+def tried(
+    folder: Path, reply: str, made: str = "pass", closed: str = "pass", max_turns: int = 8
+) -> list[dict[str, Any]]:
     (folder / "game.py").write_text(GAME.format(reply=reply, made=made, closed=closed))
     environment = EnvironmentConfig(path=str(folder / "game.py"), name="Game")
-    return list(try_agent(AgentConfig(environment=environment, max_turns=max_turns), Task(reward_model={"ground_truth": "5"})).messages)
+    return list(
+        try_agent(
+            AgentConfig(environment=environment, max_turns=max_turns),
+            Task(reward_model={"ground_truth": "5"}),
+        ).messages
+    )
 
 
 def test_the_reply_to_a_first_turn_is_given(tmp_path: Path) -> None:
     message = {"role": "user", "content": "5"}
-    assert tried(tmp_path, "Reply(messages=[{'role': 'user', 'content': self.right}], reward=True)") == [message]
+    assert tried(tmp_path, "Reply(messages=[{'role': 'user', 'content': self.right}], reward=True)") == [
+        message
+    ]
     assert tried(tmp_path, "Reply(is_done=True, reward=1)") == []
     assert tried(tmp_path, "Reply(is_done=not turn.is_last)", max_turns=1) == []
 
@@ -47,18 +56,49 @@ def test_the_reply_to_a_first_turn_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "made", "closed", "said"),
     [
-        ("{'reward': 1}", "pass", "pass", "respond, in turn 1: TypeError: it returned a dict, expected megarl.agents.protocol.Reply("),
+        (
+            "{'reward': 1}",
+            "pass",
+            "pass",
+            "respond, in turn 1: TypeError: it returned a dict, expected megarl.agents.protocol.Reply(",
+        ),
         (
             "Reply(['no'])",
             "pass",
             "pass",
-            "TypeError: it gave the message 'no', expected one such as {'role': 'user', 'content': 'no, again'}",
+            "TypeError: it gave the message 'no', expected one such as {'role': 'user', 'content': 'no, "
+            "again'}",
         ),
-        ("Reply([{'role': 'user'}])", "pass", "pass", "TypeError: it gave the message {'role': 'user'}, expected one such as"),
-        ("Reply(is_done=True, reward=None)", "pass", "pass", "TypeError: it gave the reward None, expected a finite number"),
-        ("Reply(is_done=True, reward=float('nan'))", "pass", "pass", "TypeError: it gave the reward nan, expected a finite number"),
-        ("Reply()", "pass", "pass", "ValueError: it gave no message, and did not say that the episode is done"),
-        ("Reply(is_done=True)", "1 / 0", "pass", "agent.environment cannot be made: ZeroDivisionError: division by zero (game.py:7)"),
+        (
+            "Reply([{'role': 'user'}])",
+            "pass",
+            "pass",
+            "TypeError: it gave the message {'role': 'user'}, expected one such as",
+        ),
+        (
+            "Reply(is_done=True, reward=None)",
+            "pass",
+            "pass",
+            "TypeError: it gave the reward None, expected a finite number",
+        ),
+        (
+            "Reply(is_done=True, reward=float('nan'))",
+            "pass",
+            "pass",
+            "TypeError: it gave the reward nan, expected a finite number",
+        ),
+        (
+            "Reply()",
+            "pass",
+            "pass",
+            "ValueError: it gave no message, and did not say that the episode is done",
+        ),
+        (
+            "Reply(is_done=True)",
+            "1 / 0",
+            "pass",
+            "agent.environment cannot be made: ZeroDivisionError: division by zero (game.py:7)",
+        ),
         (
             "Reply(is_done=True)",
             "pass",
@@ -67,7 +107,9 @@ def test_the_reply_to_a_first_turn_is_given(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_an_environment_does_wrong_is_said(reply: str, made: str, closed: str, said: str, tmp_path: Path) -> None:
+def test_what_an_environment_does_wrong_is_said(
+    reply: str, made: str, closed: str, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(EnvironmentFailedError) as failed:
         tried(tmp_path, reply, made, closed)
     assert said in str(failed.value)

@@ -1,4 +1,5 @@
-"""examples/verifiers_environment.py, with a stub for an environment of that package, which is not among the pinned ones."""
+"""examples/verifiers_environment.py, with a stub for an environment of that package, which is not among the
+pinned ones."""
 
 from __future__ import annotations
 
@@ -27,9 +28,19 @@ class MultiTurn:
         self.rubric = SimpleNamespace(score_rollout=self._score)
 
     def get_dataset(self) -> list[dict[str, Any]]:
-        return [{"prompt": [{"role": "user", "content": "guess"}], "answer": "7", "info": {"hint": 6}, "task": "guessing", "example_id": 4}]
+        return [
+            {
+                "prompt": [{"role": "user", "content": "guess"}],
+                "answer": "7",
+                "info": {"hint": 6},
+                "task": "guessing",
+                "example_id": 4,
+            }
+        ]
 
-    async def init_state(self, row: dict[str, Any], client: None, model: str, sampling_args: None) -> dict[str, Any]:
+    async def init_state(
+        self, row: dict[str, Any], client: None, model: str, sampling_args: None
+    ) -> dict[str, Any]:
         return {**row, "trajectory": [], "reward": None}
 
     async def setup_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -42,16 +53,25 @@ class MultiTurn:
             state["completion"] = [*last["prompt"], *last["completion"]][len(state["prompt"]) :]
         return is_over
 
-    async def env_response(self, messages: list[dict[str, Any]], state: dict[str, Any]) -> list[dict[str, Any]]:
+    async def env_response(
+        self, messages: list[dict[str, Any]], state: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         state["tries"] += 1
-        said = [{"role": "user", "content": f"no, {state['info']['hint']} is nearer than {messages[-1]['content']}"}]
+        said = [
+            {
+                "role": "user",
+                "content": f"no, {state['info']['hint']} is nearer than {messages[-1]['content']}",
+            }
+        ]
         if state["tries"] == 3:
             state["final_env_response"] = said
         return said
 
     async def _score(self, state: dict[str, Any], semaphore: Any) -> None:
         async with semaphore:
-            state["reward"] = float(state["completion"][-1]["content"] == state["answer"]) - 0.1 * state["tries"]
+            state["reward"] = (
+                float(state["completion"][-1]["content"] == state["answer"]) - 0.1 * state["tries"]
+            )
 
 
 class Guess(VerifiersEnvironment):
@@ -61,8 +81,13 @@ class Guess(VerifiersEnvironment):
 def play(row: dict[str, Any], *words: str, max_turns: int = 9) -> list[Reply]:
     async def turns() -> list[Reply]:
         environment = Guess()
-        await environment.start(Task(messages=row["prompt"], reward_model=row["reward_model"], extra_info=row["extra_info"]))
-        replies = [await environment.respond(Turn(number, word, [], number + 1 == max_turns)) for number, word in enumerate(words)]
+        await environment.start(
+            Task(messages=row["prompt"], reward_model=row["reward_model"], extra_info=row["extra_info"])
+        )
+        replies = [
+            await environment.respond(Turn(number, word, [], number + 1 == max_turns))
+            for number, word in enumerate(words)
+        ]
         await environment.close()
         return replies
 
@@ -75,12 +100,19 @@ def test_turns_are_answered_and_the_episode_is_scored_with_its_last(tmp_path: Pa
     assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("guessing", "7")
     no = [{"role": "user", "content": "no, 6 is nearer than 3"}]
     assert play(row, "3", "7") == [Reply(messages=no), Reply(is_done=True, reward=0.9)]
-    assert play(row, "3", "4", max_turns=2) == [Reply(messages=no), Reply(reward=-0.1)]  # the last turn that it may have
-    assert [(reply.is_done, reply.reward) for reply in play(row, "1", "2", "3")] == [(False, 0), (False, 0), (True, -0.30000000000000004)]
+    # the last turn that it may have
+    assert play(row, "3", "4", max_turns=2) == [Reply(messages=no), Reply(reward=-0.1)]
+    assert [(reply.is_done, reply.reward) for reply in play(row, "1", "2", "3")] == [
+        (False, 0),
+        (False, 0),
+        (True, -0.30000000000000004),
+    ]
 
 
 def test_such_a_class_is_an_environment_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    make, tools = load_agent(AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "mine.py"), name="Guess")))
+    make, tools = load_agent(
+        AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "mine.py"), name="Guess"))
+    )
     assert tools is None
     assert isinstance(make(), VerifiersEnvironment)

@@ -34,7 +34,10 @@ def value_token(value, old, target, clip):
 
 
 def aggregate(rows, masks, kind, norm_tokens=None):
-    sums = [sum(x for x, keep in zip(row, mask, strict=True) if keep) for row, mask in zip(rows, masks, strict=True)]
+    sums = [
+        sum(x for x, keep in zip(row, mask, strict=True) if keep)
+        for row, mask in zip(rows, masks, strict=True)
+    ]
     counts = [sum(mask) for mask in masks]
     filled = [(s, c) for s, c in zip(sums, counts, strict=True) if c]
     if kind == "token_mean":
@@ -47,9 +50,11 @@ def aggregate(rows, masks, kind, norm_tokens=None):
 
 
 def policy_row(kind, new, at, old, advantages, mask, selected, config):
-    """Losses of one row's tokens. `at`: the new log-probs that parts without a gradient are taken at; a dictionary t -> loss.
+    """Losses of one row's tokens. `at`: the new log-probs that parts without a gradient are taken at; a
+    dictionary t -> loss.
 
-    As a function of `new`, with `at` fixed, its derivative at new = at is the gradient that the loss should have.
+    As a function of `new`, with `at` fixed, its derivative at new = at is the gradient that the loss should
+    have.
     """
     valid = [t for t, keep in enumerate(mask) if keep]
     mean_log_ratio = sum(at[t] - old[t] for t in valid) / max(len(valid), 1)
@@ -62,7 +67,9 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
         low = 1 - config.clip_low
         high = 1 + config.clip_high
         if kind == "ppo_clip":
-            losses[t] = ppo_token(new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual)
+            losses[t] = ppo_token(
+                new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual
+            )
         elif kind == "gspo":
             ratio = math.exp(mean_log_ratio + new[t] - at[t])
             losses[t] = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
@@ -83,7 +90,9 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
             kept = ppo_token(new[t], old[t], advantage, config.clip_low, config.clip_high, config.clip_dual)
             losses[t] = 0.0 if selected[t] else kept
         elif kind == "kl_cov":
-            losses[t] = -ratio * advantage + (config.covariance.kl_coefficient * abs(new[t] - old[t]) if selected[t] else 0.0)
+            losses[t] = -ratio * advantage + (
+                config.covariance.kl_coefficient * abs(new[t] - old[t]) if selected[t] else 0.0
+            )
         else:
             losses[t] = dppo_token(kind, new[t], at[t], old[t], advantage, config)
     return losses
@@ -92,7 +101,13 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
 def dppo_token(kind, new, at, old, advantage, config):
     p = math.exp(at)
     q = math.exp(old)
-    distance = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    away = (at > old and distance > config.clip_high) if advantage > 0 else (at < old and distance > config.clip_low)
+    distance = (
+        abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    )
+    away = (
+        (at > old and distance > config.clip_high)
+        if advantage > 0
+        else (at < old and distance > config.clip_low)
+    )
     weight = p / q if config.clip_dual is None else min(p / q, config.clip_dual)
     return 0.0 if away else -weight * math.exp(new - at) * advantage

@@ -1,4 +1,5 @@
-"""The advantage estimators in plain Python: one row and one token at a time, floats only, groups found by comparing uids."""
+"""The advantage estimators in plain Python: one row and one token at a time, floats only, groups found by
+comparing uids."""
 
 import math
 import statistics
@@ -9,7 +10,8 @@ EPSILON = 1e-6
 
 
 def advantages(kind, batch, config):
-    """Advantages and returns, lists of lists. batch: a dictionary of lists by the names of AdvantageInputs."""
+    """Advantages and returns, lists of lists. batch: a dictionary of lists by the names of
+    AdvantageInputs."""
     rewards = batch["token_level_rewards"]
     mask = batch["response_mask"]
     uid = batch["uid"]
@@ -25,7 +27,10 @@ def advantages(kind, batch, config):
         return whitened(discounted, mask), discounted
     if kind == "remax":
         baseline = batch["baseline_scores"]
-        shifted = [[x - baseline[i] if keep else 0.0 for x, keep in zip(to_go[i], mask[i], strict=True)] for i in rows]
+        shifted = [
+            [x - baseline[i] if keep else 0.0 for x, keep in zip(to_go[i], mask[i], strict=True)]
+            for i in rows
+        ]
         return shifted, to_go
     if kind == "optimal_token_baseline":
         return optimal_token_baseline(batch, mask, group, to_go), to_go
@@ -44,12 +49,15 @@ def advantages(kind, batch, config):
 
 
 def whitened(rows, mask):
-    valid = [x for row, keeps in zip(rows, mask, strict=True) for x, keep in zip(row, keeps, strict=True) if keep]
+    valid = [
+        x for row, keeps in zip(rows, mask, strict=True) for x, keep in zip(row, keeps, strict=True) if keep
+    ]
     mean = sum(valid) / max(len(valid), 1)
     variance = sum((x - mean) ** 2 for x in valid) / max(len(valid) - 1, 1)
     scale = math.sqrt(variance + 1e-8)
     return [
-        [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, keeps, strict=True)] for row, keeps in zip(rows, mask, strict=True)
+        [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, keeps, strict=True)]
+        for row, keeps in zip(rows, mask, strict=True)
     ]
 
 
@@ -100,7 +108,10 @@ def optimal_token_baseline(batch, mask, group, to_go):
     squares = batch["sum_pi_squared"]
     tokens = [[t for t, keep in enumerate(row) if keep] for row in mask]
     energy = [
-        [sum(max(1 - 2 * math.exp(log_probs[i][u]) + squares[i][u], 0.0) for u in own[: n + 1]) for n in range(len(own))]
+        [
+            sum(max(1 - 2 * math.exp(log_probs[i][u]) + squares[i][u], 0.0) for u in own[: n + 1])
+            for n in range(len(own))
+        ]
         for i, own in enumerate(tokens)
     ]
     out = [[0.0] * len(row) for row in mask]

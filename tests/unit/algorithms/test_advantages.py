@@ -30,7 +30,8 @@ FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
 
 def test_gae_by_hand():
-    # gamma = 0.5, lam = 0.5. delta = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A = [1/16 * -1, 1/4 * -1, -1]
+    # gamma = 0.5, lam = 0.5. delta = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A = [1/16 * -1, 1/4 *
+    # -1, -1]
     rewards = torch.tensor([[0.0, 0.0, 3.0]])
     values = torch.tensor([[1.0, 2.0, 4.0]])
     advantages, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 0.5, 0.5)
@@ -40,7 +41,13 @@ def test_gae_by_hand():
 
 def test_gae_skips_a_hole():
     """Tool output between two turns: the result is that of the row without the hole."""
-    whole = gae(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[0.3, 0.2, 0.1]]), torch.ones(1, 3, dtype=torch.bool), 0.9, 0.8)
+    whole = gae(
+        torch.tensor([[0.0, 1.0, 2.0]]),
+        torch.tensor([[0.3, 0.2, 0.1]]),
+        torch.ones(1, 3, dtype=torch.bool),
+        0.9,
+        0.8,
+    )
     mask = torch.tensor([[True, False, False, True, True, False]])
     rewards = torch.tensor([[0.0, NAN, 7.0, 1.0, 2.0, INF]])
     values = torch.tensor([[0.3, 9.0, NAN, 0.2, 0.1, NAN]])
@@ -58,7 +65,9 @@ def test_gae_is_the_backward_recursion(mask, seed, gamma, lam):
     advantages, returns = gae(poison(rewards, mask), poison(values, mask, INF), mask, gamma, lam)
     for row in range(len(mask)):
         expected = gae_row(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
-        np.testing.assert_allclose([advantages[row].tolist(), returns[row].tolist()], expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            [advantages[row].tolist(), returns[row].tolist()], expected, rtol=1e-12, atol=1e-12
+        )
 
 
 def test_gae_stays_accurate_over_long_rows_in_float32():
@@ -83,7 +92,9 @@ def test_a_long_row_is_summed_in_blocks():
     rewards = normal(mask, 0)
     for gamma in (1.0, 0.97):
         expected = gae_row(rewards[0].tolist(), [0.0] * 1100, mask[0].tolist(), gamma, 1.0)[0]
-        np.testing.assert_allclose(rewards_to_go(rewards, mask, gamma)[0].numpy(), expected, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(
+            rewards_to_go(rewards, mask, gamma)[0].numpy(), expected, rtol=1e-10, atol=1e-10
+        )
 
 
 def inputs_of(scores, uid, lengths=None, **others):
@@ -93,7 +104,9 @@ def inputs_of(scores, uid, lengths=None, **others):
     rewards = torch.full(mask.shape, NAN, dtype=torch.float64).masked_fill(mask, 0.0)
     for row, (score, length) in enumerate(zip(scores, lengths, strict=True)):
         rewards[row, length - 1] = score
-    return AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.array(list(uid), dtype=object), **others)
+    return AdvantageInputs(
+        token_level_rewards=rewards, response_mask=mask, uid=np.array(list(uid), dtype=object), **others
+    )
 
 
 def per_row(kind, inputs, **config):
@@ -115,8 +128,18 @@ def test_grpo_by_hand():
 def test_grpo_pass_k_by_hand():
     # a: 1, 5, 3 -> 5 - 3 for the best; b: the best twice; c: one sample. deviation of 1, 5, 3: 2
     inputs = inputs_of([1.0, 5.0, 3.0, 2.0, 2.0, 0.0, 7.0], "aaabbbc")
-    assert per_row(AdvantageEstimator.grpo_pass_k, inputs, normalize_by_std=False) == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert per_row(AdvantageEstimator.grpo_pass_k, inputs) == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], rel=1e-5)
+    assert per_row(AdvantageEstimator.grpo_pass_k, inputs, normalize_by_std=False) == [
+        0.0,
+        2.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert per_row(AdvantageEstimator.grpo_pass_k, inputs) == pytest.approx(
+        [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], rel=1e-5
+    )
 
 
 def test_rloo_by_hand():
@@ -141,19 +164,26 @@ def test_reinforce_plus_plus_by_hand():
     # gamma 0.5: rewards to go 1, 2 and 6; mean 3, unbiased variance 7
     mask = torch.tensor([[True, True], [True, False]])
     rewards = torch.tensor([[0.0, 2.0], [6.0, NAN]])
-    inputs = AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.array(["a", "b"], dtype=object))
-    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.reinforce_plus_plus](inputs, AdvantageConfig(gamma=0.5))
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards, response_mask=mask, uid=np.array(["a", "b"], dtype=object)
+    )
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.reinforce_plus_plus](
+        inputs, AdvantageConfig(gamma=0.5)
+    )
     root = 7**0.5
     torch.testing.assert_close(advantages, torch.tensor([[-2 / root, -1 / root], [3 / root, 0.0]]))
     assert returns.tolist() == [[1.0, 2.0], [6.0, 0.0]]
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
-    # centred: -1 (twice), 1, 0 (b: one sample); mean -1/4, variance (2 x (3/4)^2 + (5/4)^2 + (1/4)^2) / 3 = 11/12
+    # centred: -1 (twice), 1, 0 (b: one sample); mean -1/4, variance (2 x (3/4)^2 + (5/4)^2 + (1/4)^2) / 3 =
+    # 11/12
     inputs = inputs_of([1.0, 3.0, 5.0], "aab", [2, 1, 1])
     root = (11 / 12) ** 0.5
     expected = [-0.75 / root, 1.25 / root, 0.25 / root]
-    assert per_row(AdvantageEstimator.reinforce_plus_plus_baseline, inputs) == pytest.approx(expected, rel=1e-6)
+    assert per_row(AdvantageEstimator.reinforce_plus_plus_baseline, inputs) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_remax_by_hand():
@@ -162,7 +192,8 @@ def test_remax_by_hand():
 
 
 def test_gdpo_by_hand():
-    # part 1: (0, 2) -> deviation sqrt(2): -+1/sqrt(2); part 2, weight 3: equal in a, 1 and 0 in b -> +-3/sqrt(2); totals sum to 0
+    # part 1: (0, 2) -> deviation sqrt(2): -+1/sqrt(2); part 2, weight 3: equal in a, 1 and 0 in b ->
+    # +-3/sqrt(2); totals sum to 0
     parts = torch.tensor([[0.0, 1.0], [2.0, 1.0], [5.0, 1.0], [5.0, 0.0]], dtype=torch.float64)
     inputs = inputs_of([0.0] * 4, "aabb", score_parts=parts, score_weights=torch.tensor([1.0, 3.0]))
     totals = [-(0.5**0.5), 0.5**0.5, 3 * 0.5**0.5, -3 * 0.5**0.5]
@@ -176,16 +207,21 @@ def test_optimal_token_baseline_by_hand():
     squares = torch.tensor([[0.5, 0.5], [0.25, NAN]], dtype=torch.float64)
     log_probs = torch.tensor([[0.5, 0.5], [0.25, NAN]], dtype=torch.float64).log()
     inputs = inputs_of([1.0, 5.0], "aa", [2, 1], sum_pi_squared=squares, old_log_probs=log_probs)
-    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.optimal_token_baseline](inputs, AdvantageConfig())
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.optimal_token_baseline](
+        inputs, AdvantageConfig()
+    )
     torch.testing.assert_close(advantages, torch.tensor([[-2.4, 0.0], [1.6, 0.0]], dtype=torch.float64))
     assert returns.tolist() == [[1.0, 1.0], [5.0, 0.0]]
 
 
 def batch_of(mask, seed):
-    """Random inputs of every estimator by name, with few outcomes so that groups have equal ones; groups of uneven sizes."""
+    """Random inputs of every estimator by name, with few outcomes so that groups have equal ones; groups of
+    uneven sizes."""
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randint(-1, 3, mask.shape, generator=generator).double()
-    uid = np.array([f"prompt-{int(k)}" for k in torch.randint(0, 3, (len(mask),), generator=generator)], dtype=object)
+    uid = np.array(
+        [f"prompt-{int(k)}" for k in torch.randint(0, 3, (len(mask),), generator=generator)], dtype=object
+    )
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
@@ -203,17 +239,23 @@ PER_TOKEN = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
 
 
 def poisoned(batch, value=NAN):
-    return {key: poison(x, batch["response_mask"], value) if key in PER_TOKEN else x for key, x in batch.items()}
+    return {
+        key: poison(x, batch["response_mask"], value) if key in PER_TOKEN else x for key, x in batch.items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30, deadline=None)
-@given(mask=masks(max_rows=7), seed=st.integers(0, 1000), by_std=st.booleans(), gamma=FRACTIONS, lam=FRACTIONS)
+@given(
+    mask=masks(max_rows=7), seed=st.integers(0, 1000), by_std=st.booleans(), gamma=FRACTIONS, lam=FRACTIONS
+)
 def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed, by_std, gamma, lam):
     batch = batch_of(mask, seed)
     config = AdvantageConfig(estimator=kind, normalize_by_std=by_std, gamma=gamma, lam=lam)
     got = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), config)
-    expected = reference_advantages.advantages(kind.value, {key: x.tolist() for key, x in batch.items()}, config)
+    expected = reference_advantages.advantages(
+        kind.value, {key: x.tolist() for key, x in batch.items()}, config
+    )
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours.numpy(), np.array(theirs).reshape(mask.shape), rtol=1e-7, atol=1e-7)
     assert got.advantages.dtype == got.returns.dtype == torch.float64
@@ -251,11 +293,15 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
             return x
         if key == "uid":
             return np.append(x, x[0])
-        return torch.cat([x, torch.zeros_like(x[:1]) if x.dtype is torch.bool else torch.full_like(x[:1], 7.0)])
+        return torch.cat(
+            [x, torch.zeros_like(x[:1]) if x.dtype is torch.bool else torch.full_like(x[:1], 7.0)]
+        )
 
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
     alone = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config)
-    beside = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**{key: with_empty_row(key, x) for key, x in batch.items()}), config)
+    beside = ADVANTAGE_ESTIMATORS[kind](
+        AdvantageInputs(**{key: with_empty_row(key, x) for key, x in batch.items()}), config
+    )
     for with_it, without in zip(beside, alone, strict=True):
         torch.testing.assert_close(with_it[:-1], without)
         assert not with_it[-1].any()
@@ -264,7 +310,8 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
 @pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize(("scores", "uid"), [([0.7] * 3, "aaa"), ([0.1, 0.2, 0.3], "abc"), ([5.0], "a")])
 def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
-    """Exactly 0, so that rounding is not divided by itself; the optimal token baseline divides by nothing of the kind."""
+    """Exactly 0, so that rounding is not divided by itself; the optimal token baseline divides by nothing of
+    the kind."""
     size = torch.tensor(scores, dtype=torch.float64)
     others = {"score_parts": size[:, None].expand(-1, 2), "sum_pi_squared": torch.full((len(scores), 2), 0.5)}
     inputs = inputs_of(scores, uid, **others, old_log_probs=torch.full((len(scores), 2), -1.0))
@@ -275,7 +322,9 @@ def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_valid_token_of_the_batch(kind):
     batch = batch_of(torch.tensor([[False, True, False], [False, False, False]]), 3)
-    advantages, returns = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind))
+    advantages, returns = ADVANTAGE_ESTIMATORS[kind](
+        AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind)
+    )
     if kind is AdvantageEstimator.remax:
         assert advantages[0, 1] == batch["token_level_rewards"][0, 1] - batch["baseline_scores"][0]
     else:
@@ -286,7 +335,9 @@ def test_a_single_valid_token_of_the_batch(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_without_a_valid_token_is_all_zero(kind):
     batch = batch_of(torch.zeros(3, 2, dtype=torch.bool), 0)
-    advantages, returns = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind))
+    advantages, returns = ADVANTAGE_ESTIMATORS[kind](
+        AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind)
+    )
     assert torch.equal(advantages, torch.zeros(3, 2, dtype=torch.float64))
     assert torch.equal(returns, torch.zeros(3, 2, dtype=torch.float64))
 
@@ -295,9 +346,14 @@ def test_a_batch_without_a_valid_token_is_all_zero(kind):
 def test_a_response_that_fills_its_length_is_like_any_other(kind):
     """Its last token needs no padding after it."""
     full = batch_of(torch.ones(3, 4, dtype=torch.bool), 0)
-    padded = {key: torch.nn.functional.pad(x, (0, 2)) if key in (*PER_TOKEN, "response_mask") else x for key, x in full.items()}
+    padded = {
+        key: torch.nn.functional.pad(x, (0, 2)) if key in (*PER_TOKEN, "response_mask") else x
+        for key, x in full.items()
+    }
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
-    for ours, theirs in zip(*(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**each), config) for each in (full, padded)), strict=True):
+    for ours, theirs in zip(
+        *(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**each), config) for each in (full, padded)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs[:, :4])
 
 
@@ -306,11 +362,16 @@ def test_rewards_that_are_no_numbers_are_refused_with_the_uid(value):
     rewards = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]])
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     uid = np.array(["good", "bad", "masked"], dtype=object)
-    with pytest.raises(ValueError, match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*fix the reward function"):
+    with pytest.raises(
+        ValueError,
+        match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*fix the reward function",
+    ):
         AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=uid)
 
 
-@pytest.mark.parametrize(("kind", "key"), [(AdvantageEstimator.remax, "baseline_scores"), (AdvantageEstimator.gdpo, "score_parts")])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(AdvantageEstimator.remax, "baseline_scores"), (AdvantageEstimator.gdpo, "score_parts")]
+)
 def test_other_scores_that_are_no_numbers_are_refused_with_the_uid(kind, key):
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 0) | {"uid": np.array(["a", "b", "c"], dtype=object)}
     batch[key][1] = NAN
@@ -345,7 +406,8 @@ def test_registry_covers_every_estimator():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_declares_whether_it_compares_samples(kind):
-    """Those that do, and only those, give 0 to every prompt's only sample: an undeclared one would train on zeros with `rollout.n` 1."""
+    """Those that do, and only those, give 0 to every prompt's only sample: an undeclared one would train on
+    zeros with `rollout.n` 1."""
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1) | {"uid": np.array(["a", "b", "c"], dtype=object)}
     advantages, _ = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
     assert advantages.any() == (not kind.needs.compares_samples)
@@ -361,20 +423,30 @@ def test_an_estimator_declares_what_it_reads(kind):
     ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given), AdvantageConfig(estimator=kind))
     for name in declared:
         with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{name}`"):
-            ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given | {name: None}), AdvantageConfig(estimator=kind))
+            ADVANTAGE_ESTIMATORS[kind](
+                AdvantageInputs(**given | {name: None}), AdvantageConfig(estimator=kind)
+            )
 
 
 def test_registered_gae_whitens_the_advantages_and_not_the_returns():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     batch = batch_of(mask, 0)
-    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.gae](AdvantageInputs(**batch), AdvantageConfig(gamma=0.9, lam=0.8))
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.gae](
+        AdvantageInputs(**batch), AdvantageConfig(gamma=0.9, lam=0.8)
+    )
     assert abs(float(advantages[mask].mean())) < 1e-12
     assert float(advantages[mask].var()) == pytest.approx(1.0, abs=1e-6)
-    torch.testing.assert_close(returns, gae(batch["token_level_rewards"], batch["values"], mask, 0.9, 0.8).returns)
+    torch.testing.assert_close(
+        returns, gae(batch["token_level_rewards"], batch["values"], mask, 0.9, 0.8).returns
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(uid=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), num_rows=st.integers(1, 14), data=st.data())
+@given(
+    uid=st.lists(st.sampled_from("abcd"), min_size=1, max_size=12),
+    num_rows=st.integers(1, 14),
+    data=st.data(),
+)
 def test_blocks_hold_whole_groups_and_each_row_once(uid, num_rows, data):
     counts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(uid), max_size=len(uid))))
     groups = Groups.of(np.array(uid, dtype=object), counts)

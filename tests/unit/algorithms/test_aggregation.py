@@ -33,7 +33,10 @@ def test_by_hand(kind, expected):
 def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed):
     x = normal(mask, seed)
     got = float(aggregate(poison(x, mask), mask, kind, denominator(mask, kind), NORM_TOKENS))
-    assert got == pytest.approx(reference.aggregate(x.tolist(), mask.tolist(), kind.value, NORM_TOKENS) if mask.any() else 0.0, abs=1e-12)
+    assert got == pytest.approx(
+        reference.aggregate(x.tolist(), mask.tolist(), kind.value, NORM_TOKENS) if mask.any() else 0.0,
+        abs=1e-12,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

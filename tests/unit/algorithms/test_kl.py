@@ -43,7 +43,9 @@ def test_k1_and_k3_are_unbiased():
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     exact = float((policy * (policy / reference).log()).sum())
     for kind in (KLEstimator.k1, KLEstimator.k3, KLEstimator.k3_unclamped):
-        assert float((policy * KL_ESTIMATORS[kind](policy.log(), reference.log())).sum()) == pytest.approx(exact, rel=1e-12)
+        assert float((policy * KL_ESTIMATORS[kind](policy.log(), reference.log())).sum()) == pytest.approx(
+            exact, rel=1e-12
+        )
 
 
 def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
@@ -51,7 +53,9 @@ def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
     log_probs = torch.tensor([-2.5, -2.6, -2.7, -500.0], requires_grad=True)
     cut = KL_ESTIMATORS[KLEstimator.k3](log_probs, torch.zeros(4))
     cut.sum().backward()
-    torch.testing.assert_close(cut.detach(), torch.tensor([math.exp(2.5) - 3.5, math.exp(2.6) - 3.6, 10.0, 10.0]))
+    torch.testing.assert_close(
+        cut.detach(), torch.tensor([math.exp(2.5) - 3.5, math.exp(2.6) - 3.6, 10.0, 10.0])
+    )
     torch.testing.assert_close(log_probs.grad, torch.tensor([1 - math.exp(2.5), 1 - math.exp(2.6), 0.0, 0.0]))
     plain = KL_ESTIMATORS[KLEstimator.k3_unclamped](log_probs.detach(), torch.zeros(4))
     assert float(plain[2]) == pytest.approx(math.exp(2.7) - 3.7, rel=1e-5)
@@ -59,7 +63,8 @@ def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
 
 
 def test_k3_unclamped_is_bounded_only_where_it_would_overflow():
-    """At log q/p = -21 it is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference pulls back a token that it finds impossible."""
+    """At log q/p = -21 it is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference pulls back a token
+    that it finds impossible."""
     log_ratio = [-21.0, -29.0, -80.0, 21.0, 500.0]
     log_probs = torch.zeros(5, requires_grad=True)
     kl = KL_ESTIMATORS[KLEstimator.k3_unclamped](log_probs, torch.tensor(log_ratio))
@@ -109,13 +114,22 @@ def test_gradient_of_abs_k1_has_the_sign_of_the_log_ratio():
 @pytest.mark.parametrize("kind", [kind for kind in KLEstimator if "straight_through" not in kind.name])
 def test_gradients_are_right(kind):
     log_probs = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[kind](x, torch.tensor([-2.0, -2.5], dtype=torch.float64)), (log_probs,))
+    assert torch.autograd.gradcheck(
+        lambda x: KL_ESTIMATORS[kind](x, torch.tensor([-2.0, -2.5], dtype=torch.float64)), (log_probs,)
+    )
 
 
 def test_penalty_by_hand():
     scores = torch.tensor([[0.0, 1.0, NAN]])
     mask = torch.tensor([[True, True, False]])
-    rewards = apply_kl_penalty(scores, torch.tensor([[-1.0, -2.0, NAN]]), torch.tensor([[-3.0, -1.0, NAN]]), mask, 0.1, KLEstimator.k1)
+    rewards = apply_kl_penalty(
+        scores,
+        torch.tensor([[-1.0, -2.0, NAN]]),
+        torch.tensor([[-3.0, -1.0, NAN]]),
+        mask,
+        0.1,
+        KLEstimator.k1,
+    )
     torch.testing.assert_close(rewards.token_level_rewards, torch.tensor([[-0.2, 1.1, 0.0]]))
     assert rewards.mean_kl == 0.5
 
@@ -123,7 +137,8 @@ def test_penalty_by_hand():
 def test_sequence_mean_kl_by_hand():
     old = torch.tensor([[1.0, 3.0], [4.0, NAN], [NAN, NAN]]) - 7
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]]).bool()
-    assert sequence_mean_kl(old, torch.full((3, 2), -7.0), mask, KLEstimator.k1) == 3.0  # rows: 2, 4, and one without tokens
+    # rows: 2, 4, and one without tokens
+    assert sequence_mean_kl(old, torch.full((3, 2), -7.0), mask, KLEstimator.k1) == 3.0
 
 
 def test_fixed_controller_stays():
@@ -147,7 +162,10 @@ def test_adaptive_controller_by_hand(kl, expected):
 
 
 def test_controller_state_survives_a_restart():
-    config = KLConfig(coefficient=0.5, controller=KLControllerConfig(kind=KLControllerKind.adaptive, target=0.1, horizon=1000))
+    config = KLConfig(
+        coefficient=0.5,
+        controller=KLControllerConfig(kind=KLControllerKind.adaptive, target=0.1, horizon=1000),
+    )
     first, second = (KL_CONTROLLERS[config.controller.kind](config) for _ in range(2))
     first.update(1.0, 100)
     second.load_state_dict(first.state_dict())

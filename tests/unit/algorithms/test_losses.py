@@ -35,14 +35,20 @@ def algorithm(
     estimator=KLEstimator.k2,
 ):
     return AlgorithmConfig(
-        policy_loss=PolicyLossConfig(kind=kind, aggregation=aggregation, clip_dual=clip_dual, norm_tokens=NORM_TOKENS),
+        policy_loss=PolicyLossConfig(
+            kind=kind, aggregation=aggregation, clip_dual=clip_dual, norm_tokens=NORM_TOKENS
+        ),
         kl=KLConfig(where=kl, estimator=estimator, coefficient=0.1),
         entropy_coefficient=entropy_coefficient,
     )
 
 
 def inputs(mask, seed):
-    outputs = {"log_probs": normal(mask, seed), "entropy": normal(mask, seed + 1), "values": normal(mask, seed + 2)}
+    outputs = {
+        "log_probs": normal(mask, seed),
+        "entropy": normal(mask, seed + 1),
+        "values": normal(mask, seed + 2),
+    }
     names = ["old_log_probs", "advantages", "ref_log_prob", "values", "returns"]
     rows = {name: normal(mask, seed + 3 + k) for k, name in enumerate(names)}
     rows |= {"rollout_weights": normal(mask, seed + 8).abs(), "selected_tokens": normal(mask, seed + 9) > 0.5}
@@ -55,13 +61,20 @@ def losses(mask, aggregation):
         "actor": ActorLoss(algorithm=algorithm(aggregation), counts=counts),
         "critic": CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts),
         "sft": SFTLoss(counts=counts),
-        **{kind.value: ActorLoss(algorithm=algorithm(aggregation, kind=kind), counts=counts) for kind in PolicyLossKind},
-        **{f"kl {each.value}": ActorLoss(algorithm=algorithm(aggregation, estimator=each), counts=counts) for each in KLEstimator},
+        **{
+            kind.value: ActorLoss(algorithm=algorithm(aggregation, kind=kind), counts=counts)
+            for kind in PolicyLossKind
+        },
+        **{
+            f"kl {each.value}": ActorLoss(algorithm=algorithm(aggregation, estimator=each), counts=counts)
+            for each in KLEstimator
+        },
     }
 
 
 def test_actor_loss_by_hand():
-    # ratio 2, A = 1: loss -1.2 (clipped); ratio 1, A = -1: loss 1. entropy mean 0.5; KL k2: (1, 0) -> 0.5 and 0, mean 0.25
+    # ratio 2, A = 1: loss -1.2 (clipped); ratio 1, A = -1: loss 1. entropy mean 0.5; KL k2: (1, 0) -> 0.5 and
+    # 0, mean 0.25
     mask = torch.tensor([[True, True, False]])
     outputs = {"log_probs": torch.tensor([[LN2, 0.0, 9.0]]), "entropy": torch.tensor([[0.25, 0.75, 9.0]])}
     rows = {
@@ -88,18 +101,29 @@ def test_actor_loss_by_hand():
 def test_actor_loss_without_extras_reads_only_what_it_needs():
     mask = torch.tensor([[True, True]])
     loss_function = ActorLoss(
-        algorithm=algorithm(kl=KLWhere.reward, entropy_coefficient=0.0, clip_dual=None), counts=MiniBatchCounts.of(mask)
+        algorithm=algorithm(kl=KLWhere.reward, entropy_coefficient=0.0, clip_dual=None),
+        counts=MiniBatchCounts.of(mask),
     )
     rows = {"response_mask": mask, "old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2)}
     loss, metrics = loss_function({"log_probs": torch.zeros(1, 2)}, rows)
     assert float(loss) == -1.0
-    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/approx_kl", "actor/ratio_max", "actor/ratio_min"}
+    assert set(metrics) == {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/approx_kl",
+        "actor/ratio_max",
+        "actor/ratio_min",
+    }
     assert loss_function.extras == ()
 
 
 def test_critic_loss_by_hand():
     mask = torch.tensor([[True, True, False]])
-    rows = {"values": torch.tensor([[1.0, 1.0, 0.0]]), "returns": torch.tensor([[2.0, 0.0, 0.0]]), "response_mask": mask}
+    rows = {
+        "values": torch.tensor([[1.0, 1.0, 0.0]]),
+        "returns": torch.tensor([[2.0, 0.0, 0.0]]),
+        "response_mask": mask,
+    }
     loss_function = CriticLoss(value_loss=ValueLossConfig(clip=0.5), counts=MiniBatchCounts.of(mask))
     loss, metrics = loss_function({"values": torch.tensor([[2.0, 2.0, 9.0]])}, rows)
     assert float(loss) == pytest.approx((0.125 + 2.0) / 2)
@@ -125,7 +149,10 @@ def test_the_value_loss_is_aggregated_as_the_policy_loss_is(aggregation):
     config = ValueLossConfig(clip=None, aggregation=aggregation, norm_tokens=norm)
     loss_function = CriticLoss(value_loss=config, counts=MiniBatchCounts.of(mask))
     shares = [
-        loss_function({"values": new[part]}, {"response_mask": mask[part]} | {key: value[part] for key, value in rows.items()})[0]
+        loss_function(
+            {"values": new[part]},
+            {"response_mask": mask[part]} | {key: value[part] for key, value in rows.items()},
+        )[0]
         for part in (slice(0, 1), slice(1, 3))
     ]
     assert float(sum(shares)) == pytest.approx(expected[aggregation])
@@ -161,7 +188,9 @@ def test_without_old_log_probs_the_loss_is_that_of_equal_ones():
     losses_and_gradients = []
     for old in (None, outputs["log_probs"].clone()):
         leaf = outputs["log_probs"].clone().requires_grad_()
-        given_rows = {key: value for key, value in rows.items() if key != "old_log_probs"} | ({} if old is None else {"old_log_probs": old})
+        given_rows = {key: value for key, value in rows.items() if key != "old_log_probs"} | (
+            {} if old is None else {"old_log_probs": old}
+        )
         loss = losses(mask, Aggregation.token_mean)["actor"](outputs | {"log_probs": leaf}, given_rows).loss
         losses_and_gradients.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
     torch.testing.assert_close(*losses_and_gradients)
@@ -184,27 +213,48 @@ def test_actor_loss_matches_the_reference(aggregation, mask, seed):
         ]
         for row in zip(*(x.tolist() for x in data), strict=True)
     ]
-    assert float(got) == pytest.approx(reference.aggregate(per_token, mask.tolist(), aggregation.value, NORM_TOKENS), rel=1e-9, abs=1e-9)
+    assert float(got) == pytest.approx(
+        reference.aggregate(per_token, mask.tolist(), aggregation.value, NORM_TOKENS), rel=1e-9, abs=1e-9
+    )
 
 
 def ppo_token(new, old, advantage):
     return reference.ppo_token(new, old, advantage, 0.2, 0.2, 3.0)
 
 
-@pytest.mark.parametrize("name", ["critic", "sft", *(kind.value for kind in PolicyLossKind), *(f"kl {each.value}" for each in KLEstimator)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "critic",
+        "sft",
+        *(kind.value for kind in PolicyLossKind),
+        *(f"kl {each.value}" for each in KLEstimator),
+    ],
+)
 @settings(max_examples=20, deadline=None)
-@given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000), cut=st.integers(1, 6), aggregation=st.sampled_from(Aggregation))
+@given(
+    mask=masks(min_rows=2, max_rows=7),
+    seed=st.integers(0, 1000),
+    cut=st.integers(1, 6),
+    aggregation=st.sampled_from(Aggregation),
+)
 def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mask, seed, cut, aggregation):
-    """With NaN in masked slots: over micro-batches, over replicas, and in another order, it is the same mini-batch."""
+    """With NaN in masked slots: over micro-batches, over replicas, and in another order, it is the same
+    mini-batch."""
     outputs, rows = inputs(mask, seed)
     outputs = {key: poison(value, mask) for key, value in outputs.items()}
     rows = {key: poison(value, mask) if value.is_floating_point() else value for key, value in rows.items()}
     loss_function = losses(mask, aggregation)[name]
-    parts = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed)).split(min(cut, len(mask)))
+    parts = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed)).split(
+        min(cut, len(mask))
+    )
 
     def run(index_lists):
         leaves = {key: value.clone().requires_grad_() for key, value in outputs.items()}
-        shares = [loss_function({k: v[index] for k, v in leaves.items()}, {k: v[index] for k, v in rows.items()}) for index in index_lists]
+        shares = [
+            loss_function({k: v[index] for k, v in leaves.items()}, {k: v[index] for k, v in rows.items()})
+            for index in index_lists
+        ]
         sum(share.loss for share in shares).backward()
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         return gradients, values_of(merge_metrics([share.metrics for share in shares]))
@@ -224,7 +274,9 @@ def test_gradcheck_of_a_whole_loss(name, aggregation):
     loss_function = losses(mask, aggregation)[name]
     keys = {"critic": ["values"], "sft": ["log_probs"]}.get(name, ["log_probs", "entropy"])
     leaves = tuple(outputs[key].requires_grad_() for key in keys)
-    assert torch.autograd.gradcheck(lambda *x: loss_function(dict(zip(keys, x, strict=True)), rows).loss, leaves)
+    assert torch.autograd.gradcheck(
+        lambda *x: loss_function(dict(zip(keys, x, strict=True)), rows).loss, leaves
+    )
 
 
 def test_counts_add_over_ranks():

@@ -7,7 +7,12 @@ NAN = float("nan")
 
 
 def test_masked_mean_by_hand():
-    assert masked_mean(torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()) == 3.0
+    assert (
+        masked_mean(
+            torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+        )
+        == 3.0
+    )
 
 
 def test_masked_mean_of_nothing_is_zero():
@@ -36,7 +41,9 @@ def test_what_is_read_is_not_written():
 
 def test_whiten_by_hand():
     # values 1, 2, 6: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7
-    out = whiten(torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool())
+    out = whiten(
+        torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    )
     root = 7**0.5
     torch.testing.assert_close(out, torch.tensor([[-2 / root, -1 / root, 0.0], [3 / root, 0.0, 0.0]]))
 

@@ -21,8 +21,15 @@ KINDS = list(PolicyLossKind)
 
 def config_of(kind, **changes):
     """Bounds that some tokens of standard normal log-ratios reach and others do not."""
-    bounds = {"clip_low": 0.05, "clip_high": 0.03} if kind.name.startswith("dppo") else {"clip_low": 0.3, "clip_high": 0.4}
-    return PolicyLossConfig(kind=kind, **(bounds | {"covariance": CovarianceConfig(share=0.3, low=-1.0, kl_coefficient=0.5)} | changes))
+    bounds = (
+        {"clip_low": 0.05, "clip_high": 0.03}
+        if kind.name.startswith("dppo")
+        else {"clip_low": 0.3, "clip_high": 0.4}
+    )
+    return PolicyLossConfig(
+        kind=kind,
+        **(bounds | {"covariance": CovarianceConfig(share=0.3, low=-1.0, kl_coefficient=0.5)} | changes),
+    )
 
 
 def losses_of(config, ratios, advantages, old=None, selected=None):
@@ -42,12 +49,18 @@ def test_registry_covers_every_kind():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
-    """`clip_dual` changes it, or would be refused; the old log-probs change it, or more than one update would be."""
+    """`clip_dual` changes it, or would be refused; the old log-probs change it, or more than one update would
+    be."""
     ratios = [[1.0, 1.5, 0.5, 10.0]]
     advantages = [[2.0, 2.0, -2.0, -2.0]]
-    plain, dual = (losses_of(config_of(kind, clip_dual=clip_dual), ratios, advantages).loss for clip_dual in (None, 3.0))
+    plain, dual = (
+        losses_of(config_of(kind, clip_dual=clip_dual), ratios, advantages).loss for clip_dual in (None, 3.0)
+    )
     assert kind.needs.dual_clip == (not torch.equal(plain, dual))
-    near, far = (losses_of(config_of(kind), [[new / old]], [[-1.0]], [[old]]).loss for new, old in ((0.2, 0.2), (0.2, 0.1)))
+    near, far = (
+        losses_of(config_of(kind), [[new / old]], [[-1.0]], [[old]]).loss
+        for new, old in ((0.2, 0.2), (0.2, 0.1))
+    )
     assert kind.needs.ratio == (not torch.equal(near, far))
 
 
@@ -72,9 +85,12 @@ def test_gspo_by_hand():
 
 
 def test_gmpo_by_hand():
-    # A = 3: log-ratios log 2 and log 8, cut at log 4: sqrt(2 x 4) = sqrt(8). A = -1: ratios 2 and 1/8, the second cut at 1/2: 1
+    # A = 3: log-ratios log 2 and log 8, cut at log 4: sqrt(2 x 4) = sqrt(8). A = -1: ratios 2 and 1/8, the
+    # second cut at 1/2: 1
     config = PolicyLossConfig(kind=PolicyLossKind.gmpo, clip_low=math.log(2), clip_high=math.log(4))
-    result = losses_of(config, [[2.0, 8.0], [2.0, 0.125]], [[3.0, 3.0], [-1.0, -1.0]], old=[[0.1, 0.01], [0.1, 0.1]])
+    result = losses_of(
+        config, [[2.0, 8.0], [2.0, 0.125]], [[3.0, 3.0], [-1.0, -1.0]], old=[[0.1, 0.01], [0.1, 0.1]]
+    )
     torch.testing.assert_close(result.loss, torch.tensor([[-3 * 8**0.5, -3 * 8**0.5], [1.0, 1.0]]))
     assert result.bounded.tolist() == [[False, True], [False, True]]
 
@@ -109,19 +125,26 @@ def test_selected_tokens_by_hand():
     torch.testing.assert_close(clip.loss, torch.tensor([[0.0, -1.1, -1.2]]))
     assert clip.bounded.tolist() == [[True, False, True]]
     covariance = CovarianceConfig(kl_coefficient=0.5)
-    kl = losses_of(PolicyLossConfig(kind=PolicyLossKind.kl_cov, covariance=covariance), ratios, advantages, selected=selected)
+    kl = losses_of(
+        PolicyLossConfig(kind=PolicyLossKind.kl_cov, covariance=covariance),
+        ratios,
+        advantages,
+        selected=selected,
+    )
     torch.testing.assert_close(kl.loss, torch.tensor([[-1.1 + 0.5 * math.log(1.1), -1.1, -2.0]]))
     assert kl.bounded.tolist() == [[True, False, False]]
 
 
 def test_dppo_by_hand():
-    # p: 0.5 -> 0.6 (TV 0.1), 0.5 -> 0.9 (0.4), 0.001 -> 0.01 (a ratio of 10, TV 0.009); each with A > 0, then with A < 0
+    # p: 0.5 -> 0.6 (TV 0.1), 0.5 -> 0.9 (0.4), 0.001 -> 0.01 (a ratio of 10, TV 0.009); each with A > 0, then
+    # with A < 0
     old = [[0.5, 0.5, 0.001] * 2]
     ratios = [[1.2, 1.8, 10.0] * 2]
     advantages = [[1.0] * 3 + [-1.0] * 3]
     config = PolicyLossConfig(kind=PolicyLossKind.dppo_tv, clip_low=0.2, clip_high=0.2)
     result = losses_of(config, ratios, advantages, old)
-    assert result.bounded.tolist() == [[False, True, False, False, False, False]]  # A < 0 takes a token that rose back
+    # A < 0 takes a token that rose back
+    assert result.bounded.tolist() == [[False, True, False, False, False, False]]
     torch.testing.assert_close(result.loss, torch.tensor([[-1.2, 0.0, -10.0, 1.2, 1.8, 10.0]]))
     # KL(old || new) of 0.5 -> 0.9: 0.5 log(0.5 / 0.9) + 0.5 log(0.5 / 0.1) = 0.5108
     for limit, bounded in ((0.52, False), (0.50, True)):
@@ -156,11 +179,15 @@ def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
         for t in expected:
             up, down = (frozen[:t] + [frozen[t] + step] + frozen[t + 1 :] for step in (1e-6, -1e-6))
             difference = [policy_row(kind.name, moved, frozen, *fixed, config) for moved in (up, down)]
-            slope = sum(weights[row, u].item() * (difference[0][u] - difference[1][u]) for u in expected) / 2e-6
+            slope = (
+                sum(weights[row, u].item() * (difference[0][u] - difference[1][u]) for u in expected) / 2e-6
+            )
             assert leaf.grad[row, t].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "dppo_tv", "dppo_kl")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "dppo_tv", "dppo_kl")]
+)
 def test_gradcheck(kind):
     """Those that hold nothing fixed; the others are checked beside the reference."""
     mask = torch.tensor([[True, True, False], [True, True, True]])
@@ -168,14 +195,20 @@ def test_gradcheck(kind):
     selected = torch.tensor([[True, False, False], [False, True, False]])
 
     def loss(x):
-        return POLICY_LOSSES[kind].per_token(PolicyInputs.of(x, old, advantages, mask, selected), config_of(kind)).loss * mask
+        return (
+            POLICY_LOSSES[kind]
+            .per_token(PolicyInputs.of(x, old, advantages, mask, selected), config_of(kind))
+            .loss
+            * mask
+        )
 
     assert torch.autograd.gradcheck(loss, (new.requires_grad_(),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(kind):
-    """Of every kind, as none of its limits is in force at a ratio of 1; those of a whole response spread it over its tokens."""
+    """Of every kind, as none of its limits is in force at a ratio of 1; those of a whole response spread it
+    over its tokens."""
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     leaf = poison(normal(mask, 0), mask).requires_grad_()
     advantages = torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)
@@ -203,7 +236,10 @@ def test_a_collapsed_token_stays_finite(kind):
 def test_covariance_by_hand():
     # log p: -1, -3, mean -2; A: 2, 0, mean 1. (1)(1) and (-1)(-1)
     mask = torch.tensor([[True, True, False]])
-    tensors = {"old_log_probs": torch.tensor([[-1.0, -3.0, NAN]]), "advantages": torch.tensor([[2.0, 0.0, INF]])}
+    tensors = {
+        "old_log_probs": torch.tensor([[-1.0, -3.0, NAN]]),
+        "advantages": torch.tensor([[2.0, 0.0, INF]]),
+    }
     assert token_covariance(tensors, mask).tolist() == [[1.0, 1.0, 0.0]]
 
 
@@ -218,7 +254,9 @@ def selection(kind, tensors, mask, seed=0, **covariance):
 @given(mask=masks(), seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.3, 1.0]))
 def test_kl_cov_selects_the_largest_covariances(mask, seed, share):
     clean = {"old_log_probs": normal(mask, seed), "advantages": normal(mask, seed + 1)}
-    selected = selection(PolicyLossKind.kl_cov, {key: poison(x, mask) for key, x in clean.items()}, mask, share=share)
+    selected = selection(
+        PolicyLossKind.kl_cov, {key: poison(x, mask) for key, x in clean.items()}, mask, share=share
+    )
     num_tokens = int(mask.sum())
     assert not (selected & ~mask).any()
     assert int(selected.sum()) == min(num_tokens, max(1, int(share * num_tokens)))
@@ -257,5 +295,7 @@ def test_the_same_tokens_are_selected_of_rows_without_padding(kind):
 def test_clip_cov_draws_others_with_another_seed():
     mask = torch.ones(8, 50, dtype=torch.bool)
     tensors = {"old_log_probs": normal(mask, 0), "advantages": normal(mask, 1)}
-    draws = [selection(PolicyLossKind.clip_cov, tensors, mask, seed, share=0.05, low=-1.0) for seed in range(2)]
+    draws = [
+        selection(PolicyLossKind.clip_cov, tensors, mask, seed, share=0.05, low=-1.0) for seed in range(2)
+    ]
     assert not torch.equal(*draws)

@@ -1,4 +1,5 @@
-"""Weights, rejections and diagnostics of the rollout's log-probs: by hand, beside loops, and on exact expectations."""
+"""Weights, rejections and diagnostics of the rollout's log-probs: by hand, beside loops, and on exact
+expectations."""
 
 import itertools
 import math
@@ -22,7 +23,8 @@ from tests.unit.algorithms.strategies import masks, normal, poison
 NAN = float("nan")
 INF = float("inf")
 LEVELS = [level for level in CorrectionLevel if level is not CorrectionLevel.none]
-# Ratios of the trainer's to the rollout's probabilities: 2 and 0.25, then 4 on the only token of the second row; the third is empty.
+# Ratios of the trainer's to the rollout's probabilities: 2 and 0.25, then 4 on the only token of the second
+# row; the third is empty.
 MASK = torch.tensor([[True, True], [True, False], [False, False]])
 RATIOS = torch.tensor([[2.0, 0.25], [4.0, NAN], [NAN, NAN]])
 ROLLOUT = torch.full((3, 2), math.log(0.1))
@@ -91,7 +93,11 @@ def test_rejection_by_hand(estimator, level):
 
 
 def test_rejection_has_two_sides():
-    result = correction(rejection=RejectionConfig(estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0))
+    result = correction(
+        rejection=RejectionConfig(
+            estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0
+        )
+    )
     assert result.mask.tolist() == [[True, True], [False, False], [False, False]]
 
 
@@ -114,18 +120,27 @@ def test_diagnostics_by_hand():
         "ratio_min": 0.25,
     }
     got = diagnostics(RATIOS.log() + ROLLOUT, ROLLOUT, MASK)
-    assert got == pytest.approx({f"rollout_correction/{name}": value for name, value in expected.items()}, rel=1e-5)
+    assert got == pytest.approx(
+        {f"rollout_correction/{name}": value for name, value in expected.items()}, rel=1e-5
+    )
 
 
 def test_estimates_have_the_expectations_that_they_claim():
-    """Over all tokens of a distribution, each as often as the rollout draws it (10 rows stand for 10 draws)."""
+    """Over all tokens of a distribution, each as often as the rollout draws it (10 rows stand for 10
+    draws)."""
     rollout = torch.tensor([0.5, 0.3, 0.2])
     trainer = torch.tensor([0.2, 0.5, 0.3])
     token = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)[:, None]
     got = diagnostics(trainer.log()[token], rollout.log()[token], torch.ones(10, 1, dtype=torch.bool))
     kl, reverse = (float((p * (p / q).log()).sum()) for p, q in ((rollout, trainer), (trainer, rollout)))
     chi_square = float(((trainer - rollout) ** 2 / rollout).sum())
-    expected = {"kl_k1": kl, "kl": kl, "kl_reverse": reverse, "chi_square_token": chi_square, "chi_square_sequence": chi_square}
+    expected = {
+        "kl_k1": kl,
+        "kl": kl,
+        "kl_reverse": reverse,
+        "chi_square_token": chi_square,
+        "chi_square_sequence": chi_square,
+    }
     assert {name: got[f"rollout_correction/{name}"] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
@@ -144,10 +159,18 @@ def test_weights_match_a_loop_whatever_stands_in_masked_slots_and_in_any_order(l
         for t, log in zip(valid, logs, strict=True):
             total = {"token": log, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[level.value]
             weight = math.exp(total)
-            expected[t] = min(weight, 1.5) if kind is CorrectionKind.truncate else weight if 0.5 <= weight <= 1.5 else 0.0
+            expected[t] = (
+                min(weight, 1.5)
+                if kind is CorrectionKind.truncate
+                else weight
+                if 0.5 <= weight <= 1.5
+                else 0.0
+            )
         assert weights[row].tolist() == pytest.approx(expected, rel=1e-9)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(correct(old[order], rollout[order], mask[order], config).weights, weights[order])
+    torch.testing.assert_close(
+        correct(old[order], rollout[order], mask[order], config).weights, weights[order]
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -155,7 +178,11 @@ def test_equal_log_probs_have_weights_of_one_and_no_distance(level):
     log_probs = torch.where(MASK, -1.5, NAN)
     result = correct(log_probs, log_probs, MASK, RolloutCorrectionConfig(level=level))
     assert torch.equal(result.weights, MASK.float())
-    zero = {name: value for name, value in result.metrics.items() if not name.endswith(("_max", "_min", "mean", "size"))}
+    zero = {
+        name: value
+        for name, value in result.metrics.items()
+        if not name.endswith(("_max", "_min", "mean", "size"))
+    }
     assert set(zero.values()) == {0.0}
     assert result.metrics["rollout_correction/effective_sample_size"] == 1.0
 
@@ -171,7 +198,12 @@ def test_a_collapsed_token_stays_finite():
 
 def test_a_batch_without_a_token_has_no_distance():
     nothing = torch.zeros(2, 2, dtype=torch.bool)
-    result = correct(torch.full((2, 2), NAN), torch.full((2, 2), NAN), nothing, RolloutCorrectionConfig(level=CorrectionLevel.token))
+    result = correct(
+        torch.full((2, 2), NAN),
+        torch.full((2, 2), NAN),
+        nothing,
+        RolloutCorrectionConfig(level=CorrectionLevel.token),
+    )
     assert diagnostics(ROLLOUT[:2], ROLLOUT[:2], nothing) == {}
     assert torch.equal(result.weights, torch.zeros(2, 2))
     assert all(math.isfinite(value) for value in result.metrics.values())

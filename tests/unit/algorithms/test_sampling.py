@@ -26,17 +26,24 @@ NAN = float("nan")
 
 def test_overlong_penalty_by_hand():
     # limit 10, buffer 4: free up to 6, then a quarter for each token
-    penalty = overlong_penalty(torch.tensor([0, 1, 6, 7, 9, 10, 12]), 10, OverlongConfig(buffer_share=0.4, penalty=2.0))
+    penalty = overlong_penalty(
+        torch.tensor([0, 1, 6, 7, 9, 10, 12]), 10, OverlongConfig(buffer_share=0.4, penalty=2.0)
+    )
     assert penalty.tolist() == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0, -2.0]
     assert overlong_penalty(torch.tensor([10]), 10, OverlongConfig()).tolist() == [0.0]
 
 
 def test_overlong_penalty_stands_with_the_score():
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]]).bool()  # full; short; full of which one slot is a tool's
+    # full; short; full of which one slot is a tool's
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]]).bool()
     scores = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, NAN, NAN], [0.0, NAN, 0.0, 1.0]])
     shaped = penalise_overlong(scores, mask, 4, OverlongConfig(buffer_share=0.5, penalty=1.0))
-    torch.testing.assert_close(shaped.token_level_scores[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5]))
-    assert shaped.metrics == pytest.approx({"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3})
+    torch.testing.assert_close(
+        shaped.token_level_scores[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5])
+    )
+    assert shaped.metrics == pytest.approx(
+        {"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3}
+    )
 
 
 def uids(names):
@@ -51,20 +58,34 @@ def test_rows_with_signal_by_hand():
 def test_group_metrics_by_hand():
     # a: differ; b: all best; c: all worst; d: one sample in between
     metrics = group_metrics(torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.5]), uids("aabbcd"))
-    assert metrics == pytest.approx({"groups/without_signal": 3 / 4, "groups/at_best": 1 / 4, "groups/at_worst": 1 / 4})
+    assert metrics == pytest.approx(
+        {"groups/without_signal": 3 / 4, "groups/at_best": 1 / 4, "groups/at_worst": 1 / 4}
+    )
     equal = group_metrics(torch.tensor([1.0, 1.0]), uids("ab"))
     assert equal == {"groups/without_signal": 1.0, "groups/at_best": 0.0, "groups/at_worst": 0.0}
     assert group_metrics(torch.zeros(0), uids("")) == {}
 
 
 def test_samples_whose_scoring_failed_are_compared_with_no_other():
-    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of prompts with a score, a and d are flat."""
+    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of prompts with a score,
+    a and d are flat."""
     scores = torch.tensor([1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 1.0])
     is_scored = torch.tensor([True, False, True, True, False, False, False, True])
     names = uids("aabbbccd")
-    assert rows_with_signal(scores, names, is_scored).tolist() == [False, False, True, True, True, False, False, False]
+    assert rows_with_signal(scores, names, is_scored).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     metrics = group_metrics(scores, names, is_scored)
-    assert metrics == pytest.approx({"groups/without_signal": 2 / 3, "groups/at_best": 2 / 3, "groups/at_worst": 0})
+    assert metrics == pytest.approx(
+        {"groups/without_signal": 2 / 3, "groups/at_best": 2 / 3, "groups/at_worst": 0}
+    )
     assert group_metrics(scores[1:2], names[1:2], is_scored[1:2]) == {}
     assert rows_with_signal(torch.zeros(0), uids("")).tolist() == []
 
@@ -79,9 +100,13 @@ def test_a_score_that_is_no_number_is_not_taken_for_equal():
 def test_rows_with_signal_match_a_loop_in_any_order(scores, seed):
     uid = np.random.default_rng(seed).choice(list("abc"), len(scores)).astype(object)
     got = rows_with_signal(torch.tensor(scores, dtype=torch.float32), uid)
-    assert got.tolist() == [len({s for s, other in zip(scores, uid, strict=True) if other == own}) > 1 for own in uid]
+    assert got.tolist() == [
+        len({s for s, other in zip(scores, uid, strict=True) if other == own}) > 1 for own in uid
+    ]
     order = np.random.default_rng(seed).permutation(len(scores))
-    assert torch.equal(rows_with_signal(torch.tensor(scores, dtype=torch.float32)[order], uid[order]), got[order])
+    assert torch.equal(
+        rows_with_signal(torch.tensor(scores, dtype=torch.float32)[order], uid[order]), got[order]
+    )
 
 
 def test_pass_at_k_by_hand():
@@ -95,7 +120,8 @@ def test_pass_at_k_by_hand():
 
 
 def test_majority_by_hand():
-    # of a, a, b, c: pairs aa (a), ab twice, ac twice, bc: a in 1 + 4 halves = 3 of 6, b and c in 2 halves and 1 half: 1.5
+    # of a, a, b, c: pairs aa (a), ab twice, ac twice, bc: a in 1 + 4 halves = 3 of 6, b and c in 2 halves and
+    # 1 half: 1.5
     assert majority_at_k("aabc", [1.0, 1.0, 0.0, 0.0], 2) == pytest.approx(0.5)
     assert majority_at_k("aabc", [0.0, 0.0, 1.0, 0.0], 2) == pytest.approx(0.25)
     assert majority_at_k("aabb", [1.0, 1.0, 0.0, 0.0], 4) == pytest.approx(0.5)
@@ -123,7 +149,9 @@ def test_what_k_samples_achieve_is_the_mean_over_all_subsets(answers, data):
     subsets = all_subsets(number, k)
     majority = statistics.fmean(majority_of([answers[i] for i in subset], by_answer) for subset in subsets)
     assert majority_at_k(answers, scores, k) == pytest.approx(majority)
-    assert best_at_k(scores, k) == pytest.approx(statistics.fmean(max(scores[i] for i in subset) for subset in subsets))
+    assert best_at_k(scores, k) == pytest.approx(
+        statistics.fmean(max(scores[i] for i in subset) for subset in subsets)
+    )
     passed = statistics.fmean(any(scores[i] == 1.0 for i in subset) for subset in subsets)
     assert best_at_k([float(score == 1.0) for score in scores], k) == pytest.approx(passed)
 
@@ -142,7 +170,8 @@ def test_a_k_that_the_samples_do_not_allow_is_refused(k):
 
 
 def test_errors_over_prompts_by_hand():
-    """1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so 14 / 3 / 4 under the root; less 1, 1, 3, 3: 0, 1, 0, 3."""
+    """1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so 14 / 3 / 4 under the root; less 1, 1, 3,
+    3: 0, 1, 0, 3."""
     assert mean_over_prompts([1, 2, 3, 6]) == (3, pytest.approx((14 / 12) ** 0.5))
     assert mean_difference([1, 2, 3, 6], [1, 1, 3, 3]) == (1, pytest.approx((6 / 12) ** 0.5))
     assert mean_difference([5, 7], [1, 3]) == (4, 0)  # however much prompts differ

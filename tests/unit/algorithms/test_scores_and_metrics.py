@@ -11,7 +11,8 @@ NAN = float("nan")
 
 
 def test_scores_stand_on_the_last_token_that_the_model_wrote():
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]).bool()  # the second row has tool output in the middle
+    # the second row has tool output in the middle
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]).bool()
     scores = place_scores([0.5, -1.0, 2.0], mask)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [[0, 0.5, 0, 0], [0, 0, -1.0, 0], [0, 0, 0, 2.0]]
@@ -81,7 +82,9 @@ def test_ages_by_hand():
     }
     ages = {"rollout/age/mean": 0.75, "rollout/age/max": 2.0}
     gaps = {"current": (0.125 + 0) / 2, "older": (0.5 + 0.25) / 2}
-    assert age_metrics(batch, 5) == ages | {f"training/rollout_log_probs_diff_mean/{name}": gap for name, gap in gaps.items()}
+    assert age_metrics(batch, 5) == ages | {
+        f"training/rollout_log_probs_diff_mean/{name}": gap for name, gap in gaps.items()
+    }
     del batch["old_log_probs"]
     assert age_metrics(batch, 5) == ages
     assert set(age_metrics(batch | {"token_versions": torch.full((2, 3), 5)}, 5).values()) == {0.0}

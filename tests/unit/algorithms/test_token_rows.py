@@ -1,4 +1,5 @@
-"""The maths of a batch gives the same of rows of tokens as of padded tensors, with NaN where nobody may look."""
+"""The maths of a batch gives the same of rows of tokens as of padded tensors, with NaN where nobody may
+look."""
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 
-TOKEN_KEYS = ("token_level_scores", "values", "old_log_probs", "rollout_log_probs", "ref_log_prob", "sum_pi_squared")
+TOKEN_KEYS = (
+    "token_level_scores",
+    "values",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_prob",
+    "sum_pi_squared",
+)
 WIDTH = 7
 
 
 class Case:
-    """lengths: of responses; `written` are the tokens that the model wrote, of which each response has one. Rows lie in any order in the
-    values, as they do after a batch was scored."""
+    """lengths: of responses; `written` are the tokens that the model wrote, of which each response has one.
+    Rows lie in any order in the values, as they do after a batch was scored."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -49,7 +57,10 @@ class Case:
         exists = torch.arange(WIDTH) < self.lengths[:, None]
         written = (torch.rand(shape, generator=generator) < 0.7) & exists
         written[:, 0] = True
-        noise = {key: torch.where(exists, -2 * torch.rand(shape, generator=generator), torch.nan) for key in TOKEN_KEYS}
+        noise = {
+            key: torch.where(exists, -2 * torch.rand(shape, generator=generator), torch.nan)
+            for key in TOKEN_KEYS
+        }
         versions = torch.where(exists, torch.randint(1, 4, shape, generator=generator, dtype=torch.int32), -1)
         self.dense: dict[str, Tensor] = {**noise, "token_versions": versions, "response_mask": written}
         self.rows: dict[str, RaggedTensor] = {}
@@ -92,7 +103,9 @@ def same_tokens(found: Column, expected: Column, mask: Tensor) -> None:
 def test_estimators(kind: AdvantageEstimator, case: Case) -> None:
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
     mask = case.dense["response_mask"]
-    expected, found = (ADVANTAGE_ESTIMATORS[kind](case.inputs(columns), config) for columns in (case.dense, case.rows))
+    expected, found = (
+        ADVANTAGE_ESTIMATORS[kind](case.inputs(columns), config) for columns in (case.dense, case.rows)
+    )
     for name in ("advantages", "returns"):
         same_tokens(getattr(found, name), getattr(expected, name), mask)
         assert not getattr(found, name).padded(WIDTH)[~mask].any()
@@ -103,12 +116,18 @@ def test_estimators(kind: AdvantageEstimator, case: Case) -> None:
 def test_penalties_metrics_and_corrections(case: Case) -> None:
     mask = case.dense["response_mask"]
     rejection = RejectionConfig(estimator=RejectionEstimator.k2, level=RejectionLevel.geometric, high=0.3)
-    config = RolloutCorrectionConfig(level=CorrectionLevel.sequence, kind=CorrectionKind.mask, low=0.5, high=2.0, rejection=rejection)
+    config = RolloutCorrectionConfig(
+        level=CorrectionLevel.sequence, kind=CorrectionKind.mask, low=0.5, high=2.0, rejection=rejection
+    )
     results = []
     for columns in (case.dense, case.rows):
-        scores, old, reference = (columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob"))
+        scores, old, reference = (
+            columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob")
+        )
         correction = correct(old, columns["rollout_log_probs"], columns["response_mask"], config)
-        penalised = penalise_overlong(scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0))
+        penalised = penalise_overlong(
+            scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0)
+        )
         assert correction.weights is not None
         with_kl = apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3)
         tokens = [
@@ -125,7 +144,9 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             "kl of the penalty": with_kl.mean_kl,
             "mean": masked_mean(columns["values"], columns["response_mask"]),
         }
-        results.append((tokens, padded(correction.mask), metrics, MiniBatchCounts.of(columns["response_mask"])))
+        results.append(
+            (tokens, padded(correction.mask), metrics, MiniBatchCounts.of(columns["response_mask"]))
+        )
     (expected, kept, of_dense, counts), (found, kept_rows, of_rows, counts_of_rows) = results
     for left, right in zip(found, expected, strict=True):
         same_tokens(left, right, mask)
@@ -135,7 +156,8 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
 
 
 def test_a_function_of_the_user_gets_tensors(tmp_path: Path) -> None:
-    """As wide as the longest response, False in the mask beyond a row's tokens; what it gives there is dropped."""
+    """As wide as the longest response, False in the mask beyond a row's tokens; what it gives there is
+    dropped."""
     (tmp_path / "own.py").write_text(
         "from megarl.algorithms.advantages import Advantages\n"
         "def own(inputs, config):\n"

@@ -1,4 +1,5 @@
-"""Estimators and losses by reference: they get what the named kind gets, and mistakes in them are errors before a run."""
+"""Estimators and losses by reference: they get what the named kind gets, and mistakes in them are errors
+before a run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import estimator_of, policy_loss_of, try_functions
 from megarl.config.load import load_config
 from megarl.config.rules.machine import code_files
-from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    PolicyLossConfig,
+    PolicyLossKind,
+    PPOConfig,
+)
 from megarl.config.validate import validate
 from megarl.machine.user_functions import UserFunctionError
 
@@ -54,11 +62,15 @@ def file(tmp_path: Path) -> str:
 
 
 def test_an_estimator_gets_what_the_named_one_gets_and_masked_slots_are_0(file: str) -> None:
-    config = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.gae, function=f"{file}:ones"))
+    config = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.gae, function=f"{file}:ones")
+    )
     try_functions(config)
     mask = torch.tensor([[True, False], [True, True]])
     values = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
-    inputs = AdvantageInputs(token_level_rewards=torch.zeros(2, 2), response_mask=mask, uid=["a", "b"], values=values)  # type: ignore[arg-type]
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.zeros(2, 2), response_mask=mask, uid=["a", "b"], values=values
+    )  # type: ignore[arg-type]
     advantages, returns = estimator_of(config.advantage)(inputs, config.advantage)
     assert advantages.tolist() == [[1.0, 0.0], [1.0, 1.0]]
     assert returns.tolist() == [[1.0, 0.0], [2.0, 3.0]]
@@ -66,11 +78,16 @@ def test_an_estimator_gets_what_the_named_one_gets_and_masked_slots_are_0(file: 
 
 def test_an_estimator_is_read_anew_for_the_next_run(file: str) -> None:
     mask = torch.ones(1, 1, dtype=torch.bool)
-    inputs = AdvantageInputs(token_level_rewards=torch.zeros(1, 1), response_mask=mask, uid=["a"], values=torch.zeros(1, 1))  # type: ignore[arg-type]
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.zeros(1, 1), response_mask=mask, uid=["a"], values=torch.zeros(1, 1)
+    )  # type: ignore[arg-type]
     config = AdvantageConfig(estimator=AdvantageEstimator.gae, function=f"{file}:ones")
     before = estimator_of(config)
     Path(file).write_text(GOOD.replace("inputs.response_mask, 1.0", "inputs.response_mask, 25.0"))
-    assert [float(estimate(inputs, config).advantages) for estimate in (before, estimator_of(config))] == [1.0, 25.0]
+    assert [float(estimate(inputs, config).advantages) for estimate in (before, estimator_of(config))] == [
+        1.0,
+        25.0,
+    ]
 
 
 def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
@@ -78,7 +95,10 @@ def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
     policy = PolicyLossConfig(kind=PolicyLossKind.clip_cov, function=f"{file}:of_selected", clip_high=0.5)
     config = AlgorithmConfig(policy_loss=policy)
     try_functions(config)
-    assert policy_loss_of(policy).prepare is policy_loss_of(PolicyLossConfig(kind=PolicyLossKind.clip_cov)).prepare
+    assert (
+        policy_loss_of(policy).prepare
+        is policy_loss_of(PolicyLossConfig(kind=PolicyLossKind.clip_cov)).prepare
+    )
     mask = torch.tensor([[True, True, False]])
     rows = {
         "response_mask": mask,
@@ -86,7 +106,9 @@ def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
         "advantages": torch.ones(1, 3),
         SELECTED_TOKENS: torch.tensor([[False, True, True]]),
     }
-    loss, metrics = ActorLoss(algorithm=config, counts=MiniBatchCounts.of(mask))({"log_probs": torch.tensor([[-1.0, -3.0, 9.0]])}, rows)
+    loss, metrics = ActorLoss(algorithm=config, counts=MiniBatchCounts.of(mask))(
+        {"log_probs": torch.tensor([[-1.0, -3.0, 9.0]])}, rows
+    )
     assert float(loss) == pytest.approx(3.0 * 0.5 / 2)
     assert float(metrics["actor/pg_clipfrac"].value) == 0.5
 
@@ -94,12 +116,37 @@ def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
 @pytest.mark.parametrize(
     ("name", "section", "message"),
     [
-        ("absent", "advantage", "advantage estimator 'absent' is not in .*own.py.*set algorithm.advantage.function"),
-        ("missing_argument", "policy_loss", r"policy loss missing_argument\(inputs\) in .* cannot be called with 2 values"),
-        ("a_tensor", "policy_loss", r"own.py:a_tensor must return TokenLosses\(loss, bounded\), not a Tensor"),
-        ("of_rows", "advantage", r"must return Advantages\(advantages, returns\), of \(2, 3\) like the mask, but advantages is \(2,\)"),
-        ("no_gradient", "policy_loss", "own.py:no_gradient: the loss has no gradient; make it of inputs.log_probs"),
-        ("divides", "advantage", r"own.py:divides fails for two samples of 3 and 1 tokens: ZeroDivisionError: .*\(own.py:\d+\)"),
+        (
+            "absent",
+            "advantage",
+            "advantage estimator 'absent' is not in .*own.py.*set algorithm.advantage.function",
+        ),
+        (
+            "missing_argument",
+            "policy_loss",
+            r"policy loss missing_argument\(inputs\) in .* cannot be called with 2 values",
+        ),
+        (
+            "a_tensor",
+            "policy_loss",
+            r"own.py:a_tensor must return TokenLosses\(loss, bounded\), not a Tensor",
+        ),
+        (
+            "of_rows",
+            "advantage",
+            r"must return Advantages\(advantages, returns\), of \(2, 3\) like the mask, but advantages is "
+            r"\(2,\)",
+        ),
+        (
+            "no_gradient",
+            "policy_loss",
+            "own.py:no_gradient: the loss has no gradient; make it of inputs.log_probs",
+        ),
+        (
+            "divides",
+            "advantage",
+            r"own.py:divides fails for two samples of 3 and 1 tokens: ZeroDivisionError: .*\(own.py:\d+\)",
+        ),
     ],
 )
 def test_what_would_fail_in_a_run_is_refused_before(file: str, name: str, section: str, message: str) -> None:
@@ -117,6 +164,8 @@ def test_what_would_fail_in_a_run_is_refused_before(file: str, name: str, sectio
     ],
 )
 def test_check_knows_a_reference(reference: str, message: str) -> None:
-    config = load_config(PPOConfig, "configs/quickstart.yaml", [f"algorithm.policy_loss.function='{reference}'"])
+    config = load_config(
+        PPOConfig, "configs/quickstart.yaml", [f"algorithm.policy_loss.function='{reference}'"]
+    )
     found = "\n".join(map(str, [*validate(config), *code_files(config)]))
     assert re.search(re.escape(message), found), found

@@ -19,7 +19,9 @@ def test_value_loss_by_hand():
     result = clipped_value_loss(values, old, returns, mask, 0.5)
     torch.testing.assert_close(result.loss, torch.tensor([[0.125, 2.0, 0.005]]))
     assert result.clipped.tolist() == [[True, False, False]]
-    torch.testing.assert_close(clipped_value_loss(values, old, returns, mask, None).loss, torch.tensor([[0.0, 2.0, 0.005]]))
+    torch.testing.assert_close(
+        clipped_value_loss(values, old, returns, mask, None).loss, torch.tensor([[0.0, 2.0, 0.005]])
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,7 +32,9 @@ def test_value_loss_matches_the_reference_with_poisoned_masked_slots(mask, seed,
     result = clipped_value_loss(leaf, poison(old, mask, INF), poison(returns, mask), mask, clip)
     expected = torch.zeros_like(values)
     for row, t in mask.nonzero().tolist():
-        expected[row, t] = value_token(float(values[row, t]), float(old[row, t]), float(returns[row, t]), clip)
+        expected[row, t] = value_token(
+            float(values[row, t]), float(old[row, t]), float(returns[row, t]), clip
+        )
     torch.testing.assert_close(result.loss.detach(), expected)
     result.loss.sum().backward()
     assert torch.isfinite(leaf.grad).all()
@@ -41,7 +45,9 @@ def test_value_loss_matches_the_reference_with_poisoned_masked_slots(mask, seed,
 def test_value_loss_gradcheck(clip):
     mask = torch.tensor([[True, True, False], [True, True, True]])
     values, old, returns = (normal(mask, k) for k in range(3))
-    assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, mask, clip).loss, (values.requires_grad_(),))
+    assert torch.autograd.gradcheck(
+        lambda x: clipped_value_loss(x, old, returns, mask, clip).loss, (values.requires_grad_(),)
+    )
 
 
 def test_rounding_is_not_clipping() -> None:
@@ -49,4 +55,6 @@ def test_rounding_is_not_clipping() -> None:
     generator = torch.Generator().manual_seed(0)
     values, old, returns = 0.1 * (2 * torch.rand(3, 1, 1000, generator=generator) - 1)
     assert (old + (values - old) != values).sum() > 50
-    assert not clipped_value_loss(values, old, returns, torch.ones(1, 1000, dtype=torch.bool), 0.2).clipped.any()
+    assert not clipped_value_loss(
+        values, old, returns, torch.ones(1, 1000, dtype=torch.bool), 0.2
+    ).clipped.any()

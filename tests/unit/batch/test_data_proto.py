@@ -35,7 +35,9 @@ def rows_of(batch: DataProto) -> list[str]:
 
 
 def test_construction_keeps_rows_that_are_lists_as_rows() -> None:
-    batch = DataProto.from_single_dict({"a": torch.zeros(2, 3), "names": ["x", "y"], "pairs": np.array([[1, 2], [3, 4]])})
+    batch = DataProto.from_single_dict(
+        {"a": torch.zeros(2, 3), "names": ["x", "y"], "pairs": np.array([[1, 2], [3, 4]])}
+    )
     assert len(batch) == 2
     assert batch.non_tensor_batch["pairs"].shape == (2,)
     assert batch.non_tensor_batch["pairs"][1].tolist() == [3, 4]
@@ -57,7 +59,10 @@ def test_inconsistent_rows_are_refused_by_name(tensors: dict, arrays: dict, mess
 
 def test_the_constructor_checks_too() -> None:
     with pytest.raises(ValueError, match="'uid' has 3 rows where 'a' has 2"):
-        DataProto(TensorDict({"a": torch.zeros(2)}, batch_size=[2]), {"uid": np.array(["x", "y", "z"], dtype=object)})
+        DataProto(
+            TensorDict({"a": torch.zeros(2)}, batch_size=[2]),
+            {"uid": np.array(["x", "y", "z"], dtype=object)},
+        )
     with pytest.raises(ValueError, match="one-dimensional object array"):
         DataProto(None, {"uid": np.zeros((2, 2))})
 
@@ -73,10 +78,23 @@ def test_a_batch_without_columns_keeps_its_rows() -> None:
     popped.pop(["ids", "score"])
     assert (len(popped), popped.batch) == (4, None)  # the arrays say it
     popped.pop([], ["uid", "turns"])
-    for batch in (emptied, popped, pickle.loads(pickle.dumps(emptied)), DataProto.from_bytes(emptied.to_bytes())):
+    for batch in (
+        emptied,
+        popped,
+        pickle.loads(pickle.dumps(emptied)),
+        DataProto.from_bytes(emptied.to_bytes()),
+    ):
         assert (len(batch), batch.tensors, batch.non_tensor_batch) == (4, {}, {})
-    assert (len(emptied[1:3]), len(emptied.repeat(2)), [len(part) for part in emptied.chunk(2)]) == (2, 8, [2, 2])
-    assert (len(DataProto.concat([emptied, emptied])), len(emptied.union(popped)), len(emptied.union(make_batch()))) == (8, 4, 4)
+    assert (len(emptied[1:3]), len(emptied.repeat(2)), [len(part) for part in emptied.chunk(2)]) == (
+        2,
+        8,
+        [2, 2],
+    )
+    assert (
+        len(DataProto.concat([emptied, emptied])),
+        len(emptied.union(popped)),
+        len(emptied.union(make_batch())),
+    ) == (8, 4, 4)
     with pytest.raises(ValueError, match=re.escape("the batches have [4, 3] rows")):
         emptied.union(make_batch(3))
 
@@ -109,7 +127,12 @@ def test_an_int_gives_one_row() -> None:
 
 @pytest.mark.parametrize(
     ("index", "message"),
-    [([4], "row 4 does not exist"), ([True], "mask of 1 values"), ([0.5], "not by float64"), (torch.zeros(1, 1), "one-dimensional")],
+    [
+        ([4], "row 4 does not exist"),
+        ([True], "mask of 1 values"),
+        ([0.5], "not by float64"),
+        (torch.zeros(1, 1), "one-dimensional"),
+    ],
 )
 def test_rows_that_do_not_exist_are_refused(index: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -122,7 +145,11 @@ def test_select_pop_and_rename() -> None:
     assert (set(chosen.tensors), set(chosen.non_tensor_batch), chosen.meta_info) == ({"ids"}, {"uid"}, {})
     assert set(batch.select(deepcopy=True).tensors) == {"ids", "score"}
     popped = batch.pop(["ids"], ["turns"], ["temperature"])
-    assert (set(popped.tensors), set(popped.non_tensor_batch), popped.meta_info) == ({"ids"}, {"turns"}, {"temperature": 0.5})
+    assert (set(popped.tensors), set(popped.non_tensor_batch), popped.meta_info) == (
+        {"ids"},
+        {"turns"},
+        {"temperature": 0.5},
+    )
     assert (set(batch.tensors), set(batch.non_tensor_batch), batch.meta_info) == ({"score"}, {"uid"}, {})
     assert batch.rename("score", "reward").tensors["reward"].tolist() == [0, 0.5, 1, 1.5]
     assert popped.rename("ids", "score") is popped
@@ -149,8 +176,12 @@ def test_missing_and_taken_names_are_refused_and_change_nothing() -> None:
 def test_union_joins_columns_and_refuses_two_values() -> None:
     batch = make_batch(epoch=1)
     nan = torch.tensor([0.0, float("nan"), 1.0, 2.0])
-    other = DataProto.from_dict({"ids": batch.batch["ids"].clone(), "values": nan}, meta_info={"epoch": 1, "step": 2})
-    joined = batch.union(other, DataProto.from_dict({"values": nan.clone()}), DataProto(meta_info={"seed": 3}))
+    other = DataProto.from_dict(
+        {"ids": batch.batch["ids"].clone(), "values": nan}, meta_info={"epoch": 1, "step": 2}
+    )
+    joined = batch.union(
+        other, DataProto.from_dict({"values": nan.clone()}), DataProto(meta_info={"seed": 3})
+    )
     assert set(joined.tensors) == {"ids", "score", "values"}
     assert joined.meta_info == {"temperature": 0.5, "epoch": 1, "step": 2, "seed": 3}
     assert "values" not in batch.tensors
@@ -178,7 +209,9 @@ class ReadyFuture(DataProtoFuture):
 
 
 def test_union_waits_for_its_futures_together() -> None:
-    first, second = (ReadyFuture(DataProto.from_dict({key: torch.ones(4)})) for key in ("values", "ref_log_prob"))
+    first, second = (
+        ReadyFuture(DataProto.from_dict({key: torch.ones(4)})) for key in ("values", "ref_log_prob")
+    )
     joined = make_batch().union(first, DataProto(meta_info={"step": 1}), second)
     assert {"values", "ref_log_prob"} <= set(joined.tensors)
     assert ReadyFuture.gathered == 1
@@ -198,7 +231,9 @@ def test_concat_refuses_what_does_not_match() -> None:
     with pytest.raises(ValueError, match=r"part 0 and part 1 do not both have \['turns'\]"):
         DataProto.concat([batch, batch.select(non_tensor_batch_keys=["uid"])])
     wide = batch.select(["score"]).union(DataProto.from_dict({"ids": torch.zeros(4, 3, dtype=torch.int64)}))
-    with pytest.raises(ValueError, match=r"'ids' has rows of \(2,\) torch.int64 in part 0 and rows of \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"'ids' has rows of \(2,\) torch.int64 in part 0 and rows of \(3,\)"
+    ):
         DataProto.concat([batch, wide])
     with pytest.raises(ValueError, match="'temperature' has two different values"):
         DataProto.concat([batch, DataProto(batch.batch, batch.non_tensor_batch, {"temperature": 0.7})])

@@ -1,4 +1,5 @@
-"""Metrics come together as they say, over micro-batches, replicas and updates: against numbers worked out by hand."""
+"""Metrics come together as they say, over micro-batches, replicas and updates: against numbers worked out by
+hand."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 
 NAN = math.nan
 
-# Of one token each number; a step of two updates, on two replicas, of two micro-batches each. In the first update the second replica
-# has no token in its first micro-batch, in the second update none at all.
+# Of one token each number; a step of two updates, on two replicas, of two micro-batches each. In the first
+# update the second replica has no token in its first micro-batch, in the second update none at all.
 TOKENS = [
     [[[1.0, 2.0, 3.0], [6.0]], [[], [-2.0, 8.0]]],
     [[[4.0], [0.5, 1.5]], [[], []]],
@@ -111,22 +112,38 @@ def test_what_is_the_same_everywhere_must_be() -> None:
 
 
 def test_a_value_that_does_not_say_how_it_comes_together_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"metric 'actor/mine_max' is a Tensor, which does not say .* give Metric\.sum, \.mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"metric 'actor/mine_max' is a Tensor, which does not say .* give Metric\.sum, \.mean",
+    ):
         merge_metrics([{"actor/mine_max": torch.tensor(1.0)}])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="metric 'x' is a float"):
         merge_metrics([*parts_of("sum", [1.0]), {"x": 2.0}])  # type: ignore[dict-item]
 
 
 def test_parts_that_disagree_on_how_they_come_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="metric 'x' comes together as max and sum: its parts must all say the same"):
+    with pytest.raises(
+        ValueError, match="metric 'x' comes together as max and sum: its parts must all say the same"
+    ):
         merge_metrics([*parts_of("sum", [1.0]), *parts_of("max", [1.0])])
 
 
 def test_metrics_take_no_gradient_and_travel_without_tensors() -> None:
     values = torch.tensor([1.0, 2.0], requires_grad=True)
     mask = torch.tensor([True, True])
-    made = {"a": Metric.sum(values.sum()), "b": Metric.mean(values, mask), "c": Metric.max(values, mask), "d": Metric.same(values[0])}
-    assert not any(metric.value.requires_grad for metric in made.values() if isinstance(metric.value, torch.Tensor))
+    made = {
+        "a": Metric.sum(values.sum()),
+        "b": Metric.mean(values, mask),
+        "c": Metric.max(values, mask),
+        "d": Metric.same(values[0]),
+    }
+    assert not any(
+        metric.value.requires_grad for metric in made.values() if isinstance(metric.value, torch.Tensor)
+    )
     merged = merge_metrics([made])
-    assert all(isinstance(number, (int, float)) for metric in merged.values() for number in (metric.value, metric.count))
+    assert all(
+        isinstance(number, (int, float))
+        for metric in merged.values()
+        for number in (metric.value, metric.count)
+    )
     assert len(pickle.dumps(merged)) < 1024

@@ -30,7 +30,9 @@ def padded_rows(lengths: list[int], width: int = 6, beyond: float = 0.0, on_left
 
 
 def ragged_rows(lengths: list[int], on_left: bool = False) -> RaggedTensor:
-    return RaggedTensor.from_padded(padded_rows(lengths, beyond=NAN, on_left=on_left), torch.tensor(lengths), on_left=on_left)
+    return RaggedTensor.from_padded(
+        padded_rows(lengths, beyond=NAN, on_left=on_left), torch.tensor(lengths), on_left=on_left
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,7 +49,9 @@ def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: 
         view = found.select(rows)
         assert torch.equal(view.padded(6), expected[rows])
         assert torch.equal(view.packed().padded(6), expected[rows])
-        assert len(view.packed().values) == sum({row: lengths[row] for row in torch.arange(len(lengths))[rows].tolist()}.values())
+        assert len(view.packed().values) == sum(
+            {row: lengths[row] for row in torch.arange(len(lengths))[rows].tolist()}.values()
+        )
         assert view.flat().tolist() == [value for row in view.each() for value in row.tolist()]
     parts = [found.select(picked), found.select(part)]
     joined = RaggedTensor.concat(parts)
@@ -99,7 +103,8 @@ def test_what_rows_share_is_sent_once() -> None:
     """Samples of a prompt share its tokens, and a value that stands everywhere is there once."""
     prompts = RaggedTensor.of_rows([[1, 2, 3], [4, 5]], torch.int32, padding=9, on_left=True)
     batch = DataProto.from_dict(
-        {"prompts": prompts, "ones": RaggedTensor.constant(1, torch.tensor([2, 4]), torch.int32)}, {"uid": ["a", "b"]}
+        {"prompts": prompts, "ones": RaggedTensor.constant(1, torch.tensor([2, 4]), torch.int32)},
+        {"uid": ["a", "b"]},
     ).repeat(3)
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(batch[1:], protocol=5, buffer_callback=buffers.append)
@@ -134,11 +139,20 @@ def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
     assert len(batch.select(["values"], [])) == 2
     assert same(batch.union(tokens()).columns, batch.columns)
     with pytest.raises(ValueError, match="tensor 'responses' has two different values"):
-        batch.union(DataProto.from_dict({"responses": batch.ragged["responses"].select(torch.tensor([1, 0]))}))
+        batch.union(
+            DataProto.from_dict({"responses": batch.ragged["responses"].select(torch.tensor([1, 0]))})
+        )
     with pytest.raises(ValueError, match="'values' has 2 rows where 'a' has 3"):
         DataProto.from_dict({"a": torch.zeros(3), "values": batch.ragged["values"]})
-    with pytest.raises(ValueError, match=r"'values' has rows of tokens torch.float32, .* in part 0 and rows of \(2,\)"):
-        DataProto.concat([batch.select(["values"]), DataProto.from_dict({"values": torch.zeros(2, 2)}, batch.non_tensor_batch)])
+    with pytest.raises(
+        ValueError, match=r"'values' has rows of tokens torch.float32, .* in part 0 and rows of \(2,\)"
+    ):
+        DataProto.concat(
+            [
+                batch.select(["values"]),
+                DataProto.from_dict({"values": torch.zeros(2, 2)}, batch.non_tensor_batch),
+            ]
+        )
     assert batch.reorder([1, 0]).tensors["values"].tolist() == [[2.5, 0.0], [0.5, 1.5]]
     assert batch.rename("values", "returns").pop(["returns", "score"]).columns.keys() == {"returns", "score"}
     assert batch.columns.keys() == {"prompts", "responses"}
@@ -188,25 +202,42 @@ def test_what_a_user_has_padded_is_taken_in() -> None:
     expected = {"response_mask": [[True, False], [True]], "advantages": [[1.0, 2.0], [3.0]]}
     columns = of_one_form(batch.columns)
     assert columns["score"] is batch.columns["score"]
-    padded = {key: batch.tensors[key] for key in ("input_ids", "attention_mask", "response_mask", "advantages")}
+    padded = {
+        key: batch.tensors[key] for key in ("input_ids", "attention_mask", "response_mask", "advantages")
+    }
     for rows in (columns, token_rows(batch.columns, ["advantages"]), token_rows(padded, ["advantages"])):
         assert {key: [row.tolist() for row in rows[key].each()] for key in expected} == expected
     assert [row.tolist() for row in token_rows(padded)["prompts"].each()] == [[7], [8, 9]]
-    with pytest.raises(ValueError, match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold"):
+    with pytest.raises(
+        ValueError,
+        match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold",
+    ):
         token_rows({**batch.columns, "advantages": advantages[:, :1]}, ["advantages"])
-    with pytest.raises(ValueError, match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run"):
+    with pytest.raises(
+        ValueError,
+        match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run",
+    ):
         token_rows({**padded, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})
 
 
 def test_prompts_that_a_user_has_padded_are_taken_in() -> None:
     rows = RaggedTensor.of_rows([[7], [8, 9]], torch.int32, on_left=True)
-    padded = {"prompts": rows.padded().long(), "prompt_attention_mask": torch.tensor([[0, 1], [1, 1]]), "score": torch.zeros(2)}
+    padded = {
+        "prompts": rows.padded().long(),
+        "prompt_attention_mask": torch.tensor([[0, 1], [1, 1]]),
+        "score": torch.zeros(2),
+    }
     assert with_prompt_rows({"prompts": rows})["prompts"] is rows
     made = with_prompt_rows(padded)
     assert made.keys() == {"prompts", "score"}
     assert made["prompts"] == rows
-    with pytest.raises(ValueError, match=r"needs `prompts` as rows of tokens .*; it has \['prompts', 'score'\]"):
+    with pytest.raises(
+        ValueError, match=r"needs `prompts` as rows of tokens .*; it has \['prompts', 'score'\]"
+    ):
         with_prompt_rows({key: padded[key] for key in ("prompts", "score")})
     for mask in ([[1, 0], [1, 1]], [[0, 0], [1, 1]]):
-        with pytest.raises(ValueError, match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens that are not one run"):
+        with pytest.raises(
+            ValueError,
+            match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens that are not one run",
+        ):
             with_prompt_rows({**padded, "prompt_attention_mask": torch.tensor(mask)})

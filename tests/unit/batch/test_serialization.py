@@ -13,16 +13,38 @@ from megarl.batch.arrays import TensorArray, array_to_private_tensor, array_to_t
 from megarl.batch.data_proto import DataProto
 from megarl.batch.serialization import MAGIC, SerializationError
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.uint8, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.uint8,
+    torch.float8_e4m3fn,
+]
 
 
 def make_batch() -> DataProto:
     shared = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     columns = {str(dtype): torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in DTYPES}
     return DataProto.from_dict(
-        {**columns, "advantages": shared, "returns": shared, "strided": torch.arange(12).reshape(2, 6)[:, ::2]},
-        {"uid": ["ü", "b"], "turns": [[1, 2], [3, 4]], "extra": [{"n": np.int64(3), "x": np.array([1.5, 2.5])}, None]},
-        {"temperature": 0.5, "shape": (1, 2), "nan": float("nan"), "objects": np.array([[1], [2, 3]], dtype=object)},
+        {
+            **columns,
+            "advantages": shared,
+            "returns": shared,
+            "strided": torch.arange(12).reshape(2, 6)[:, ::2],
+        },
+        {
+            "uid": ["ü", "b"],
+            "turns": [[1, 2], [3, 4]],
+            "extra": [{"n": np.int64(3), "x": np.array([1.5, 2.5])}, None],
+        },
+        {
+            "temperature": 0.5,
+            "shape": (1, 2),
+            "nan": float("nan"),
+            "objects": np.array([[1], [2, 3]], dtype=object),
+        },
     )
 
 
@@ -104,7 +126,9 @@ def test_bytes_that_are_not_a_batch_are_refused_and_never_unpickled() -> None:
 
 
 def test_pickle_moves_tensors_out_of_band() -> None:
-    batch = DataProto.from_dict({"a": torch.ones(1000, 100), "b": torch.ones(1000, 100, dtype=torch.bfloat16)}, {"uid": ["x"] * 1000})
+    batch = DataProto.from_dict(
+        {"a": torch.ones(1000, 100), "b": torch.ones(1000, 100, dtype=torch.bfloat16)}, {"uid": ["x"] * 1000}
+    )
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     assert sorted(len(buffer.raw()) for buffer in buffers) == [200_000, 400_000]

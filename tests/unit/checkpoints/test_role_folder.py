@@ -26,7 +26,12 @@ from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import TensorSlice
 
-LAYOUT = Layout(tensor_parallel_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=None, data_parallel_size=1)
+LAYOUT = Layout(
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    virtual_pipeline_parallel_size=None,
+    data_parallel_size=1,
+)
 DESCRIPTION = Description(head="lm", dtype="bfloat16", layout=LAYOUT, step=7)
 
 
@@ -57,7 +62,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "actor"
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text(json.dumps(TORCH_DIST))
-    torch.save({"iteration": 7, "optimizer": {"param_groups": [{"lr": 1e-6, "betas": (0.9, 0.95)}]}}, folder / "common.pt")
+    torch.save(
+        {"iteration": 7, "optimizer": {"param_groups": [{"lr": 1e-6, "betas": (0.9, 0.95)}]}},
+        folder / "common.pt",
+    )
     write_manifest(folder, DESCRIPTION, item_checksums(folder, [path.name for path in folder.iterdir()]))
     return folder
 
@@ -139,16 +147,27 @@ def code_in_common(folder: Path) -> None:
     ("damage", "says"),
     [
         (truncated, r"__0_0\.distcp: truncated: it has \d+ bytes, and \S+ lies at \d+ to \d+"),
-        (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0\.distcp: the file is missing; it holds \S+"),
-        (a_chunk_less, r"\.metadata: the chunks of decoder\.bias do not make it once: along the first dimension: 1 of 2"),
+        (
+            lambda folder: (folder / "__0_0.distcp").unlink(),
+            r"__0_0\.distcp: the file is missing; it holds \S+",
+        ),
+        (
+            a_chunk_less,
+            r"\.metadata: the chunks of decoder\.bias do not make it once: along the first dimension: 1 of 2",
+        ),
         (code_in_metadata, r"\.metadata: its pickle names posix\.system, which is not on the list"),
         (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04garbage"), r"\.metadata: damaged"),
         (lambda folder: (folder / ".metadata").unlink(), r"\.metadata: the file is missing"),
         (lambda folder: (folder / "metadata.json").unlink(), r"metadata\.json: the file is missing"),
-        (lambda folder: (folder / "metadata.json").write_text("{}"), r"metadata\.json: says \{\}; only Megatron's format torch_dist"),
+        (
+            lambda folder: (folder / "metadata.json").write_text("{}"),
+            r"metadata\.json: says \{\}; only Megatron's format torch_dist",
+        ),
     ],
 )
-def test_damage_that_needs_no_manifest_is_found_on_reading_the_index(folder: Path, damage: Callable[[Path], None], says: str) -> None:
+def test_damage_that_needs_no_manifest_is_found_on_reading_the_index(
+    folder: Path, damage: Callable[[Path], None], says: str
+) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=says) as raised:
         read_index(folder)
@@ -159,16 +178,27 @@ def test_damage_that_needs_no_manifest_is_found_on_reading_the_index(folder: Pat
     ("damage", "says"),
     [
         (truncated, r"__0_0\.distcp: truncated"),
-        (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json: the file is missing; it is written last"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), r"manifest\.json: damaged: KeyError"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 9}'), r"manifest\.json: has format 9"),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            r"manifest\.json: the file is missing; it is written last",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"format": 1}'),
+            r"manifest\.json: damaged: KeyError",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"format": 9}'),
+            r"manifest\.json: has format 9",
+        ),
         (lambda folder: (folder / "common.pt").unlink(), r"common\.pt: the file is missing"),
         (lambda folder: flip(folder / "common.pt", 200), r"common\.pt: is not what was written"),
         (another_shape, r"\.metadata: is not what was written"),
         (code_in_metadata, r"\.metadata: is not what was written"),
     ],
 )
-def test_damage_is_found_against_the_manifest(folder: Path, damage: Callable[[Path], None], says: str) -> None:
+def test_damage_is_found_against_the_manifest(
+    folder: Path, damage: Callable[[Path], None], says: str
+) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=says) as raised:
         check_folder(folder)
@@ -178,7 +208,9 @@ def test_damage_is_found_against_the_manifest(folder: Path, damage: Callable[[Pa
 def test_an_item_that_is_another_tensor_is_refused(folder: Path) -> None:
     another_shape(folder)
     index = read_index(folder)
-    with pytest.raises(CheckpointError, match=r"decoder\.bias at \(0, 0\): the item has shape \(1, 5\) .* says \(5, 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"decoder\.bias at \(0, 0\): the item has shape \(1, 5\) .* says \(5, 1\)"
+    ):
         read_chunk(index, "decoder.bias", index.tensors["decoder.bias"].chunks[0])
 
 
@@ -193,13 +225,18 @@ def test_code_in_an_object_is_refused(tmp_path: Path) -> None:
     dcp.save({"rng_state": Opens()}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     (tmp_path / "metadata.json").write_text(json.dumps(TORCH_DIST))
     torch.save({}, tmp_path / "common.pt")
-    write_manifest(tmp_path, DESCRIPTION, item_checksums(tmp_path, [path.name for path in tmp_path.iterdir()]))
+    write_manifest(
+        tmp_path, DESCRIPTION, item_checksums(tmp_path, [path.name for path in tmp_path.iterdir()])
+    )
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: rng_state: its pickle names posix\.system"):
         check_folder(tmp_path)
 
 
 def test_what_runs_hold_passes_as_data(tmp_path: Path) -> None:
-    torch.save({**state(), "dtype": torch.bfloat16, "shape": torch.Size([2]), "device": torch.device("cpu")}, tmp_path / "data.pt")
+    torch.save(
+        {**state(), "dtype": torch.bfloat16, "shape": torch.Size([2]), "device": torch.device("cpu")},
+        tmp_path / "data.pt",
+    )
     refuse_code(tmp_path / "data.pt")
     (tmp_path / "text.pt").write_text("no zip")
     with pytest.raises(CheckpointError, match=r"text\.pt: damaged, or not in the zip format"):
@@ -208,14 +245,19 @@ def test_what_runs_hold_passes_as_data(tmp_path: Path) -> None:
 
 def test_a_checksum_is_missing(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checksum was made of __0_0\.distcp@\d+"):
-        write_manifest(folder, DESCRIPTION, item_checksums(folder, [".metadata", "common.pt", "metadata.json"]))
+        write_manifest(
+            folder, DESCRIPTION, item_checksums(folder, [".metadata", "common.pt", "metadata.json"])
+        )
 
 
 def test_metadata_of_megatron_core_0_15_which_has_a_class_of_its_own(folder: Path) -> None:
     path = folder / ".metadata"
     with path.open("rb") as file:
         content = pickle.dumps(pickle.load(file), protocol=2)  # our own
-    names = b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    names = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
+        b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",
+    )
     assert content.count(names[0]) == 1
     expected = read_index(folder)
     path.write_bytes(content.replace(*names))
@@ -229,15 +271,27 @@ def tensor_slice(*bounds: tuple[int, int]) -> TensorSlice:
 @pytest.mark.parametrize(
     ("shape", "slices", "good"),
     [
-        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2)), tensor_slice((1, 2), (2, 4))], True),
+        (
+            (2, 4),
+            [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2)), tensor_slice((1, 2), (2, 4))],
+            True,
+        ),
         (
             (2, 4),
             [tensor_slice((0, 2), (0, 2)), tensor_slice((0, 1), (2, 4)), tensor_slice((1, 2), (2, 4))],
             True,
         ),  # boxes that no group of layers holds
         ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2))], False),
-        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 3)), tensor_slice((1, 2), (2, 4))], False),
-        ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 4))], False),
+        (
+            (2, 4),
+            [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 3)), tensor_slice((1, 2), (2, 4))],
+            False,
+        ),
+        (
+            (2, 4),
+            [tensor_slice((0, 1), (0, 4)), tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 4))],
+            False,
+        ),
         ((4,), [tensor_slice((0, 2)), tensor_slice((2, 4)), tensor_slice((2, 4))], False),
         ((4,), [tensor_slice((0, 2)), tensor_slice((2, 5))], False),
         ((), [TensorSlice((), ())], True),
@@ -249,5 +303,7 @@ def test_chunks_make_a_tensor_once(shape: tuple[int, ...], slices: list[TensorSl
 
 
 def test_thousands_of_chunks_are_judged_at_once() -> None:
-    slices = [tensor_slice((layer, layer + 1), (rank, rank + 1)) for layer in range(200) for rank in range(32)]
+    slices = [
+        tensor_slice((layer, layer + 1), (rank, rank + 1)) for layer in range(200) for rank in range(32)
+    ]
     assert chunks_fault((200, 32), slices) is None

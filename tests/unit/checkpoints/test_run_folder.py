@@ -1,4 +1,5 @@
-"""The folder of checkpoints: whatever a kill leaves, a whole checkpoint is found, and nothing that is not ours is removed."""
+"""The folder of checkpoints: whatever a kill leaves, a whole checkpoint is found, and nothing that is not
+ours is removed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_a_checkpoint_appears_with_all_of_it(folder: CheckpointFolder) -> None:
     assert names(folder) == ["latest", "step_00000005"]
     assert (folder.path / "latest").read_text() == "step_00000005\n"
     description = check_files(folder.path / "step_00000005")
-    assert sorted(description["files"]) == ["huggingface/config.json", "trainer.json"]  # the role's own manifest has the rest
+    # the role's own manifest has the rest
+    assert sorted(description["files"]) == ["huggingface/config.json", "trainer.json"]
     assert (description["step"], description["versions"]) == (5, {"megarl": "1"})
     assert nbytes == sum(path.stat().st_size for path in folder.path.glob("step_*/**/*") if path.is_file())
 
@@ -130,7 +132,10 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
     for step in (2, 4):
         add(folder, step)
     folder.remove(folder.path / "step_00000004")
-    with pytest.raises(CheckpointError, match=r"latest: names 'step_00000004', which is not a whole.*whole ones: step_00000002"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"latest: names 'step_00000004', which is not a whole.*whole ones: step_00000002",
+    ):
         folder.latest()
     (folder.path / "latest").write_text("../../etc")
     with pytest.raises(CheckpointError, match="names '../../etc'"):
@@ -144,17 +149,34 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
         folder.remove_old(keep=1)
 
 
-FILE_CALLS = {"stat", "lstat", "open", "scandir", "listdir", "rename", "replace", "mkdir", "unlink", "rmdir", "fsync"}
+FILE_CALLS = {
+    "stat",
+    "lstat",
+    "open",
+    "scandir",
+    "listdir",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "fsync",
+}
 
 
 def save_while_the_folder_goes_away(folder: CheckpointFolder, before_call: int) -> Exception | None:
-    """The error of a save of step 6 when the folder is renamed before that call of the save to the file system; None without one."""
+    """The error of a save of step 6 when the folder is renamed before that call of the save to the file
+    system; None without one."""
     best = BestCheckpoint(2, "val/loss", 0.5)
     num_calls = 0
 
     def look(frame: object, event: str, function: Any) -> None:
         nonlocal num_calls
-        if event == "c_call" and function.__module__ in ("posix", "io", "_io") and function.__name__ in FILE_CALLS:
+        if (
+            event == "c_call"
+            and function.__module__ in ("posix", "io", "_io")
+            and function.__name__ in FILE_CALLS
+        ):
             num_calls += 1
             if num_calls == before_call:
                 sys.setprofile(None)
@@ -199,7 +221,9 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
     assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
     (folder.path / "best.json").write_text('{"checkpoint": "step_00000004"}')
     with pytest.raises(
-        CheckpointError, match=r"best.json: names 'step_00000004', which is not a whole.*whole ones: step_00000002, step_00000006"
+        CheckpointError,
+        match=r"best.json: names 'step_00000004', which is not a whole.*whole ones: step_00000002, "
+        r"step_00000006",
     ):
         folder.best()
     (folder.path / "best.json").write_text('{"step": 4}')
@@ -211,8 +235,11 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
 
 
 @pytest.mark.parametrize("reads", [CheckpointFolder.latest, CheckpointFolder.best])
-def test_a_run_that_goes_on_while_the_name_is_read(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, reads: Reader) -> None:
-    """Between the name and the look at the checkpoint the run has written the next one and removed this one, twice."""
+def test_a_run_that_goes_on_while_the_name_is_read(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, reads: Reader
+) -> None:
+    """Between the name and the look at the checkpoint the run has written the next one and removed this one,
+    twice."""
     add(folder, 2)
     folder.point_at_best(BestCheckpoint(2, "val/loss", 0.5))
     is_file = Path.is_file
@@ -242,17 +269,38 @@ def described(checkpoint: Path, **changes: Any) -> None:
     [
         (lambda path: (path / "trainer.json").unlink(), "trainer.json: is missing"),
         (lambda path: (path / "trainer.json").write_text("stat"), "trainer.json: has 4 bytes instead of 10"),
-        (lambda path: (path / "trainer.json").write_text("state of 3"), "trainer.json: its content is not what was written"),
+        (
+            lambda path: (path / "trainer.json").write_text("state of 3"),
+            "trainer.json: its content is not what was written",
+        ),
         (lambda path: (path / "actor" / "weights").unlink() or (path / "actor").rmdir(), "actor: is missing"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: is not JSON"),
-        (lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})), "checkpoint.json: has format 2, .* reads 1"),
-        (lambda path: described(path, step="2"), "checkpoint.json: step is '2', not a whole number; the checkpoint is damaged"),
+        (
+            lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})),
+            "checkpoint.json: has format 2, .* reads 1",
+        ),
+        (
+            lambda path: described(path, step="2"),
+            "checkpoint.json: step is '2', not a whole number; the checkpoint is damaged",
+        ),
         (lambda path: described(path, roles=None), "checkpoint.json: roles is None, not a list"),
-        (lambda path: described(path, roles=["../actor"]), r"checkpoint.json: roles is \['../actor'\], not a list of folders' names"),
+        (
+            lambda path: described(path, roles=["../actor"]),
+            r"checkpoint.json: roles is \['../actor'\], not a list of folders' names",
+        ),
         (lambda path: described(path, files=[]), r"checkpoint.json: files is \[\], not a mapping"),
-        (lambda path: described(path, files={"../x": {}}), "checkpoint.json: files names '../x', which is not in the checkpoint"),
-        (lambda path: described(path, files={"x": {"nbytes": 1}}), "checkpoint.json: files has .* for 'x', not its nbytes and checksum"),
-        (lambda path: described(path, step=4), "is of step 4, and its folder of step 2: one was put into the place of the other"),
+        (
+            lambda path: described(path, files={"../x": {}}),
+            "checkpoint.json: files names '../x', which is not in the checkpoint",
+        ),
+        (
+            lambda path: described(path, files={"x": {"nbytes": 1}}),
+            "checkpoint.json: files has .* for 'x', not its nbytes and checksum",
+        ),
+        (
+            lambda path: described(path, step=4),
+            "is of step 4, and its folder of step 2: one was put into the place of the other",
+        ),
     ],
 )
 def test_damage_is_named(folder: CheckpointFolder, damage, said: str) -> None:
@@ -267,5 +315,7 @@ def test_damage_is_named(folder: CheckpointFolder, damage, said: str) -> None:
 def test_a_folder_that_cannot_be_written_is_known_before_a_run_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "below", Path("/proc/checkpoints")):
-        with pytest.raises(CheckpointError, match=f"{path}: no checkpoint can be written here .*checkpoint.dir"):
+        with pytest.raises(
+            CheckpointError, match=f"{path}: no checkpoint can be written here .*checkpoint.dir"
+        ):
             CheckpointFolder(path).prepare()

@@ -1,4 +1,5 @@
-"""Files of torch.save, looked at without running them: where every tensor's elements lie, and that nothing in them is called."""
+"""Files of torch.save, looked at without running them: where every tensor's elements lie, and that nothing in
+them is called."""
 
 from __future__ import annotations
 
@@ -55,13 +56,21 @@ def test_elements_are_mapped_where_they_lie(tmp_path: Path) -> None:
     for name, stored in found.items():
         assert stored is not None, name
         assert stored.dtype == content[name].dtype
-        assert torch.equal(mapped(tmp_path / "data.pt", stored.position, stored.shape, stored.dtype), content[name]), name
-    check_stored(tmp_path / "data.pt", "data", {name: stored for name, stored in found.items() if stored is not None})
+        assert torch.equal(
+            mapped(tmp_path / "data.pt", stored.position, stored.shape, stored.dtype), content[name]
+        ), name
+    check_stored(
+        tmp_path / "data.pt", "data", {name: stored for name, stored in found.items() if stored is not None}
+    )
 
 
 def test_what_is_no_contiguous_tensor_has_no_place(tmp_path: Path) -> None:
     torch.save([torch.ones(3, 4).T, torch.ones(3, 4).to_sparse(), 3.0], tmp_path / "data.pt")
-    assert [stored_tensor(value) for value in read_outline(tmp_path / "data.pt", "data")] == [None, None, None]
+    assert [stored_tensor(value) for value in read_outline(tmp_path / "data.pt", "data")] == [
+        None,
+        None,
+        None,
+    ]
     assert stored_tensor(torch.ones(3)) is None  # of no file
 
 
@@ -72,7 +81,8 @@ def test_objects_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     torch.save({"args": Namespace(num_layers=2, attention=module.AttnType.cross)}, tmp_path / "data.pt")  # type: ignore[attr-defined]
     monkeypatch.undo()
     arguments = read_outline_with_objects(tmp_path / "data.pt")["args"]
-    assert isinstance(arguments, Inert | Namespace)  # the real one where Megatron is imported, which takes it for safe
+    # the real one where Megatron is imported, which takes it for safe
+    assert isinstance(arguments, Inert | Namespace)
     assert vars(arguments)["num_layers"] == 2
     assert type(vars(arguments)["attention"]) is Inert
 
@@ -82,10 +92,14 @@ def read_part(path: Path) -> object:
         return read_outline(part, str(path))
 
 
-@pytest.mark.parametrize("read", [lambda path: read_outline(path, str(path)), read_part, read_outline_with_objects])
+@pytest.mark.parametrize(
+    "read", [lambda path: read_outline(path, str(path)), read_part, read_outline_with_objects]
+)
 def test_code_is_not_run(tmp_path: Path, read: Callable[[Path], object]) -> None:
     torch.save({"weight": torch.ones(2), "args": Leaves(tmp_path / "trace")}, tmp_path / "data.pt")
-    with pytest.raises(CheckpointError, match=r"data\.pt: its pickle names posix\.mkdir, which is not on the list") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"data\.pt: its pickle names posix\.mkdir, which is not on the list"
+    ) as raised:
         read(tmp_path / "data.pt")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "trace").exists()
@@ -94,7 +108,9 @@ def test_code_is_not_run(tmp_path: Path, read: Callable[[Path], object]) -> None
 def test_a_pickle_that_is_damaged_is_not_advertised(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "data.pt")
     content = (tmp_path / "data.pt").read_bytes()
-    (tmp_path / "data.pt").write_bytes(content.replace(b"X\x06\x00\x00\x00weight", b"\x95\x06\x00\x00\x00weight"))
+    (tmp_path / "data.pt").write_bytes(
+        content.replace(b"X\x06\x00\x00\x00weight", b"\x95\x06\x00\x00\x00weight")
+    )
     with pytest.raises(CheckpointError, match=r"data\.pt: damaged") as raised:
         read_outline(tmp_path / "data.pt", "data.pt")
     assert "weights_only" not in str(raised.value)
@@ -106,9 +122,14 @@ def test_a_shape_that_is_larger_than_the_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"K\x07", b"K\xff"))
     chunk = StoredChunk(file=path.name, position=0, nbytes=path.stat().st_size, offsets=(0,), shape=(255,))
     index = TorchDistIndex(
-        folder=tmp_path, tensors={"bias": DistributedTensor(shape=(255,), dtype=torch.float32, chunks=(chunk,))}, objects={}
+        folder=tmp_path,
+        tensors={"bias": DistributedTensor(shape=(255,), dtype=torch.float32, chunks=(chunk,))},
+        objects={},
     )
-    with pytest.raises(CheckpointError, match=r"distcp: bias at \(0,\): the item has \d+ bytes, fewer than \(255,\) of torch\.float32"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"distcp: bias at \(0,\): the item has \d+ bytes, fewer than \(255,\) of torch\.float32",
+    ):
         read_chunk(index, "bias", chunk)
     stored = StoredTensor(position=0, shape=(255,), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"data: damaged: the bytes of bias are not in the file"):

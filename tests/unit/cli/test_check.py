@@ -42,7 +42,9 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "samples 48 12 prompts x 4" in rows
     assert "mini-batches 3 x 16 rows 48 samples" in rows
-    assert [row for row in rows if row.startswith(("ranks", "replicas ", "rows per", "micro", "updates"))][:7] == [
+    assert [row for row in rows if row.startswith(("ranks", "replicas ", "rows per", "micro", "updates"))][
+        :7
+    ] == [
         "ranks 4 4 2",
         "replicas 2 2 1",
         "rows per pass 16 48 16",
@@ -68,8 +70,11 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "weights compared first resharding.verify" in rows
 
 
-def test_at_80_columns_no_word_or_number_is_broken(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is longer than the window is a line of its own, a path among it; and a table's lines have what a wide window's have."""
+def test_at_80_columns_no_word_or_number_is_broken(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is longer than the window is a line of its own, a path among it; and a table's lines have what a
+    wide window's have."""
     words = {}
     for columns in ("80", "300"):
         monkeypatch.setenv("COLUMNS", columns)
@@ -82,7 +87,9 @@ def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Pat
     config, _, _ = load_checked_anywhere(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
     print_summary(config, console := Console(file=io.StringIO(), width=80))
     said = console.file.getvalue()
-    assert said.startswith("GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n")
+    assert said.startswith(
+        "GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n"
+    )
     assert "\nKL: in the loss, k3 x 0.001\n" in said
     assert len(said.splitlines()) < 12
     write_plan(config, tmp_path)
@@ -91,7 +98,15 @@ def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("algorithm", "title"),
-    [("ppo", "PPO"), ("grpo", "GRPO"), ("dapo", "DAPO"), ("dr_grpo", "Dr. GRPO"), ("gspo", "GSPO"), ("cispo", "CISPO"), ("rloo", "RLOO")]
+    [
+        ("ppo", "PPO"),
+        ("grpo", "GRPO"),
+        ("dapo", "DAPO"),
+        ("dr_grpo", "Dr. GRPO"),
+        ("gspo", "GSPO"),
+        ("cispo", "CISPO"),
+        ("rloo", "RLOO"),
+    ]
     + [("remax", "ReMax"), ("reinforce_pp", "REINFORCE++")],
 )
 def test_a_run_has_the_name_of_its_algorithm(algorithm: str, title: str) -> None:
@@ -107,18 +122,37 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
     model_folder(judge, architectures=["Qwen2ForSequenceClassification"], num_labels=1)
     (judge / "chat_template.jinja").write_text("{{ messages }}")
     sizes = "reward.model.parallel.data_parallel_size=2"
-    assert main(["check", "--fast", ppo, f"reward.model.path={judge}", sizes, "reward.model.micro_batch.max_tokens=40"]) == 0
+    assert (
+        main(
+            [
+                "check",
+                "--fast",
+                ppo,
+                f"reward.model.path={judge}",
+                sizes,
+                "reward.model.micro_batch.max_tokens=40",
+            ]
+        )
+        == 0
+    )
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert f"reward_model: {judge} (qwen2, bfloat16)" in rows
     assert [row.split()[-1] for row in rows if row.startswith(("ranks", "rows per pass "))] == ["2", "48"]
     assert "micro-batches 1 to 4 1 6 2 to 24" in rows
     assert "critic reward_model 0-1 reward_model 0 4-5" in rows
-    assert f"reward: 1 x {judge}; conversations of at most 40 tokens of its own, longer ones are refused" in rows
-    assert f"reward: 1 x compute_score in {Path(ppo).parent / 'reward.py'}; 2 processes, 10 s a sample" in rows
+    assert (
+        f"reward: 1 x {judge}; conversations of at most 40 tokens of its own, longer ones are refused" in rows
+    )
+    assert (
+        f"reward: 1 x compute_score in {Path(ppo).parent / 'reward.py'}; 2 processes, 10 s a sample" in rows
+    )
 
 
-def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model: 101 x 48 embeddings, output layer or a value head, and four layers; 12 float32 bytes each beside the bfloat16 weights."""
+def test_the_disk_that_checkpoints_take_is_counted(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model: 101 x 48 embeddings, output layer or a value head, and four layers; 12 float32 bytes each
+    beside the bfloat16 weights."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
     out = capsys.readouterr().out
@@ -138,11 +172,17 @@ def test_the_disk_that_checkpoints_take_is_counted(ppo: str, capsys: pytest.Capt
     assert "lower checkpoint.keep" not in capsys.readouterr().out
 
 
-def test_what_saves_and_what_is_kept_is_said(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_saves_and_what_is_kept_is_said(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     held_out = Path(ppo).parent / "held_out.parquet"
     held_out.touch()
-    best = [f"data.val_files=[{held_out}]", "trainer.validate_every_steps=2", "checkpoint.keep_best.metric=val/score/mean"]
+    best = [
+        f"data.val_files=[{held_out}]",
+        "trainer.validate_every_steps=2",
+        "checkpoint.keep_best.metric=val/score/mean",
+    ]
     assert main(["check", "--fast", ppo, *best, "checkpoint.every_minutes=30"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "saved every 30 min, after the best validation and at the end checkpoint.every_minutes" in rows
@@ -163,17 +203,31 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
     assert any("trainer.updates_per_step" in problem for problem in caught.value.problems)
     with pytest.raises(ConfigError) as caught:
         load_checked_anywhere(
-            PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64}"]
+            PPOConfig,
+            ppo,
+            [
+                "rollout.engine=sglang",
+                "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64}",
+            ],
         )
     assert len(caught.value.problems) == 1
     assert "mem_fraction_statik is no option" in caught.value.problems[0]
     assert "did you mean mem_fraction_static" in caught.value.problems[0]
-    load_checked_anywhere(PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"])
+    load_checked_anywhere(
+        PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"]
+    )
 
 
-def test_engines_on_the_devices_of_the_actor(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_the_devices_of_the_actor(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    overrides = ["placement.strategy=hybrid", "rollout.engine=sglang", "rollout.num_replicas=2", "rollout.tensor_parallel_size=2"]
+    overrides = [
+        "placement.strategy=hybrid",
+        "rollout.engine=sglang",
+        "rollout.num_replicas=2",
+        "rollout.tensor_parallel_size=2",
+    ]
     assert main(["check", "--fast", ppo, *overrides]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
@@ -199,7 +253,8 @@ def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["check", "--fast", path]) == 0
     assert main(["score", path, "rows.jsonl"]) == 2
     assert (
-        "kind: is 'sft', which this command does not run; give the configuration of a reinforcement learning run" in capsys.readouterr().err
+        "kind: is 'sft', which this command does not run; give the configuration of a reinforcement "
+        "learning run" in capsys.readouterr().err
     )
     assert main(["check", "--fast", path, "kind=grpo"]) == 2
     assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
@@ -228,8 +283,12 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("override", "said"), BROKEN)
-def test_a_broken_configuration_is_one_clear_error(ppo: str, override: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = [override, "actor.micro_batch.max_tokens=128"] if "max_response_length" in override else [override]
+def test_a_broken_configuration_is_one_clear_error(
+    ppo: str, override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = (
+        [override, "actor.micro_batch.max_tokens=128"] if "max_response_length" in override else [override]
+    )
     assert main(["check", "--fast", ppo, *overrides]) == 2
     out, err = capsys.readouterr()
     assert said in err
@@ -246,10 +305,15 @@ def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--fast", ppo, "resharding.transport=device"]) == 2
-    assert "resharding.transport, placement.strategy: is device, but in the placement 'split_collocate'" in capsys.readouterr().err
+    assert (
+        "resharding.transport, placement.strategy: is device, but in the placement 'split_collocate'"
+        in capsys.readouterr().err
+    )
 
 
-def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_through_files_are_said_to_be(
+    ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
@@ -263,7 +327,9 @@ def test_weights_through_files_are_said_to_be(ppo: str, capsys: pytest.CaptureFi
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load_checked_anywhere(PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"])
+        load_checked_anywhere(
+            PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"]
+        )
     with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
         load_checked_anywhere(PPOConfig, ppo, ["placement.num_nodes=0"])
 
@@ -278,9 +344,17 @@ def test_the_command_ends_with_status_2_and_a_message(ppo: str, override: str) -
 
 
 def test_check_imports_no_torch(ppo: str) -> None:
-    program = "import sys; from megarl.cli.main import main; status = main(sys.argv[1:]); print(sorted(sys.modules)); sys.exit(status)"
+    program = (
+        "import sys; from megarl.cli.main import main; status = main(sys.argv[1:]); "
+        "print(sorted(sys.modules)); sys.exit(status)"
+    )
     ended = subprocess.run(
-        [sys.executable, "-c", program, "check", "--fast", ppo], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program, "check", "--fast", ppo],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     modules = ended.stdout.splitlines()[-1]
     assert "'megarl.placement.plan'" in modules
@@ -293,10 +367,14 @@ def test_check_is_quick(ppo: str) -> None:
     assert as_command("check", "--fast", ppo).returncode == 0
     after = os.times()
     # CPU time of the child, which a loaded machine does not change; the promise is 2 s.
-    assert (after.children_user + after.children_system) - (before.children_user + before.children_system) < 2.0
+    assert (after.children_user + after.children_system) - (
+        before.children_user + before.children_system
+    ) < 2.0
 
 
-def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_configurations_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With stubs for the files that the quickstart makes: what is left is the configurations' own."""
     stubs = ppo_values(tmp_path)
     monkeypatch.chdir(ROOT)
@@ -319,7 +397,12 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
         "async_ppo",
     } <= set(algorithms)
     for algorithm in algorithms:
-        assert main(["check", "--fast", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]) == 0, algorithm
+        assert (
+            main(
+                ["check", "--fast", "configs/quickstart.yaml", f"algorithm={algorithm}", model, reward, *data]
+            )
+            == 0
+        ), algorithm
     assert main(["check", "--fast", "configs/quickstart.yaml", model, reward, *data]) == 0
     assert main(["check", "--fast", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""
@@ -331,11 +414,14 @@ def test_the_shipped_configurations_are_good(tmp_path: Path, monkeypatch: pytest
         (["device=cpu"], "warning: most processors compute bfloat16 many times as slowly as float32"),
         (
             ["actor.optim.warmup_steps=60"],
-            "warning: the actor warms up for 60 optimizer steps, but the run makes 36: its learning rate never",
+            "warning: the actor warms up for 60 optimizer steps, but the run makes 36: its learning rate "
+            "never",
         ),
     ],
 )
-def test_what_is_allowed_but_seldom_meant_is_said(ppo: str, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_allowed_but_seldom_meant_is_said(
+    ppo: str, overrides: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "--fast", ppo, *overrides]) == 0
     assert said in capsys.readouterr().out
     assert main(["check", "--fast", ppo, "model.dtype=auto"]) == 0

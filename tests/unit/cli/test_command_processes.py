@@ -1,4 +1,5 @@
-"""Whatever ends a command ends the processes that it has started, at every depth. Cold processes: this is about who is whose child."""
+"""Whatever ends a command ends the processes that it has started, at every depth. Cold processes: this is
+about who is whose child."""
 
 from __future__ import annotations
 
@@ -90,8 +91,13 @@ def test_rehearse_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None
     }
     arguments = ["-m", "megarl", "rehearse", write(tmp_path / "run.yaml", values), "--ranks", "all"]
     command = Command(arguments, tmp_path / "log", python=COLD)
-    # One of the signals comes when ranks have been forked; the others while the process that forks them imports torch.
-    begun = "rank 0: build finished" if number is signal.SIGKILL else "loading torch and Megatron-Core for 2 ranks"
+    # One of the signals comes when ranks have been forked; the others while the process that forks them
+    # imports torch.
+    begun = (
+        "rank 0: build finished"
+        if number is signal.SIGKILL
+        else "loading torch and Megatron-Core for 2 ranks"
+    )
     try:
         command.wait_for(lambda: begun in command.said() and command.processes("multiprocessing"))
         end(command, number)
@@ -103,7 +109,9 @@ def test_rehearse_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None
 def test_a_recipe_passes_signals_on_to_its_stage(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(STAGE)
     (tmp_path / "second.py").write_text("print('second stage')")
-    command = Command(["-c", STAGES, str(tmp_path / "first.py"), str(tmp_path / "second.py")], tmp_path / "log", python=COLD)
+    command = Command(
+        ["-c", STAGES, str(tmp_path / "first.py"), str(tmp_path / "second.py")], tmp_path / "log", python=COLD
+    )
     try:
         command.wait_for(lambda: "began" in command.said())
         end(command, number)

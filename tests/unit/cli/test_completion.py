@@ -14,7 +14,12 @@ from megarl.cli.main import main
 
 def completed(line: str, folder: Path) -> list[str]:
     out = folder / "completions"
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(out), "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+    }
     environment = {**os.environ, **asked, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
     subprocess.run([sys.executable, "-m", "megarl"], cwd=folder, env=environment, check=True)
     return [each.strip() for each in out.read_text().split("\n")]
@@ -25,7 +30,9 @@ def test_commands_files_and_keys_are_completed(tmp_path: Path) -> None:
     assert set(completed("megarl c", tmp_path)) == {"check", "convert", "completion"}
     assert "mine.yaml" in completed("megarl train mi", tmp_path)
     assert "configs/quickstart.yaml" in completed("megarl train configs/qui", tmp_path)
-    assert completed("megarl train configs/quickstart.yaml trainer.total_s", tmp_path) == ["trainer.total_steps="]
+    assert completed("megarl train configs/quickstart.yaml trainer.total_s", tmp_path) == [
+        "trainer.total_steps="
+    ]
     assert completed("megarl check mine.yaml trainer.samples_per", tmp_path) == ["trainer.samples_per_step="]
 
 

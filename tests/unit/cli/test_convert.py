@@ -26,11 +26,23 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model("qwen2", tied=True), tmp_path_factory.mktemp("models") / "hf")
 
 
-def test_there_and_back_and_compared(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back_and_compared(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there, back, rounded = (str(tmp_path / name) for name in ("there", "back", "rounded"))
-    sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--virtual-pipeline-parallel-size", "2"]
+    sizes = [
+        "--tensor-parallel-size",
+        "2",
+        "--pipeline-parallel-size",
+        "2",
+        "--virtual-pipeline-parallel-size",
+        "2",
+    ]
     assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", there, *sizes]) == 0
-    assert main(["convert", "megatron-to-hf", "--input", there, "--output", back, "--max-shard-size", "50KB"]) == 0
+    assert (
+        main(["convert", "megatron-to-hf", "--input", there, "--output", back, "--max-shard-size", "50KB"])
+        == 0
+    )
     assert len(list(Path(back).glob("model-*-of-00003.safetensors"))) == 3
     said = capsys.readouterr().out
     assert "26,880 parameters" in said
@@ -39,12 +51,16 @@ def test_there_and_back_and_compared(hugging_face: Path, tmp_path: Path, capsys:
     assert main(["convert", "verify", str(hugging_face), back]) == 0
     assert main(["convert", "verify", there, back]) == 0
     assert capsys.readouterr().out.count("the same model") == 2
-    assert main(["convert", "hf-to-megatron", "--input", back, "--output", rounded, "--dtype", "bfloat16"]) == 0
+    assert (
+        main(["convert", "hf-to-megatron", "--input", back, "--output", rounded, "--dtype", "bfloat16"]) == 0
+    )
     assert main(["convert", "verify", back, rounded]) == 0
     assert "but for rounding (float32 and bfloat16" in capsys.readouterr().out
 
 
-def test_models_that_are_not_the_same(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_not_the_same(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = save(random_model("qwen2", tied=True, seed=1), tmp_path / "other")
     assert main(["convert", "verify", str(hugging_face), str(other)]) == 1
     assert "not the same model" in capsys.readouterr().out
@@ -63,11 +79,34 @@ def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "says"),
     [
         (["hf-to-megatron", "--input", "{hf}", "--output", "{hf}"], r"hf: is there and not empty"),
-        (["hf-to-megatron", "--input", "{tmp}/none", "--output", "{tmp}/new"], r"none: there is no such folder"),
-        (["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--tensor-parallel-size", "3"], r"4 key-value heads cannot be cut"),
-        (["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--virtual-pipeline-parallel-size", "3"], r"not a multiple of pip"),
-        (["megatron-to-hf", "--input", "{tmp}", "--output", "{tmp}/new"], r"holds nothing, which is no model"),
-        (["megatron-to-hf", "--input", "{hf}", "--role", "critic", "--output", "{tmp}/new"], r"role 'critic' was asked for"),
+        (
+            ["hf-to-megatron", "--input", "{tmp}/none", "--output", "{tmp}/new"],
+            r"none: there is no such folder",
+        ),
+        (
+            ["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--tensor-parallel-size", "3"],
+            r"4 key-value heads cannot be cut",
+        ),
+        (
+            [
+                "hf-to-megatron",
+                "--input",
+                "{hf}",
+                "--output",
+                "{tmp}/new",
+                "--virtual-pipeline-parallel-size",
+                "3",
+            ],
+            r"not a multiple of pip",
+        ),
+        (
+            ["megatron-to-hf", "--input", "{tmp}", "--output", "{tmp}/new"],
+            r"holds nothing, which is no model",
+        ),
+        (
+            ["megatron-to-hf", "--input", "{hf}", "--role", "critic", "--output", "{tmp}/new"],
+            r"role 'critic' was asked for",
+        ),
         (["verify", "{hf}", "{tmp}/none"], r"none: there is no such folder"),
     ],
 )
@@ -105,7 +144,9 @@ def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> N
     assert json.loads(output)["family"] == "qwen2"
 
 
-def test_an_interrupt(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal comes when the first bytes are written."""
     save = torch.save
     once = threading.Lock()
@@ -116,6 +157,9 @@ def test_an_interrupt(hugging_face: Path, tmp_path: Path, capsys: pytest.Capture
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(torch, "save", interrupted)
-    assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", str(tmp_path / "new")]) == 130
+    assert (
+        main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", str(tmp_path / "new")])
+        == 130
+    )
     assert capsys.readouterr().err == "megarl convert: interrupted\n"
     assert not list(tmp_path.iterdir())

@@ -58,13 +58,24 @@ def played(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) -> 
     return values
 
 
-def test_a_model_calls_a_tool_and_answers_with_its_result(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_calls_a_tool_and_answers_with_its_result(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     price = f"{model / 'tools.py'}:price"
-    assert generate(capsys, model, "--tool", price) == f"assistant: {CALL}\ntool: 42\nassistant: 42\n[done: turns 2, calls 1, tokens 10]\n"
+    assert (
+        generate(capsys, model, "--tool", price)
+        == f"assistant: {CALL}\ntool: 42\nassistant: 42\n[done: turns 2, calls 1, tokens 10]\n"
+    )
     episode = played(capsys, model, "--tool", price, "--log-probs")
-    assert (episode["text"], episode["end"], episode["num_turns"], episode["call_errors"]) == ("42", "done", 2, {})
+    assert (episode["text"], episode["end"], episode["num_turns"], episode["call_errors"]) == (
+        "42",
+        "done",
+        2,
+        {},
+    )
     assert [message["role"] for message in episode["conversation"]] == ["assistant", "tool", "assistant"]
-    # What the engine was given and drew is one row, in which the tool's tokens are nobody's draw; log-probs are those of one forward.
+    # What the engine was given and drew is one row, in which the tool's tokens are nobody's draw; log-probs
+    # are those of one forward.
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert tokenizer.decode(episode["token_ids"]) == f"{CALL}<end><tool>42<end><assistant>42<end>"
@@ -73,8 +84,18 @@ def test_a_model_calls_a_tool_and_answers_with_its_result(model: Path, capsys: p
     assert tokenizer.decode(drawn) == f"{CALL}<end>42<end>"
     prompt = tokenizer.encode(f"<system>price;<end><user>{PROMPT}<end><assistant>")
     ids = torch.tensor([prompt + episode["token_ids"]])
-    expected = policy(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(episode["log_probs"]), torch.where(torch.tensor(mask), expected, 0.0), rtol=1e-4, atol=1e-5)
+    expected = (
+        policy(ids)
+        .logits[0, len(prompt) - 1 : -1]
+        .log_softmax(-1)
+        .gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    )
+    torch.testing.assert_close(
+        torch.tensor(episode["log_probs"]),
+        torch.where(torch.tensor(mask), expected, 0.0),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def test_failures_and_limits_are_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,14 +114,35 @@ def test_an_environment_answers_and_rewards_turns(model: Path, capsys: pytest.Ca
     assert (episode["text"], episode["turn_rewards"], episode["num_calls"]) == ("42", [0.5, 0.5], 0)
     for name, said in (
         ("Broken", "Broken.respond, in turn 1: ZeroDivisionError: division by zero (tools.py:18)"),
-        ("Silent", "Silent.respond, in turn 1: ValueError: it gave no message, and did not say that the episode is done"),
+        (
+            "Silent",
+            "Silent.respond, in turn 1: ValueError: it gave no message, and did not say that the episode is "
+            "done",
+        ),
     ):
-        assert said in generate(capsys, model, "--environment", f"{model / 'tools.py'}:{name}", "--system", "price;", status=1)
+        assert said in generate(
+            capsys, model, "--environment", f"{model / 'tools.py'}:{name}", "--system", "price;", status=1
+        )
 
 
-def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of one turn, an episode is a sample as it always was: the same draws."""
-    drawn = ["--system", "price;", "--n", "3", "--temperature", "3", "--seed", "4", "--max-tokens", "20", "--log-probs", "--json"]
+    drawn = [
+        "--system",
+        "price;",
+        "--n",
+        "3",
+        "--temperature",
+        "3",
+        "--seed",
+        "4",
+        "--max-tokens",
+        "20",
+        "--log-probs",
+        "--json",
+    ]
     samples = [json.loads(line) for line in generate(capsys, model, *drawn).splitlines()]
     environment = ["--environment", f"{model / 'tools.py'}:Price", "--max-turns", "1"]
     episodes = [json.loads(line) for line in generate(capsys, model, *drawn, *environment).splitlines()]
@@ -114,14 +156,23 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(model: 
     ("arguments", "said"),
     [
         (["--tool", "abacus"], "there is no tool 'abacus' that ships, only calculator"),
-        (["--tool", "calculator", "--tool", "calculator"], "two tools have one name; they are calculator, calculator"),
+        (
+            ["--tool", "calculator", "--tool", "calculator"],
+            "two tools have one name; they are calculator, calculator",
+        ),
         (
             ["--tool", "calculator", "--environment", "a.py:Game"],
             "--tool and --environment are given, but each says what answers the model",
         ),
         (["--tool", "calculator", "--stop", "x"], "--stop ends an answer"),
-        (["--tool", "calculator", "--parser", "gpt"], "agent.parser is 'gpt', but SGLang has no such parser; there are: apertus"),
-        (["--agent", "configs/quickstart.yaml"], "--agent configs/quickstart.yaml: its section agent has neither tools nor an environment"),
+        (
+            ["--tool", "calculator", "--parser", "gpt"],
+            "agent.parser is 'gpt', but SGLang has no such parser; there are: apertus",
+        ),
+        (
+            ["--agent", "configs/quickstart.yaml"],
+            "--agent configs/quickstart.yaml: its section agent has neither tools nor an environment",
+        ),
         (["--environment", "Game"], "no environment 'Game' ships; write --environment FILE.py:NAME"),
     ],
 )
@@ -133,13 +184,25 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(
     assert error.count("\n") == 1
 
 
-def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"prompt": [{"role": "user", "content": PROMPT}], "data_source": "prices", "reward_model": {"ground_truth": "42"}}
+def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": PROMPT}],
+        "data_source": "prices",
+        "reward_model": {"ground_truth": "42"},
+    }
     (model / "train.jsonl").write_text(2 * f"{json.dumps(row)}\n")
-    (model / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    (model / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
     run = {
         "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train_files": [str(model / "train.jsonl")], "max_prompt_length": 25, "max_response_length": 100},
+        "data": {
+            "train_files": [str(model / "train.jsonl")],
+            "max_prompt_length": 25,
+            "max_response_length": 100,
+        },
         "reward": {"functions": [{"path": str(model / "reward.py")}]},
         "agent": {"tools": [{"path": str(model / "tools.py"), "name": "price"}, {"name": "calculator"}]},
         "rollout": {"n": 4},
@@ -153,7 +216,8 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(model: Path,
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "agent: price, calculator; at most 8 turns, 1 process\n" in printed
-    assert "environment" in printed  # a group of processes; and the prompt has room for what it says of tools, and for no token more
+    # a group of processes; and the prompt has room for what it says of tools, and for no token more
+    assert "environment" in printed
     run["agent"] |= {"max_turn_tokens": 2}
     file.write_text(json.dumps(run))
     assert played(capsys, model, "--agent", str(file))["conversation"][1]["content"] == "42"

@@ -1,4 +1,5 @@
-"""The configuration of `megarl eval` for a Hugging Face folder, and the rows that it reads with it, without processes."""
+"""The configuration of `megarl eval` for a Hugging Face folder, and the rows that it reads with it, without
+processes."""
 
 from __future__ import annotations
 
@@ -23,35 +24,53 @@ ROWS = [("1+1=", "2"), ("2+1=", "3")]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_policy(folder := tmp_path_factory.mktemp("evaluated") / "policy")
-    (folder.parent / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0\n")
+    (folder.parent / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0\n"
+    )
     return folder
 
 
 def rows_of(policy: Path, data: Path, *overrides: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """What `megarl eval` of the folder reads from the file: prompts, data sources and what the reward is told."""
+    """What `megarl eval` of the folder reads from the file: prompts, data sources and what the reward is
+    told."""
     reward = f"{policy.parent / 'reward.py'}:compute_score"
     lengths = ("--max-tokens", "8", "data.max_prompt_length=8")
     words = ["eval", str(policy), "--data", str(data), "--reward", reward, *lengths, "device=cpu", *overrides]
     parser = build_parser()
-    config = evaluation_config(find_model(policy, "latest"), parser.parse_args(in_argparse_order(words, commands_of(parser))))
+    config = evaluation_config(
+        find_model(policy, "latest"), parser.parse_args(in_argparse_order(words, commands_of(parser)))
+    )
     prompts = PromptDataset(config.data.val_files, load_tokenizer(config.model.path, False), config.data)
-    return [(prompts[row].messages[0]["content"], prompts[row].data_source, prompts[row].reward_model) for row in range(len(prompts))]
+    return [
+        (prompts[row].messages[0]["content"], prompts[row].data_source, prompts[row].reward_model)
+        for row in range(len(prompts))
+    ]
 
 
 def test_rows_as_the_tutorial_writes_them_are_read(policy: Path, tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     lines = [{"prompt": question, "data_source": "sums", "ground_truth": answer} for question, answer in ROWS]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert rows_of(policy, data) == [(question, "sums", {"style": "rule", "ground_truth": answer}) for question, answer in ROWS]
+    assert rows_of(policy, data) == [
+        (question, "sums", {"style": "rule", "ground_truth": answer}) for question, answer in ROWS
+    ]
 
 
 def test_columns_with_other_names_are_read(policy: Path, tmp_path: Path) -> None:
     data = tmp_path / "questions.csv"
     with data.open("w", newline="") as file:
         csv.writer(file).writerows([("question", "answer"), *ROWS])
-    columns = ("data.columns.prompt=question", "data.columns.ground_truth=answer", "data.columns.data_source=null")
+    columns = (
+        "data.columns.prompt=question",
+        "data.columns.ground_truth=answer",
+        "data.columns.data_source=null",
+    )
     assert rows_of(policy, data, *columns) == [
         (question, "questions", {"style": "rule", "ground_truth": answer}) for question, answer in ROWS
     ]
-    with pytest.raises(ValueError, match=r"column 'prompt' is missing.*data\.columns\.prompt=question data\.columns\.ground_truth=answer"):
+    with pytest.raises(
+        ValueError,
+        match=r"column 'prompt' is missing.*data\.columns\.prompt=question "
+        r"data\.columns\.ground_truth=answer",
+    ):
         rows_of(policy, data)

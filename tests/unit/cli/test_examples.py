@@ -11,7 +11,12 @@ from megarl.cli.main import main
 from megarl.cli.parser import build_parser
 from megarl.cli.run.examples import EXAMPLES
 
-LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines if name not in ("convert", "completion")]
+LINES = [
+    (name, line)
+    for name, lines in EXAMPLES.items()
+    for line in lines
+    if name not in ("convert", "completion")
+]
 
 
 @pytest.mark.parametrize(("name", "line"), LINES)
@@ -25,7 +30,9 @@ def test_an_example_is_a_command_line(name: str, line: str) -> None:
 
 def test_every_command_has_a_description_and_an_example() -> None:
     parser = build_parser()
-    [commands] = [action for action in parser._actions if hasattr(action, "choices") and action.dest == "command"]
+    [commands] = [
+        action for action in parser._actions if hasattr(action, "choices") and action.dest == "command"
+    ]
     assert set(EXAMPLES) == set(commands.choices)
     for name, command in commands.choices.items():
         assert command.description, name

@@ -1,4 +1,5 @@
-"""The last page: what it says of each kind of failure, with the numbers of the run. docs/troubleshooting.md shows real ones whole."""
+"""The last page: what it says of each kind of failure, with the numbers of the run. docs/troubleshooting.md
+shows real ones whole."""
 
 from __future__ import annotations
 
@@ -43,13 +44,17 @@ CONFIG = PPOConfig(
     actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=12_345)),
     critic=CriticConfig(micro_batch=MicroBatchConfig(sequences=7)),
     rollout=RolloutConfig(
-        engine=RolloutEngineKind.sglang, max_concurrency=99, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.83})
+        engine=RolloutEngineKind.sglang,
+        max_concurrency=99,
+        sglang=SGLangConfig(server_args={"mem_fraction_static": 0.83}),
     ),
 )
 SILENT = RankReport("actor", 0, "10.0.0.7", None)
 
 
-def raised(error: Exception, role: str = "actor", method: str = "update", kind: FailureKind = FailureKind.exception) -> WorkerError:
+def raised(
+    error: Exception, role: str = "actor", method: str = "update", kind: FailureKind = FailureKind.exception
+) -> WorkerError:
     """In a worker, as it comes to the driver."""
     name = qualified_name(type(error))
     first, *_ = f"{name}: {error}".splitlines()
@@ -68,7 +73,12 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
     config = replace(CONFIG, trainer=TrainerConfig(output_dir=str(tmp_path)))
     position = Position(step=17, phases=["step"])
     page = page_of(
-        raised(KeyError("x")), config, output_dir=tmp_path, log_folder="/logs", nodes=["10.0.0.7", "10.0.0.8"], position=position
+        raised(KeyError("x")),
+        config,
+        output_dir=tmp_path,
+        log_folder="/logs",
+        nodes=["10.0.0.7", "10.0.0.8"],
+        position=position,
     )
     for line in (
         "what    builtins.KeyError: 'x'",
@@ -88,15 +98,31 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
     [
         (
             "actor+reference",
-            ["actor.micro_batch.max_tokens=12345", "actor.recompute=none", "engine.log_prob_chunk_tokens is 1024"],
+            [
+                "actor.micro_batch.max_tokens=12345",
+                "actor.recompute=none",
+                "engine.log_prob_chunk_tokens is 1024",
+            ],
             "critic",
         ),
-        ("critic", ["critic.micro_batch.sequences=7", "critic.parallel.tensor_parallel_size=1"], "actor.micro_batch"),
-        ("rollout", ["rollout.max_concurrency=99", "mem_fraction_static=0.83", "rollout.tensor_parallel_size=1"], "micro_batch"),
+        (
+            "critic",
+            ["critic.micro_batch.sequences=7", "critic.parallel.tensor_parallel_size=1"],
+            "actor.micro_batch",
+        ),
+        (
+            "rollout",
+            ["rollout.max_concurrency=99", "mem_fraction_static=0.83", "rollout.tensor_parallel_size=1"],
+            "micro_batch",
+        ),
     ],
 )
-def test_a_full_gpu_names_the_knobs_of_the_role_with_their_numbers(role: str, known: list[str], not_known: str) -> None:
-    page = page_of(raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), role))
+def test_a_full_gpu_names_the_knobs_of_the_role_with_their_numbers(
+    role: str, known: list[str], not_known: str
+) -> None:
+    page = page_of(
+        raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), role)
+    )
     assert all(knob in page for knob in known), page
     assert not_known not in page.partition("\ntry")[2]
 
@@ -109,25 +135,46 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (raised(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")), "256 samples a step"),
+        (
+            raised(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
+            "256 samples a step",
+        ),
         (raised(MemoryError()), "checkpoint.asynchronous=True"),
         (OSError(28, "No space left on device"), "/dev/shm"),
-        (raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")), "ss -ltnp | grep 29500"),
+        (
+            raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")),
+            "ss -ltnp | grep 29500",
+        ),
         (CheckpointError("x/metadata: its content is not what was written"), "checkpoint.resume=PATH"),
         (CheckpointError("x: cannot be written", hint=UNWRITTEN), "fix the folder and run the same command"),
-        (raised(TrainingDivergedError("the gradient norm is nan"), role="critic"), "smaller updates: critic.optim.lr="),
+        (
+            raised(TrainingDivergedError("the gradient norm is nan"), role="critic"),
+            "smaller updates: critic.optim.lr=",
+        ),
         (raised(RewardError("scoring failed")), "reward.max_error_rate=0.0"),
         (raised(RewardFunctionError("no such function")), "megarl score CONFIG"),
         (RestartLimitError("rollout replica 1 ended: ..."), "allow more restarts: rollout.restart_limit="),
-        (raised(EngineDeadError("last words"), role="rollout"), "  sequences at a time: rollout.max_concurrency=99; try half"),
+        (
+            raised(EngineDeadError("last words"), role="rollout"),
+            "  sequences at a time: rollout.max_concurrency=99; try half",
+        ),
         (RayEndedError("raylet"), "gcs_server.out, raylet.out"),
         (NodeLostError("node 10.0.0.7 is lost"), "`ray list nodes`, and `ping`"),
         (InsufficientResourcesError("more than the cluster has"), "`ray status` what is free"),
-        (PhaseTimeoutError("actor", "finish_save", 60.0, [SILENT]), "all of them at work: it is slow, not stuck"),
-        (PhaseTimeoutError("actor", "update", 60.0, [SILENT]), "raise the limit: trainer.phase_time_limit_s=1800"),
+        (
+            PhaseTimeoutError("actor", "finish_save", 60.0, [SILENT]),
+            "all of them at work: it is slow, not stuck",
+        ),
+        (
+            PhaseTimeoutError("actor", "update", 60.0, [SILENT]),
+            "raise the limit: trainer.phase_time_limit_s=1800",
+        ),
         (PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]), "raise trainer.phase_time_limit_s=1800"),
         (Exception("The current node timed out during startup. This could"), "RAY_TMPDIR=FOLDER"),
-        (Exception("The current node timed out during startup. This could"), "`ray start --head`, then RAY_ADDRESS=auto"),
+        (
+            Exception("The current node timed out during startup. This could"),
+            "`ray start --head`, then RAY_ADDRESS=auto",
+        ),
     ],
 )
 def test_advice_by_what_is_said(error: Exception, advice: str) -> None:
@@ -136,7 +183,9 @@ def test_advice_by_what_is_said(error: Exception, advice: str) -> None:
 
 def test_an_error_raised_from_a_workers_is_placed_by_it() -> None:
     try:
-        raise CheckpointError("step_4/actor/a.distcp: differs") from raised(CheckpointError("differs"), method="load_checkpoint")
+        raise CheckpointError("step_4/actor/a.distcp: differs") from raised(
+            CheckpointError("differs"), method="load_checkpoint"
+        )
     except CheckpointError as error:
         page = page_of(error)
     assert "where   actor rank 3, node 10.0.0.7, pid 4242, in load_checkpoint" in page
@@ -155,7 +204,11 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
     [
         ("torch.OutOfMemoryError: CUDA out of memory", "rollout.generate", "rollout.max_concurrency=99"),
         ("torch.OutOfMemoryError: CUDA out of memory", "actor.push_weights", "resharding.bucket_mb="),
-        ("torch.OutOfMemoryError: CUDA out of memory", "actor.update", "less at a time: actor.micro_batch.max_tokens=12345"),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",
+            "actor.update",
+            "less at a time: actor.micro_batch.max_tokens=12345",
+        ),
         ("torch.OutOfMemoryError: CUDA out of memory", ".", "use a device with more memory"),
         ("1 worker(s) were killed due to the node running low on memory", ".", "RAY_memory_usage_threshold"),
         ("DefaultCPUAllocator: can't allocate memory", ".", "the node's memory, not a GPU's"),
@@ -164,7 +217,11 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
         ("OSError: [Errno 98] Address already in use: 10.0.0.7:41234", ".", "ss -ltnp | grep 41234`"),
         ("OSError: [Errno 98] Address already in use", ".", "ss -ltnp | grep PORT`"),
         ("ray.exceptions.ActorUnschedulableError: no node", ".", "does not have the resources"),
-        ("Exception: The current node timed out during startup. This could happen because some", ".", "RAY_TMPDIR=FOLDER"),
+        (
+            "Exception: The current node timed out during startup. This could happen because some",
+            ".",
+            "RAY_TMPDIR=FOLDER",
+        ),
     ],
 )
 def test_messages_of_other_programs_are_known(text: str, role: str, hint: str) -> None:
@@ -175,13 +232,18 @@ def test_messages_of_other_programs_are_known(text: str, role: str, hint: str) -
 
 
 def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything() -> None:
-    assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == ["try trainer.total_steps=100"]
+    assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == [
+        "try trainer.total_steps=100"
+    ]
     assert hint_for(Cause([], "anything", ("always", "try {trainer.total_steps}")), None) == ["always"]
-    assert hint_for(Cause([], "anything", ("{role.recompute}",), role="critic"), CONFIG) == ["critic.recompute=none"]
+    assert hint_for(Cause([], "anything", ("{role.recompute}",), role="critic"), CONFIG) == [
+        "critic.recompute=none"
+    ]
 
 
 def all_hints() -> dict[str, Sequence[str]]:
-    """Return the hints of all errors, of what becomes of processes, and of what other programs say, by where they stand."""
+    """Return the hints of all errors, of what becomes of processes, and of what other programs say, by where
+    they stand."""
     for module in pkgutil.walk_packages(megarl.__path__, "megarl."):
         if not module.name.startswith(("megarl.__main__", "megarl.configs")):
             source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]
@@ -202,13 +264,22 @@ def test_a_hint_names_nothing_that_does_not_exist() -> None:
     groups = {name for foreign in FOREIGN_FAILURES for name in re.compile(foreign.text).groupindex}
     keys = {key for config in (CONFIG, SFTConfig()) for key in flat(config)}
     found = all_hints()
-    assert {"RewardError", "TrainingDivergedError", "EngineDeadError", "RestartLimitError", "CheckpointError"} <= found.keys()
+    assert {
+        "RewardError",
+        "TrainingDivergedError",
+        "EngineDeadError",
+        "RestartLimitError",
+        "CheckpointError",
+    } <= found.keys()
     for place, hint in found.items():
         for field in re.findall(r"\{([^{}]+)\}", "\n".join(hint)):
             if field not in FACTS and field not in groups:
                 for key in field.split(", "):
                     names = [key.replace("role.", f"{section}.", 1) for section in ("actor", "critic")]
-                    assert key in keys or key.startswith("role.") and all(name in keys for name in names), (place, key)
+                    assert key in keys or key.startswith("role.") and all(name in keys for name in names), (
+                        place,
+                        key,
+                    )
 
 
 def flat(value: object, prefix: str = "") -> Iterator[str]:

@@ -30,8 +30,12 @@ def greedy(model: Path, prompts: list[str], num_tokens: int) -> list[str]:
     texts = []
     for prompt in prompts:
         chat = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        written = policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        written = policy.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens
+        )
         texts.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return texts
 
@@ -76,9 +80,14 @@ def test_a_stop_text_ends_an_answer(model: Path, capsys: pytest.CaptureFixture[s
     assert answer["token_ids"] == whole["token_ids"][: end + 2]  # a token is a character here
 
 
-def test_prompts_of_the_input(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_the_input(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n7\n"))
-    assert [answer["messages"][0]["content"] for answer in generate(capsys, model, "--lines")] == ["1+1=", "7"]
+    assert [answer["messages"][0]["content"] for answer in generate(capsys, model, "--lines")] == [
+        "1+1=",
+        "7",
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("7\n"))
     (answer,) = generate(capsys, model, "--system", "12")
     assert [message["content"] for message in answer["messages"]] == ["12", "7"]
@@ -87,7 +96,9 @@ def test_prompts_of_the_input(model: Path, capsys: pytest.CaptureFixture[str], m
     assert "no prompt is given, and the standard input is empty" in capsys.readouterr().err
 
 
-def test_a_chat_goes_on(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_goes_on(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second answer follows the first; an empty line forgets both."""
     lines = iter(["1+1=", "7", "", "7"])
 
@@ -117,7 +128,11 @@ def test_a_chat_goes_on(model: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ],
 )
 def test_mistakes_are_one_line(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.delattr("megarl.cli.run.generate.HFEngine")
     assert main(["generate", *(argument.format(model=model) for argument in arguments)]) == 2

@@ -29,9 +29,17 @@ def _nobody_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
 
 
-@pytest.mark.parametrize("wishes", [["--algorithm", "grpo"], ["--algorithm", "ppo", "--devices", "2"], ["--kind", "sft"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "wishes",
+    [["--algorithm", "grpo"], ["--algorithm", "ppo", "--devices", "2"], ["--kind", "sft"]],
+    ids=" ".join,
+)
 def test_what_it_writes_passes_check_from_any_folder(
-    wishes: list[str], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wishes: list[str],
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(policy.parent)
     mine = tmp_path / "mine"
@@ -41,11 +49,19 @@ def test_what_it_writes_passes_check_from_any_folder(
     monkeypatch.chdir(mine)
     assert main(["check", "run.yaml"]) == 0, capsys.readouterr().err
     if "sft" not in wishes:
-        tested = subprocess.run([sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False)
+        tested = subprocess.run(
+            [sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False
+        )
         assert (tested.returncode, tested.stderr) == (0, "")
         config = load_config(PPOConfig, "run.yaml")
-        assert config.algorithm.advantage.estimator is (AdvantageEstimator.gae if "ppo" in wishes else AdvantageEstimator.grpo)
-        assert config.rollout.num_replicas == config.actor.parallel.data_parallel_size == (2 if "--devices" in wishes else 1)
+        assert config.algorithm.advantage.estimator is (
+            AdvantageEstimator.gae if "ppo" in wishes else AdvantageEstimator.grpo
+        )
+        assert (
+            config.rollout.num_replicas
+            == config.actor.parallel.data_parallel_size
+            == (2 if "--devices" in wishes else 1)
+        )
     before = {file: file.read_bytes() for file in mine.iterdir() if file.is_file()}
     capsys.readouterr()
     assert main(["init", ".", "--model", str(policy), *wishes]) == 2
@@ -54,22 +70,40 @@ def test_what_it_writes_passes_check_from_any_folder(
     assert {file: file.read_bytes() for file in mine.iterdir() if file.is_file()} == before
 
 
-def test_data_of_ones_own_are_named_with_their_columns(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_of_ones_own_are_named_with_their_columns(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps({"id": n, "problem": f"{n}+1=", "solution": str(n + 1)}) + "\n" for n in range(9)))
+    data.write_text(
+        "".join(json.dumps({"id": n, "problem": f"{n}+1=", "solution": str(n + 1)}) + "\n" for n in range(9))
+    )
     given = ["--model", str(policy), "--data", str(data), "--device", "cpu"]
     assert main(["init", str(tmp_path / "mine"), *given]) == 0
     said = capsys.readouterr().out
     assert "tried: 9 of 9 answers score 1 as their own response, empty responses 0" in said
-    assert f"validation: none, because {data} has fewer than 20 questions; give held-out rows with --val, or set data.val_files" in said
+    assert (
+        f"validation: none, because {data} has fewer than 20 questions; give held-out rows with --val, or "
+        f"set data.val_files" in said
+    )
     assert sorted(file.name for file in (tmp_path / "mine").iterdir()) == ["reward.py", "run.yaml"]
     config = load_config(PPOConfig, str(tmp_path / "mine" / "run.yaml"))
-    assert (config.data.val_files, config.trainer.validate_every_steps, config.trainer.validate_before) == ([], 0, False)
-    assert (config.data.columns.prompt, config.data.columns.ground_truth, config.trainer.prompts_per_step) == ("problem", "solution", 9)
+    assert (config.data.val_files, config.trainer.validate_every_steps, config.trainer.validate_before) == (
+        [],
+        0,
+        False,
+    )
+    assert (
+        config.data.columns.prompt,
+        config.data.columns.ground_truth,
+        config.trainer.prompts_per_step,
+    ) == ("problem", "solution", 9)
     assert main(["check", str(tmp_path / "mine" / "run.yaml")]) == 0, capsys.readouterr().err
     data.write_text('{"id": 1, "text": "a"}\n')
     assert main(["init", str(tmp_path / "other"), *given]) == 2
-    assert f"{data} has the columns id, text: a question is looked for in question, prompt, " in capsys.readouterr().err
+    assert (
+        f"{data} has the columns id, text: a question is looked for in question, prompt, "
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "other").exists()
 
 
@@ -81,7 +115,8 @@ def test_a_terminal_is_asked_and_others_are_told(
     assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--algorithm", "pppo"]) == 2
     assert "algorithm=pppo: there is no such file; there are async_dapo, " in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    answers = iter(["", str(policy), "", "reinforcement", "", "rloo", "cpu", ""])  # a model there must be; and what to do is a choice
+    # a model there must be; and what to do is a choice
+    answers = iter(["", str(policy), "", "reinforcement", "", "rloo", "cpu", ""])
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
     assert main(["init", str(tmp_path / "mine")]) == 0
     config = load_config(PPOConfig, str(tmp_path / "mine" / "run.yaml"))
@@ -93,7 +128,22 @@ def written(folder: Path, policy: Path, rows: Sequence[dict[str, Any]], *more: s
     """Return the folder that `megarl init` writes for a file of these rows."""
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["init", str(folder / "mine"), "--model", str(policy), "--data", str(data), "--device", "cpu", *more]) == 0
+    assert (
+        main(
+            [
+                "init",
+                str(folder / "mine"),
+                "--model",
+                str(policy),
+                "--data",
+                str(data),
+                "--device",
+                "cpu",
+                *more,
+            ]
+        )
+        == 0
+    )
     return folder / "mine"
 
 
@@ -108,7 +158,8 @@ def gsm8k(total: int) -> str:
 
 
 ADD = "```python\ndef add_{n}(x):\n    return x + {n}\n```"
-KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, Any]]]] = {  # answers, what is said, right and wrong ones
+# answers, what is said, right and wrong ones
+KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, Any]]]] = {
     "gsm8k": (
         [gsm8k(total) for total in range(985, 1010)],
         "the answers are numbers",
@@ -150,7 +201,11 @@ KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, An
     "labels": (
         ["entailment", "not entailment", "Neutral", "neutral"] * 6,
         "the answers are choices",
-        [("It is Not Entailment.", "not entailment"), ("entailment: it is not neutral", "entailment"), ("NEUTRAL", "Neutral")],
+        [
+            ("It is Not Entailment.", "not entailment"),
+            ("entailment: it is not neutral", "entailment"),
+            ("NEUTRAL", "Neutral"),
+        ],
         [("not entailment", "entailment"), ("entailment", "not entailment"), ("perhaps", "neutral")],
     ),
     "words": (
@@ -166,7 +221,10 @@ KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, An
         [(ADD.format(n=3), ["assert add_3(1) == 5"]), ("", ["assert add_3(1) == 4"])],
     ),
     "one text of asserts": (
-        [f"import math\nassert math.isclose(add_{n}(1), {n + 1})\nassert add_{n}(2) == {n + 2}" for n in range(21)],
+        [
+            f"import math\nassert math.isclose(add_{n}(1), {n + 1})\nassert add_{n}(2) == {n + 2}"
+            for n in range(21)
+        ],
         "the answers are tests of programs",
         [(ADD.format(n=3), "assert add_3(1) == 4\nassert add_3(2) == 5")],
         [(ADD.format(n=3), "assert add_3(1) == 4\nassert add_3(2) == 6")],
@@ -181,9 +239,13 @@ KINDS: dict[str, tuple[list[Any], str, list[tuple[str, Any]], list[tuple[str, An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reward_fits_the_answers(kind: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reward_fits_the_answers(
+    kind: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answers, said, right, wrong = KINDS[kind]
-    mine = written(tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)])
+    mine = written(
+        tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)]
+    )
     printed = capsys.readouterr()
     assert f"reward: {said}, so " in printed.out
     passed = "are tests that can be carried out" if "tests" in said else "score 1 as their own response"
@@ -191,7 +253,9 @@ def test_the_reward_fits_the_answers(kind: str, policy: Path, tmp_path: Path, ca
     assert ("warning" in printed.out, printed.err) == (False, "")
     assert scores(mine, *right) == [1.0] * len(right)
     assert scores(mine, *wrong) == [0.0] * len(wrong)
-    tested = subprocess.run([sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False)
+    tested = subprocess.run(
+        [sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False
+    )
     assert (tested.returncode, tested.stderr) == (0, "")
 
 
@@ -199,17 +263,24 @@ def test_questions_are_held_out_for_validation(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """40 questions, each of which is asked twice."""
-    rows = [{"prompt": f"{n}+1=", "answer": n + 1, "extra_info": {"index": n}, "note": "x"} for n in range(40)] * 2
+    rows = [
+        {"prompt": f"{n}+1=", "answer": n + 1, "extra_info": {"index": n}, "note": "x"} for n in range(40)
+    ] * 2
     mine = written(tmp_path, policy, rows)
     assert (
-        "validation: 8 of the 80 rows are held out in validation.jsonl; train.jsonl has none of their questions" in capsys.readouterr().out
+        "validation: 8 of the 80 rows are held out in validation.jsonl; train.jsonl has none of their "
+        "questions" in capsys.readouterr().out
     )
     train, held_out = (
-        [json.loads(line) for line in (mine / name).read_text().splitlines()] for name in ("train.jsonl", "validation.jsonl")
+        [json.loads(line) for line in (mine / name).read_text().splitlines()]
+        for name in ("train.jsonl", "validation.jsonl")
     )
     assert (len(train), len(held_out)) == (72, 8)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    assert {"prompt": "0+1=", "answer": 1, "extra_info": {"index": 0}, "data_source": "rows"} in [*train, *held_out]
+    assert {"prompt": "0+1=", "answer": 1, "extra_info": {"index": 0}, "data_source": "rows"} in [
+        *train,
+        *held_out,
+    ]
     config = load_config(PPOConfig, str(mine / "run.yaml"))
     assert (config.data.columns.ground_truth, config.data.columns.data_source) == ("answer", "data_source")
     assert (config.trainer.validate_every_steps, config.trainer.validate_before) == (10, True)
@@ -228,12 +299,16 @@ def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
     assert f"validation: {held_out}" in said
     assert "tried: 40 of 41 answers score 1" in said
     assert (
-        f"warning: 1 of the answers fail, and `megarl check` refuses such rows: {held_out}: row 0: the ground truth 'one': 'one' is" in said
+        f"warning: 1 of the answers fail, and `megarl check` refuses such rows: {held_out}: row 0: the "
+        f"ground truth 'one': 'one' is" in said
     )
     assert sorted(file.name for file in mine.iterdir()) == ["reward.py", "run.yaml"]
     assert "columns" not in (mine / "run.yaml").read_text()
     config = load_config(PPOConfig, str(mine / "run.yaml"))
-    assert (config.data.train_files, config.data.val_files) == ([str(tmp_path / "rows.jsonl")], [str(held_out)])
+    assert (config.data.train_files, config.data.val_files) == (
+        [str(tmp_path / "rows.jsonl")],
+        [str(held_out)],
+    )
     held_out.write_text('{"prompt": "1+1="}\n')
     wishes = ["--model", str(policy), "--data", str(tmp_path / "rows.jsonl"), "--val", str(held_out)]
     assert main(["init", str(tmp_path / "other"), *wishes]) == 2
@@ -242,8 +317,13 @@ def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
     assert "--val names held-out rows of your own data; give those with --data too" in capsys.readouterr().err
 
 
-def test_chats_are_held_out_for_fine_tuning(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chats = [[{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}] for n in range(30)]
+def test_chats_are_held_out_for_fine_tuning(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = [
+        [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]
+        for n in range(30)
+    ]
     mine = written(tmp_path, policy, [{"messages": chat} for chat in chats], "--kind", "sft")
     assert "validation: 3 of the 30 rows are held out" in capsys.readouterr().out
     assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
@@ -252,10 +332,19 @@ def test_chats_are_held_out_for_fine_tuning(policy: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ([f"Once upon a time, {n} dragons lived in a town. " * 9 for n in range(30)], "they are texts of 414 characters (the median)"),
+        (
+            [f"Once upon a time, {n} dragons lived in a town. " * 9 for n in range(30)],
+            "they are texts of 414 characters (the median)",
+        ),
         ([[str(n), f"{n}.0"] for n in range(30)], "they are lists or mappings, such as ['0', '0.0']"),
-        ([f"def add(x):\n    return x + {n}" for n in range(30)], "they are programs, and many programs solve the same task; give tests"),
-        ([f"assert add(1) = {n}" for n in range(30)], "they look like tests of programs, and most cannot be carried out: "),
+        (
+            [f"def add(x):\n    return x + {n}" for n in range(30)],
+            "they are programs, and many programs solve the same task; give tests",
+        ),
+        (
+            [f"assert add(1) = {n}" for n in range(30)],
+            "they look like tests of programs, and most cannot be carried out: ",
+        ),
         ([None] * 30, "all of them are null"),
     ],
     ids=["long", "lists", "programs", "broken tests", "null"],
@@ -263,7 +352,9 @@ def test_chats_are_held_out_for_fine_tuning(policy: Path, tmp_path: Path, capsys
 def test_answers_that_no_reward_fits_are_named(
     answers: list[Any], reason: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = written(tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)])
+    mine = written(
+        tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)]
+    )
     said = capsys.readouterr().out
     assert f"warning: no reward fits the answers, because {reason}" in said
     assert "write compute_score in reward.py, which now raises NotImplementedError" in said
@@ -276,10 +367,18 @@ def test_mathematics_without_its_library_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"question": str(n), "answer": f"\\sqrt{{{n}}}"}) + "\n" for n in range(9)))
-    assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--data", str(data), "--device", "cpu"]) == 2
+    data.write_text(
+        "".join(json.dumps({"question": str(n), "answer": f"\\sqrt{{{n}}}"}) + "\n" for n in range(9))
+    )
+    assert (
+        main(["init", str(tmp_path / "mine"), "--model", str(policy), "--data", str(data), "--device", "cpu"])
+        == 2
+    )
     refused = capsys.readouterr().err
-    assert "the answers, such as '\\\\sqrt{0}', are mathematical expressions, and their reward needs Math-Verify: pip install" in refused
+    assert (
+        "the answers, such as '\\\\sqrt{0}', are mathematical expressions, and their reward needs "
+        "Math-Verify: pip install" in refused
+    )
     assert not (tmp_path / "mine").exists()
 
 
@@ -287,7 +386,11 @@ def test_what_it_says_about_the_reward_is_documented(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(200)))
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(200))
+    )
     assert main(["init", "my_run", "--model", str(policy), "--data", "rows.jsonl", "--device", "cpu"]) == 0
     said = capsys.readouterr().out.partition("next:")[0]
-    assert f"```text\n{said}```" in (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert f"```text\n{said}```" in (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(
+        encoding="utf-8"
+    )

@@ -37,7 +37,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
 
 
 @pytest.mark.parametrize("name", ["train", "sft"])
-def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, Callable[..., int]], None]) -> None:
+def test_runs_get_the_file_and_the_overrides(
+    name: str, command: Callable[[str, Callable[..., int]], None]
+) -> None:
     calls = []
     command(name, lambda *given: calls.append(given) or 0)
     assert main([name, "x.yaml", "a.b=1", "--verbose", "algorithm=grpo"]) == 0
@@ -49,7 +51,10 @@ def test_runs_get_the_file_and_the_overrides(name: str, command: Callable[[str, 
     [["b=2", "a.c=1", "x.yaml", "--role", "critic"], ["x.yaml", "--role", "critic", "b=2", "a.c=1"]],
 )
 def test_overrides_may_stand_anywhere(
-    arguments: list[str], command: Callable[[str, Callable[..., int]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    command: Callable[[str, Callable[..., int]], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("kind: sft")
@@ -59,8 +64,12 @@ def test_overrides_may_stand_anywhere(
     assert calls == [("x.yaml", ["b=2", "a.c=1"], SFTConfig, "critic", "distinct", "out=1.json")]
 
 
-@pytest.mark.parametrize("arguments", [["--b.c=2", "--device=cpu", "x.yaml"], ["x.yaml", "--b.c", "2", "--device=cpu"]])
-def test_overrides_may_be_written_as_options(arguments: list[str], command: Callable[[str, Callable[..., int]], None]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--b.c=2", "--device=cpu", "x.yaml"], ["x.yaml", "--b.c", "2", "--device=cpu"]]
+)
+def test_overrides_may_be_written_as_options(
+    arguments: list[str], command: Callable[[str, Callable[..., int]], None]
+) -> None:
     calls = []
     command("train", lambda *given: calls.append(given) or 0)
     assert main(["train", *arguments, "--verbose"]) == 0
@@ -70,9 +79,15 @@ def test_overrides_may_be_written_as_options(arguments: list[str], command: Call
 @pytest.mark.parametrize(
     ("typed", "ordered"),
     [
-        (["plan", "a=1", "x.yaml", "--output", "f=1.svg", "b=2"], ["plan", "--output", "f=1.svg", "x.yaml", "a=1", "b=2"]),
+        (
+            ["plan", "a=1", "x.yaml", "--output", "f=1.svg", "b=2"],
+            ["plan", "--output", "f=1.svg", "x.yaml", "a=1", "b=2"],
+        ),
         (["check", "a=1", "--fast", "x.yaml"], ["check", "--fast", "x.yaml", "a=1"]),
-        (["rehearse", "x.yaml", "--actor.optim.lr", "1", "--ranks", "0"], ["rehearse", "--ranks", "0", "x.yaml", "actor.optim.lr=1"]),
+        (
+            ["rehearse", "x.yaml", "--actor.optim.lr", "1", "--ranks", "0"],
+            ["rehearse", "--ranks", "0", "x.yaml", "actor.optim.lr=1"],
+        ),
         (["status", "--watch", "x=1"], ["status", "--watch", "x=1"]),  # takes no overrides: nothing is moved
         (["nothing", "a=1", "x"], ["nothing", "a=1", "x"]),
         ([], []),
@@ -82,7 +97,9 @@ def test_what_is_typed_comes_into_the_order_of_argparse(typed: list[str], ordere
     assert in_argparse_order(typed, commands_of(build_parser())) == ordered
 
 
-def test_plot_gets_the_folder_and_its_status_is_ours(command: Callable[[str, Callable[..., int]], None]) -> None:
+def test_plot_gets_the_folder_and_its_status_is_ours(
+    command: Callable[[str, Callable[..., int]], None],
+) -> None:
     command("plot", lambda run_dir: 0 if run_dir == "outputs/x" else 2)
     assert main(["plot", "outputs/x"]) == 0
     assert main(["plot", "outputs/y"]) == 2
@@ -95,7 +112,9 @@ def _fail(error: BaseException) -> Callable[..., int]:
     return run
 
 
-def test_what_the_user_can_mend_is_status_2(command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_can_mend_is_status_2(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     command("train", _fail(ConfigError("x.yaml", ["trainer.seed: is wrong"])))
     assert main(["train", "x.yaml"]) == 2
     assert capsys.readouterr().err == "megarl train: x.yaml: 1 problem\n  - trainer.seed: is wrong\n"
@@ -116,7 +135,9 @@ def test_a_value_error_of_megarl_is_the_users_and_one_of_a_library_is_not(
     assert err.endswith("megarl train: failed while running; the cause is shown above\n")
 
 
-def test_failures_and_interrupts(command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_and_interrupts(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     command("train", _fail(RuntimeError("a worker died")))
     assert main(["train", "x.yaml"]) == 1
     assert "RuntimeError: a worker died" in capsys.readouterr().err
@@ -160,7 +181,11 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
         with run_context_of(PPOConfig()) as context:
             context.output_dir = tmp_path
             context.position = Position(step=3, phases=["step", "adv"])
-            refuse_unusable("the sum of token_level_rewards", torch.tensor([0.0, math.nan]), np.array(["0-1", "0-2"], dtype=object))
+            refuse_unusable(
+                "the sum of token_level_rewards",
+                torch.tensor([0.0, math.nan]),
+                np.array(["0-1", "0-2"], dtype=object),
+            )
         return 0
 
     command("train", run)
@@ -171,7 +196,9 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
     assert (tmp_path / "failure.txt").exists()
 
 
-def test_check_answers_the_parts_that_are_asked_for(command: Callable[[str, Callable[..., int]], None]) -> None:
+def test_check_answers_the_parts_that_are_asked_for(
+    command: Callable[[str, Callable[..., int]], None],
+) -> None:
     """Each as the command of its own does, in one order, with the worst of their statuses."""
     calls: list[tuple[str, tuple[object, ...]]] = []
 
@@ -186,7 +213,23 @@ def test_check_answers_the_parts_that_are_asked_for(command: Callable[[str, Call
     run = "configs/quickstart.yaml"
     given = (run, ["trainer.seed=3"], PPOConfig)
 
-    assert main(["check", run, "--dry-run", "trainer.seed=3", "--plan", "--machine", "--ranks", "0,1", "--output", "x.svg"]) == 2
+    assert (
+        main(
+            [
+                "check",
+                run,
+                "--dry-run",
+                "trainer.seed=3",
+                "--plan",
+                "--machine",
+                "--ranks",
+                "0,1",
+                "--output",
+                "x.svg",
+            ]
+        )
+        == 2
+    )
     assert calls == [
         ("plan", (*given, "x.svg")),
         ("doctor", (run, ["trainer.seed=3"], False)),
@@ -213,6 +256,8 @@ def test_check_answers_the_parts_that_are_asked_for(command: Callable[[str, Call
         (["--fast", "--machine"], "--fast is for the whole check"),
     ],
 )
-def test_an_option_of_a_part_that_is_not_asked_for_is_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_of_a_part_that_is_not_asked_for_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "configs/quickstart.yaml", *options]) == 2
     assert said in capsys.readouterr().err

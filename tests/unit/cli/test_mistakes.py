@@ -1,4 +1,5 @@
-"""What people do wrong, one mistake each: a line that says what to change, status 2, no traceback, and nothing started."""
+"""What people do wrong, one mistake each: a line that says what to change, status 2, no traceback, and
+nothing started."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ Prepare = Callable[[Path], None]
 
 
 class Mistake(NamedTuple):
-    """`said`: words of the one error. `prepare`: makes it in the current folder, a copy of a good run's. `fast`: known without looking
-    into files. `file`: the configuration."""
+    """`said`: words of the one error. `prepare`: makes it in the current folder, a copy of a good run's.
+    `fast`: known without looking into files. `file`: the configuration."""
 
     said: str
     overrides: tuple[str, ...] = ()
@@ -56,12 +57,16 @@ def gone(name: str) -> Prepare:
 
 def rows(*changes: Mapping[str, Any]) -> Prepare:
     good = prompt_row("1+1=")
-    return lambda folder: pq.write_table(pa.Table.from_pylist([good | change for change in changes]), folder / "train.parquet")
+    return lambda folder: pq.write_table(
+        pa.Table.from_pylist([good | change for change in changes]), folder / "train.parquet"
+    )
 
 
 def answers(*roles: str) -> Prepare:
     chat = [{"role": role, "content": "1"} for role in roles]
-    return lambda folder: pq.write_table(pa.Table.from_pylist([{"messages": chat}] * 9), folder / "sft.parquet")
+    return lambda folder: pq.write_table(
+        pa.Table.from_pylist([{"messages": chat}] * 9), folder / "sft.parquet"
+    )
 
 
 def config_file(content: str) -> Prepare:
@@ -69,7 +74,9 @@ def config_file(content: str) -> Prepare:
 
 
 def reward(body: str) -> Prepare:
-    return text("reward.py", f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+    return text(
+        "reward.py", f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
 
 
 def cut_off(name: str) -> Prepare:
@@ -100,33 +107,57 @@ MISTAKES: dict[str, Mistake] = {
     "a misspelt preset": override("algorithm=grop", said="algorithm=grop: there is no such file; there are"),
     "an override without a value": override("trainer.seed", said="write key.sub=value"),
     "tensor parallelism that cuts no heads": override("actor.parallel.tensor_parallel_size=3", said="use 2"),
-    "stages that cut no layers": override("critic.parallel.pipeline_parallel_size=3", said="use 2 or 4 stages"),
+    "stages that cut no layers": override(
+        "critic.parallel.pipeline_parallel_size=3", said="use 2 or 4 stages"
+    ),
     "an engine that cuts no model": override("rollout.tensor_parallel_size=2", said="rollout.engine=sglang"),
     "an engine that there is not": override("rollout.engine=vllm", said="must be one of hf, sglang"),
     "a device that there is not": override("device=gpu", said="must be one of auto, cpu, cuda"),
     "an option that SGLang lacks": override(
-        "rollout.engine=sglang", "rollout.sglang.server_args={mem_frac: 0.5}", said="did you mean mem_fraction_static?"
+        "rollout.engine=sglang",
+        "rollout.sglang.server_args={mem_frac: 0.5}",
+        said="did you mean mem_fraction_static?",
     ),
     "updates that do not divide": override("trainer.updates_per_step=3", said="use updates_per_step 2 or 4"),
     "a truncated sampler": override("rollout.top_p=0.9", said="use 1 for training"),
     "a greedy sampler": override("rollout.temperature=0", said="use 1.0, the usual choice"),
-    "a logger that there is not": override("tracking.loggers=[comet]", said="must be a list, each item one of console"),
+    "a logger that there is not": override(
+        "tracking.loggers=[comet]", said="must be a list, each item one of console"
+    ),
     "the root as output": override("trainer.output_dir=/", said="give a folder of the run's own"),
-    "no folder as output": override("trainer.output_dir=''", said="trainer.output_dir: is '', which names no folder"),
-    "a file as output": override("trainer.output_dir=reward.py", said="reward.py: Not a directory; give a folder that can be"),
-    "a folder that cannot be made": override("trainer.output_dir=/proc/x", said="'/proc/x' cannot be written"),
+    "no folder as output": override(
+        "trainer.output_dir=''", said="trainer.output_dir: is '', which names no folder"
+    ),
+    "a file as output": override(
+        "trainer.output_dir=reward.py", said="reward.py: Not a directory; give a folder that can be"
+    ),
+    "a folder that cannot be made": override(
+        "trainer.output_dir=/proc/x", said="'/proc/x' cannot be written"
+    ),
     "a checkpoint that is not there": override(
         "checkpoint.resume=nowhere", said="give auto, disable, or the path of a checkpoint", command="train"
     ),
-    "an empty path to resume": override("checkpoint.resume=''", said="give auto, disable, or the path of a checkpoint"),
+    "an empty path to resume": override(
+        "checkpoint.resume=''", said="give auto, disable, or the path of a checkpoint"
+    ),
     "None for null": override("checkpoint.dir=None", said="write null for nothing"),
-    "a reference to nothing": override("data.max_prompt_length=${nothing}", said="Interpolation key 'nothing' not found"),
-    "a variable that is not set": override("trainer.output_dir=${oc.env:NO_SUCH}", said="'NO_SUCH' not found"),
-    "a weight that is no number": override("reward.functions=[{path: reward.py, weight: .nan}]", said="must be a finite number"),
-    "a huge seed": override("trainer.seed=18446744073709551616", said="no number may be beyond 1,000,000,000"),
+    "a reference to nothing": override(
+        "data.max_prompt_length=${nothing}", said="Interpolation key 'nothing' not found"
+    ),
+    "a variable that is not set": override(
+        "trainer.output_dir=${oc.env:NO_SUCH}", said="'NO_SUCH' not found"
+    ),
+    "a weight that is no number": override(
+        "reward.functions=[{path: reward.py, weight: .nan}]", said="must be a finite number"
+    ),
+    "a huge seed": override(
+        "trainer.seed=18446744073709551616", said="no number may be beyond 1,000,000,000"
+    ),
     "a huge learning rate": override("actor.optim.lr=1e30", said="must be in (0, 1]"),
     "validation without data": override(
-        "data.val_files=[]", "trainer.validate_every_steps=1", said="name one, or set validate_every_steps to 0"
+        "data.val_files=[]",
+        "trainer.validate_every_steps=1",
+        said="name one, or set validate_every_steps to 0",
     ),
     "rows beyond the model's positions": override(
         "data.max_prompt_length=60",
@@ -136,15 +167,25 @@ MISTAKES: dict[str, Mistake] = {
         said="max_position_embeddings 64 of",
     ),
     "no reward at all": override("reward.functions=[]", said="give a list such as [{path: reward.py"),
-    "a reward as a text": override("reward.functions=reward.py", said="must be a list of sections with the keys path, name, weight"),
-    "a reward file that is not there": override("reward.functions=[{path: mine.py}]", said="there is no file", command="train"),
-    "a data file that is not there": override("data.train_files=[mine.parquet]", said="there is no file", command="train"),
+    "a reward as a text": override(
+        "reward.functions=reward.py", said="must be a list of sections with the keys path, name, weight"
+    ),
+    "a reward file that is not there": override(
+        "reward.functions=[{path: mine.py}]", said="there is no file", command="train"
+    ),
+    "a data file that is not there": override(
+        "data.train_files=[mine.parquet]", said="there is no file", command="train"
+    ),
     "a folder as data": override("data.train_files=[policy]", said="name the files in it, each by itself"),
     "a pattern as data": override("data.train_files=['*.parquet']", said="patterns are not expanded"),
-    "a page as data": override("data.train_files=[reward.py]", said="its name must end in .parquet, .jsonl, .json, .csv"),
+    "a page as data": override(
+        "data.train_files=[reward.py]", said="its name must end in .parquet, .jsonl, .json, .csv"
+    ),
     "no data": override("data.train_files=[]", said="name at least one file"),
     "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 files"),
-    "a model that is not there": override("model.path=nowhere", said="a model is a local Hugging Face folder"),
+    "a model that is not there": override(
+        "model.path=nowhere", said="a model is a local Hugging Face folder"
+    ),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
     # files: the configuration
     "a folder as configuration": Mistake("cannot be read", file="policy", fast=True),
@@ -153,53 +194,101 @@ MISTAKES: dict[str, Mistake] = {
     "a list": Mistake("must hold a mapping of sections", prepare=config_file("- model\n"), fast=True),
     "a file without a model": Mistake(
         "model.path: is missing",
-        prepare=config_file("data: {train_files: [train.parquet]}\nreward: {functions: [{path: reward.py}]}\n"),
+        prepare=config_file(
+            "data: {train_files: [train.parquet]}\nreward: {functions: [{path: reward.py}]}\n"
+        ),
         fast=True,
     ),
     # the model
-    "another family": Mistake("the supported families are", prepare=fields("config.json", model_type="gpt2"), fast=True),
-    "an eps that is no number": Mistake("'rms_norm_eps' is nan", prepare=fields("config.json", rms_norm_eps=float("nan")), fast=True),
-    "a huge eps": Mistake("'rms_norm_eps' is 1e+30", prepare=fields("config.json", rms_norm_eps=1e30), fast=True),
+    "another family": Mistake(
+        "the supported families are", prepare=fields("config.json", model_type="gpt2"), fast=True
+    ),
+    "an eps that is no number": Mistake(
+        "'rms_norm_eps' is nan", prepare=fields("config.json", rms_norm_eps=float("nan")), fast=True
+    ),
+    "a huge eps": Mistake(
+        "'rms_norm_eps' is 1e+30", prepare=fields("config.json", rms_norm_eps=1e30), fast=True
+    ),
     "an infinite theta": Mistake(
         "'rope_theta' is inf",
         prepare=fields("config.json", rope_parameters={"rope_type": "default", "rope_theta": float("inf")}),
         fast=True,
     ),
-    "a config.json that is too deep": Mistake("nested too deep", prepare=text("policy/config.json", "[" * 100_000), fast=True),
-    "no weights": Mistake("has no weights in safetensors files", prepare=gone("model.safetensors"), command="train"),
-    "weights of another size": Mistake("config.json makes it (20, 32)", prepare=fields("config.json", vocab_size=20)),
-    "weights that are cut off": Mistake("truncated or not a safetensors file", prepare=cut_off("policy/model.safetensors")),
+    "a config.json that is too deep": Mistake(
+        "nested too deep", prepare=text("policy/config.json", "[" * 100_000), fast=True
+    ),
+    "no weights": Mistake(
+        "has no weights in safetensors files", prepare=gone("model.safetensors"), command="train"
+    ),
+    "weights of another size": Mistake(
+        "config.json makes it (20, 32)", prepare=fields("config.json", vocab_size=20)
+    ),
+    "weights that are cut off": Mistake(
+        "truncated or not a safetensors file", prepare=cut_off("policy/model.safetensors")
+    ),
     "an index outside of the folder": Mistake("but only a file of this folder can be named", prepare=outside),
     # its tokenizer
     "no tokenizer.json": Mistake("copy tokenizer.json into it", prepare=gone("tokenizer.json")),
-    "a tokenizer that is no JSON": Mistake("copy its tokenizer.json again", prepare=cut_off("policy/tokenizer.json")),
-    "a tokenizer of nothing": Mistake("the folder's tokenizer cannot be loaded", prepare=text("policy/tokenizer.json", "{}")),
-    "a tokenizer's settings as a list": Mistake("must hold a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")),
-    "a token that the model lacks": Mistake("the tokenizer has 1 tokens that the model lacks", prepare=with_token),
+    "a tokenizer that is no JSON": Mistake(
+        "copy its tokenizer.json again", prepare=cut_off("policy/tokenizer.json")
+    ),
+    "a tokenizer of nothing": Mistake(
+        "the folder's tokenizer cannot be loaded", prepare=text("policy/tokenizer.json", "{}")
+    ),
+    "a tokenizer's settings as a list": Mistake(
+        "must hold a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")
+    ),
+    "a token that the model lacks": Mistake(
+        "the tokenizer has 1 tokens that the model lacks", prepare=with_token
+    ),
     "no chat template": Mistake("put chat_template.jinja", prepare=gone("chat_template.jinja")),
-    "a template that fails": Mistake("fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 / 0 }}")),
-    "a template of another language": Mistake("fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 + 'a' }}")),
-    "a template without an end": Mistake("the chat template is not valid", prepare=text("policy/chat_template.jinja", "{% if %}")),
-    "an end token that is no number": Mistake("eos_token_id is 'x'", prepare=fields("generation_config.json", eos_token_id="x")),
+    "a template that fails": Mistake(
+        "fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 / 0 }}")
+    ),
+    "a template of another language": Mistake(
+        "fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 + 'a' }}")
+    ),
+    "a template without an end": Mistake(
+        "the chat template is not valid", prepare=text("policy/chat_template.jinja", "{% if %}")
+    ),
+    "an end token that is no number": Mistake(
+        "eos_token_id is 'x'", prepare=fields("generation_config.json", eos_token_id="x")
+    ),
     # data
     "no column of prompts": Mistake(
-        "column 'prompt' is missing", prepare=lambda folder: pq.write_table(pa.table({"question": ["1"] * 9}), folder / "train.parquet")
+        "column 'prompt' is missing",
+        prepare=lambda folder: pq.write_table(pa.table({"question": ["1"] * 9}), folder / "train.parquet"),
     ),
     "no ground truth": Mistake("it has no 'ground_truth'", prepare=rows({"reward_model": {"style": "rule"}})),
     "an empty prompt": Mistake("the list of messages is empty", prepare=rows({"prompt": []}, LOOK)),
-    "a prompt of blanks": Mistake("all of its messages are empty", prepare=rows({"prompt": [{"role": "user", "content": " "}]})),
-    "a role of another format": Mistake("has role 'human'", prepare=rows({"prompt": [{"role": "human", "content": "1"}]})),
-    "keys of another format": Mistake("expected role and content as strings", prepare=rows({"prompt": [{"from": "human", "value": "1"}]})),
-    "an assistant's last word": Mistake(
-        "end the prompt with what is to be answered", prepare=rows({"prompt": [*LOOK["prompt"], {"role": "assistant", "content": "2"}]})
+    "a prompt of blanks": Mistake(
+        "all of its messages are empty", prepare=rows({"prompt": [{"role": "user", "content": " "}]})
     ),
-    "text that cannot be written": Mistake("the tokenizer loses text", prepare=rows({"prompt": [{"role": "user", "content": "one+1="}]})),
-    "a prompt that is too long": Mistake("set data.max_prompt_length=12 or more", prepare=rows(*[{"prompt": "1+1=1+1=1+"}] * 9)),
+    "a role of another format": Mistake(
+        "has role 'human'", prepare=rows({"prompt": [{"role": "human", "content": "1"}]})
+    ),
+    "keys of another format": Mistake(
+        "expected role and content as strings", prepare=rows({"prompt": [{"from": "human", "value": "1"}]})
+    ),
+    "an assistant's last word": Mistake(
+        "end the prompt with what is to be answered",
+        prepare=rows({"prompt": [*LOOK["prompt"], {"role": "assistant", "content": "2"}]}),
+    ),
+    "text that cannot be written": Mistake(
+        "the tokenizer loses text", prepare=rows({"prompt": [{"role": "user", "content": "one+1="}]})
+    ),
+    "a prompt that is too long": Mistake(
+        "set data.max_prompt_length=12 or more", prepare=rows(*[{"prompt": "1+1=1+1=1+"}] * 9)
+    ),
     "no rows": Mistake(
         "the file has no rows",
-        prepare=lambda folder: pq.write_table(pq.read_table(folder / "train.parquet").slice(0, 0), folder / "train.parquet"),
+        prepare=lambda folder: pq.write_table(
+            pq.read_table(folder / "train.parquet").slice(0, 0), folder / "train.parquet"
+        ),
     ),
-    "JSON lines called parquet": Mistake("not a parquet file", prepare=text("train.parquet", '{"prompt": "1"}\n')),
+    "JSON lines called parquet": Mistake(
+        "not a parquet file", prepare=text("train.parquet", '{"prompt": "1"}\n')
+    ),
     "a parquet file that is cut off": Mistake("not a parquet file", prepare=cut_off("train.parquet")),
     "more prompts than rows": Mistake("use 32 or less, or more rows", ("trainer.prompts_per_step=64",)),
     "rows of CSV with other lengths": Mistake(
@@ -207,32 +296,49 @@ MISTAKES: dict[str, Mistake] = {
         ("data.train_files=[a.csv]", "data.columns.ground_truth=answer", "data.val_files=[]"),
         text("a.csv", "prompt,data_source,answer\n1+1=,sums,2\n1+1=,2\n"),
     ),
-    "a chat without an answer": Mistake("as its last message, the assistant's answer", prepare=answers("user"), file="sft.yaml"),
+    "a chat without an answer": Mistake(
+        "as its last message, the assistant's answer", prepare=answers("user"), file="sft.yaml"
+    ),
     # rewards
     "a reward of other arguments": Mistake(
-        "cannot be called with the keywords", prepare=text("reward.py", "def compute_score(completions):\n    return 0\n")
+        "cannot be called with the keywords",
+        prepare=text("reward.py", "def compute_score(completions):\n    return 0\n"),
     ),
     "a reward that is no Python": Mistake("SyntaxError", prepare=text("reward.py", "def compute_score(:\n")),
-    "a reward that lacks a package": Mistake("ModuleNotFoundError", prepare=text("reward.py", "import a_module_that_is_not_there\n")),
-    "a reward that is a coroutine": Mistake("is a coroutine function", prepare=text("reward.py", f"async {REWARD}")),
+    "a reward that lacks a package": Mistake(
+        "ModuleNotFoundError", prepare=text("reward.py", "import a_module_that_is_not_there\n")
+    ),
+    "a reward that is a coroutine": Mistake(
+        "is a coroutine function", prepare=text("reward.py", f"async {REWARD}")
+    ),
     "a loss that is misspelt": Mistake(
         "policy loss 'my_los' is not in",
         ("algorithm.policy_loss.function=own.py:my_los",),
         prepare=text("own.py", "def my_loss(a, b): ...\n"),
     ),
-    "a reward of another name": Mistake("set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))),
+    "a reward of another name": Mistake(
+        "set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))
+    ),
     "a reward that gives nothing": Mistake("the NoneType None as its score", prepare=reward("return None")),
-    "a reward that raises": Mistake("compute_score raised KeyError", prepare=reward("return extra_info['weight']")),
-    "a reward that ends its process": Mistake("compute_score raised SystemExit", prepare=reward("raise SystemExit(3)")),
+    "a reward that raises": Mistake(
+        "compute_score raised KeyError", prepare=reward("return extra_info['weight']")
+    ),
+    "a reward that ends its process": Mistake(
+        "compute_score raised SystemExit", prepare=reward("raise SystemExit(3)")
+    ),
     "a reward that never ends": Mistake(
-        "took more than reward.time_limit_s=0.5 s", ("reward.time_limit_s=0.5",), reward("import time; time.sleep(1000)")
+        "took more than reward.time_limit_s=0.5 s",
+        ("reward.time_limit_s=0.5",),
+        reward("import time; time.sleep(1000)"),
     ),
     "a ground truth that is null": Mistake(
-        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it; give the right answer, or leave the row out",
+        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it; give the "
+        "right answer, or leave the row out",
         prepare=rows({}, {"reward_model": {"style": "rule", "ground_truth": None}}, *[{}] * 6),
     ),
     "a metric to keep that the reward does not make": Mistake(
-        "checkpoint.keep_best.metric: no validation of this run measures 'val/maj@2', which needs reward functions that return an 'answer'",
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/maj@2', which needs reward "
+        "functions that return an 'answer'",
         (
             "rollout.validation.n=2",
             "rollout.validation.temperature=1",
@@ -241,7 +347,8 @@ MISTAKES: dict[str, Mistake] = {
         ),
     ),
     "a metric to keep that is misspelt": Mistake(
-        "checkpoint.keep_best.metric: no validation of this run measures 'val/cuont/score/mean'; did you mean val/count/score/mean",
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/cuont/score/mean'; did you "
+        "mean val/count/score/mean",
         ("checkpoint.keep_best.metric=val/cuont/score/mean", "trainer.validate_every_steps=1"),
     ),
     # what train refuses by the same code, before a process starts
@@ -251,16 +358,24 @@ MISTAKES: dict[str, Mistake] = {
         command="train",
     ),
     "training with a reward of other arguments": Mistake(
-        "cannot be called with the keywords", prepare=text("reward.py", "def compute_score(completions):\n    return 0\n"), command="train"
+        "cannot be called with the keywords",
+        prepare=text("reward.py", "def compute_score(completions):\n    return 0\n"),
+        command="train",
     ),
     "training with weights of another size": Mistake(
         "config.json makes it (20, 32)", prepare=fields("config.json", vocab_size=20), command="train"
     ),
-    "training on too few rows": Mistake("use 32 or less, or more rows", ("trainer.prompts_per_step=64",), command="train"),
-    "training on lost text": Mistake(
-        "the tokenizer loses text", prepare=rows({"prompt": [{"role": "user", "content": "one+1="}]}), command="train"
+    "training on too few rows": Mistake(
+        "use 32 or less, or more rows", ("trainer.prompts_per_step=64",), command="train"
     ),
-    "training without tokenizer.json": Mistake("copy tokenizer.json", prepare=gone("tokenizer.json"), command="sft", file="sft.yaml"),
+    "training on lost text": Mistake(
+        "the tokenizer loses text",
+        prepare=rows({"prompt": [{"role": "user", "content": "one+1="}]}),
+        command="train",
+    ),
+    "training without tokenizer.json": Mistake(
+        "copy tokenizer.json", prepare=gone("tokenizer.json"), command="sft", file="sft.yaml"
+    ),
 }
 
 
@@ -290,7 +405,9 @@ def test_without_a_mistake_all_is_good(folder: Path, file: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_error_with_what_to_change(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_error_with_what_to_change(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mistake = MISTAKES[name]
     if mistake.prepare is not None:
         mistake.prepare(folder)
@@ -327,4 +444,7 @@ def test_ends_that_differ_are_warned_of(folder: Path, capsys: pytest.CaptureFixt
     fields("generation_config.json", eos_token_id=[0])(folder)
     assert main(["check", "run.yaml"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "the tokenizer ends with '<end>' (1), and the model's generation_config.json or config.json with '<pad>' (0)" in said
+    assert (
+        "the tokenizer ends with '<end>' (1), and the model's generation_config.json or config.json with "
+        "'<pad>' (0)" in said
+    )

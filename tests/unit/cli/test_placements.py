@@ -1,4 +1,5 @@
-"""Placements as a user meets them: impossible ones are refused by `megarl check` with the reason and a remedy; `megarl plan` shows them."""
+"""Placements as a user meets them: impossible ones are refused by `megarl check` with the reason and a
+remedy; `megarl plan` shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ ROLES = "placement.roles={actor: one, reference: one, critic: two, rollout: two}
 CUSTOM = ["placement.strategy=custom", ROLES]
 
 IMPOSSIBLE = [
-    (["placement.devices_per_node=2"], "1 x 2 = 2 devices, but the roles need 7", "use devices_per_node 7 or more, more nodes"),
+    (
+        ["placement.devices_per_node=2"],
+        "1 x 2 = 2 devices, but the roles need 7",
+        "use devices_per_node 7 or more, more nodes",
+    ),
     (
         ["placement.num_nodes=8", "placement.devices_per_node=1"],
         "a tensor-parallel group must fit on one node",
@@ -26,21 +31,46 @@ IMPOSSIBLE = [
         "use num_replicas 4 or fewer, a larger actor, or the placement split_collocate",
     ),
     (
-        ["placement.strategy=fully_collocate", "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "placement.num_nodes=2"]
+        [
+            "placement.strategy=fully_collocate",
+            "rollout.engine=sglang",
+            "rollout.tensor_parallel_size=4",
+            "placement.num_nodes=2",
+        ]
         + ["placement.devices_per_node=3"],
         "a tensor-parallel group must fit on one node",
         "use devices_per_node 4 or more",
     ),
-    (["placement.strategy=stand_alone", "placement.devices_per_node=8"], "the roles need 11", "use devices_per_node 11 or more"),
-    (["placement.strategy=custom", "placement.pools={one: [4]}"], "the role 'actor' has no pool", "as placement.roles.actor=one"),
+    (
+        ["placement.strategy=stand_alone", "placement.devices_per_node=8"],
+        "the roles need 11",
+        "use devices_per_node 11 or more",
+    ),
+    (
+        ["placement.strategy=custom", "placement.pools={one: [4]}"],
+        "the role 'actor' has no pool",
+        "as placement.roles.actor=one",
+    ),
     (
         [*CUSTOM, "placement.pools={one: [4], two: [2]}", "placement.roles.judge=one"],
         "this run has no role 'judge'",
         "it has actor, reference",
     ),
-    ([*CUSTOM, "placement.pools={one: [4]}"], "there is no pool 'two'", "give its devices on each node, as placement.pools.two=[4]"),
-    ([*CUSTOM, "placement.pools={one: [4], two: [2], three: [1]}"], "placement.pools.three: no role runs in it", "map a role to it"),
-    ([*CUSTOM, "placement.pools={one: [2], two: [2]}"], "has 2 devices, but actor needs 4", "use 4 or more, or smaller sizes of actor"),
+    (
+        [*CUSTOM, "placement.pools={one: [4]}"],
+        "there is no pool 'two'",
+        "give its devices on each node, as placement.pools.two=[4]",
+    ),
+    (
+        [*CUSTOM, "placement.pools={one: [4], two: [2], three: [1]}"],
+        "placement.pools.three: no role runs in it",
+        "map a role to it",
+    ),
+    (
+        [*CUSTOM, "placement.pools={one: [2], two: [2]}"],
+        "has 2 devices, but actor needs 4",
+        "use 4 or more, or smaller sizes of actor",
+    ),
     (
         [*CUSTOM, "placement.num_nodes=2", "placement.pools={one: [3, 1], two: [2]}"],
         "actor needs 4 devices in groups of 2, each on one node",
@@ -51,7 +81,11 @@ IMPOSSIBLE = [
         "on node 0 the pools have 6 devices (one 4, two 2), but devices_per_node is 4",
         "use smaller pools there, another node",
     ),
-    ([*CUSTOM, "placement.pools={one: [4], two: [0, 2]}"], "names 2 nodes, but num_nodes is 1", "use 2 nodes"),
+    (
+        [*CUSTOM, "placement.pools={one: [4], two: [0, 2]}"],
+        "names 2 nodes, but num_nodes is 1",
+        "use 2 nodes",
+    ),
     (["placement.pools={one: [4]}"], "is given, but the strategy is split_collocate", "use strategy=custom"),
     (
         ["placement.strategy=hybrid", "resharding.transport=group"],
@@ -82,8 +116,13 @@ def test_an_impossible_placement_is_refused(
 
 
 def test_a_placement_over_its_budget_can_be_allowed(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--fast", ppo, "placement.device_memory_gb=0.001", "placement.over_budget=warn"]) == 0
-    assert "warning: placement.device_memory_gb: in ref, device 0 of node 0 (pool actor) would hold" in capsys.readouterr().out
+    assert (
+        main(["check", "--fast", ppo, "placement.device_memory_gb=0.001", "placement.over_budget=warn"]) == 0
+    )
+    assert (
+        "warning: placement.device_memory_gb: in ref, device 0 of node 0 (pool actor) would hold"
+        in capsys.readouterr().out
+    )
 
 
 def rows_of(text: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""`megarl rehearse`: what a user sees and the exit status, with models of which there is no more than a `config.json`."""
+"""`megarl rehearse`: what a user sees and the exit status, with models of which there is no more than a
+`config.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "algorithm": "ppo",
         "model": {"path": save_config(tmp_path / "model", TINY)},
         "data": {"train_files": ["not-here.parquet"], "max_prompt_length": 64, "max_response_length": 64},
-        "actor": {"parallel": {"pipeline_parallel_size": 2}, "micro_batch": {"max_tokens": 512}, "recompute": "full"},
+        "actor": {
+            "parallel": {"pipeline_parallel_size": 2},
+            "micro_batch": {"max_tokens": 512},
+            "recompute": "full",
+        },
         "critic": {"micro_batch": {"max_tokens": 512}},
         "reward": {"functions": [{"path": "not-here.py"}]},
         "trainer": {"prompts_per_step": 64},
@@ -39,7 +44,9 @@ def lines(out: str) -> list[str]:
     return [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
 
 
-def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_are_rehearsed_and_compared(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "out.json"
     run["device"] = "auto"  # which is no GPU here
     assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written)]) == 0
@@ -59,19 +66,24 @@ def test_all_ranks_are_rehearsed_and_compared(run: dict[str, Any], tmp_path: Pat
     assert train["collectives"][0]["ranks"] == [0, 1]
     assert set(train["awaits"][0]) == {"call", "num_calls"}
     assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
-    # Each number of the model once, for one engine of one rank; on the way back nothing but the weights is there, and two messages.
-    pushes = [next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in document["ranks"]]
+    # Each number of the model once, for one engine of one rank; on the way back nothing but the weights is
+    # there, and two messages.
+    pushes = [
+        next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in document["ranks"]
+    ]
     sent = [sum(call["nbytes"] for call in push["collectives"]) for push in pushes]
     layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 128
     assert sent == [2 * (layer + 199 * 64), 2 * (layer + 64 + 199 * 64)]
-    assert {(call["kind"], call["group"], call["dtype"]) for push in pushes for call in push["collectives"]} == {
-        ("send", "weights", "bfloat16")
-    }
+    assert {
+        (call["kind"], call["group"], call["dtype"]) for push in pushes for call in push["collectives"]
+    } == {("send", "weights", "bfloat16")}
     assert [push["peak"] - push["held"] for push in pushes] == [2 * each for each in sent]
     assert train["peak"] > train["held"] > parameters * (2 + 4 + 12)
 
 
-def test_a_critic_that_does_not_fit(run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_critic_that_does_not_fit(
+    run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run["placement"] = {"device_memory_gb": 0.001, "over_budget": "warn"}
     assert main(["rehearse", write(tmp_path, run), "--role", "critic"]) == 2
     out = capsys.readouterr().out

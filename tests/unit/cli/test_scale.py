@@ -25,7 +25,9 @@ def folder(tmp_path: Path) -> Path:
 
 def dump(folder: Path, strategy: PlacementStrategy) -> None:
     config = PPOConfig(
-        model=ModelConfig(path="model"), data=DataConfig(train_files=["a.parquet"]), placement=PlacementConfig(strategy=strategy)
+        model=ModelConfig(path="model"),
+        data=DataConfig(train_files=["a.parquet"]),
+        placement=PlacementConfig(strategy=strategy),
     )
     dump_config(config, folder / "config.yaml")
 
@@ -40,7 +42,9 @@ def test_a_run_is_asked_once(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert take_request(folder) == 1
 
 
-def test_what_cannot_be_asked_is_one_line_and_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_asked_is_one_line_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*arguments: str) -> str:
         assert main(["scale", *arguments]) == 2
         said = capsys.readouterr().err
@@ -51,7 +55,9 @@ def test_what_cannot_be_asked_is_one_line_and_status_2(folder: Path, capsys: pyt
     assert "--replicas 0: must be in [1, 10000]" in refused(str(folder), "--replicas", "0")
     assert "there is no such folder" in refused(str(folder / "nowhere"), "--replicas", "2")
     dump(folder, PlacementStrategy.hybrid)
-    assert "in placement.strategy=hybrid the engines take turns with others" in refused(str(folder), "--replicas", "2")
+    assert "in placement.strategy=hybrid the engines take turns with others" in refused(
+        str(folder), "--replicas", "2"
+    )
     write(folder, replace(STATUS, state="ended"))
     assert f"`megarl report {folder}` shows it. To resume with 2 replicas: rollout.num_replicas=2" in refused(
         str(folder), "--replicas", "2"

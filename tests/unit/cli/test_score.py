@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "my_reward.py").write_text(FUNCTION)
     path = tmp_path / "my_reward.py"
     others = "model: {path: not/read}\ndata: {train_files: [not/read.parquet]}\n"
-    (tmp_path / "run.yaml").write_text(f"{others}reward:\n  functions: [{{path: {path}}}]\n  num_processes: 1\n")
+    (tmp_path / "run.yaml").write_text(
+        f"{others}reward:\n  functions: [{{path: {path}}}]\n  num_processes: 1\n"
+    )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path
 
@@ -36,7 +38,9 @@ def score(folder: Path, *arguments: str) -> int:
     return main(["score", str(folder / "run.yaml"), *arguments])
 
 
-def test_an_error_is_no_score_and_the_status_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_no_score_and_the_status_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert score(folder, str(folder / "rows.jsonl")) == 1
     said = capsys.readouterr().out
     assert "2 rows scored: mean 0.5, least 0, most 1" in said
@@ -45,7 +49,9 @@ def test_an_error_is_no_score_and_the_status_says_so(folder: Path, capsys: pytes
     assert score(folder, str(folder / "rows.jsonl"), "reward.max_error_rate=0.5") == 0
 
 
-def test_training_data_are_scored_by_their_ground_truth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_data_are_scored_by_their_ground_truth(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a right response is; and a response is asked for otherwise."""
     rows = [{"data_source": "sums", "reward_model": {"ground_truth": "5"}, "extra_info": {"weight": 0.5}}] * 2
     pq.write_table(pa.Table.from_pylist(rows), path := folder / "train.parquet")
@@ -62,10 +68,15 @@ def test_training_data_are_scored_by_their_ground_truth(folder: Path, capsys: py
         ("3", "line 1: is int, expected an object"),
         ('{"response": "5", "ground_truth": "5"}', "column 'data_source': is missing"),
         ('{"response": "5", "data_source": "sums"}', "column 'ground_truth': is missing"),
-        ('{"response": 5, "data_source": "sums", "ground_truth": 5}', "column 'response': found int 5, expected str"),
+        (
+            '{"response": 5, "data_source": "sums", "ground_truth": 5}',
+            "column 'response': found int 5, expected str",
+        ),
     ],
 )
-def test_rows_that_cannot_be_scored_are_named(folder: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_cannot_be_scored_are_named(
+    folder: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "rows.jsonl").write_text(line + "\n")
     assert score(folder, str(folder / "rows.jsonl")) == 2
     assert said in capsys.readouterr().err

@@ -92,12 +92,18 @@ def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
 
 
 def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> None:
-    files = f"data.train_files was {[str(Path.cwd() / 'train.parquet')]}, is {[str(Path.cwd() / 'more.parquet')]}"
+    files = (
+        f"data.train_files was {[str(Path.cwd() / 'train.parquet')]}, is {[str(Path.cwd() / 'more.parquet')]}"
+    )
     others = {
         "data.seed was 0, is 3": replace(config, data=SFTDataConfig(train_files=["train.parquet"], seed=3)),
-        f"model.path was '{Path.cwd() / 'model'}', is '{Path.cwd() / 'other'}'": replace(config, model=ModelConfig(path="other")),
+        f"model.path was '{Path.cwd() / 'model'}', is '{Path.cwd() / 'other'}'": replace(
+            config, model=ModelConfig(path="other")
+        ),
         files: replace(config, data=SFTDataConfig(train_files=["more.parquet"])),
-        "checkpoint.resume was 'auto', is 'step_00000003'": replace(config, checkpoint=CheckpointConfig(resume="step_00000003")),
+        "checkpoint.resume was 'auto', is 'step_00000003'": replace(
+            config, checkpoint=CheckpointConfig(resume="step_00000003")
+        ),
     }
     output_dir = left_by(config)
     for why, other in others.items():
@@ -122,18 +128,23 @@ def test_another_algorithm_is_another_run(tmp_path: Path) -> None:
     assert of_another_run(tmp_path / "run", config) == ""
 
 
-def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(
+    config: SFTConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     output_dir = left_by(config)
     assert not is_complete(config, None)
     write_summary(output_dir, {"steps": 100})
     assert is_complete(config, None)
     out = capsys.readouterr().out
     assert out.startswith(
-        f"the run in {output_dir} is complete: it ended after step 100. It has no checkpoint (checkpoint.at_end was false)"
+        f"the run in {output_dir} is complete: it ended after step 100. It has no checkpoint "
+        f"(checkpoint.at_end was false)"
     )
     assert f"model.path={output_dir}/huggingface, with another trainer.output_dir" in out
     more = replace(config, trainer=replace(config.trainer, total_steps=200))
-    with pytest.raises(ValueError, match="ended after its step 100, and 200 are wanted. It has no checkpoint") as caught:
+    with pytest.raises(
+        ValueError, match="ended after its step 100, and 200 are wanted. It has no checkpoint"
+    ) as caught:
         is_complete(more, None)
     assert "\n" not in str(caught.value)
     write_summary(output_dir, {"steps": 100, "stopped_early": "none of the last 5 ..."})
@@ -144,7 +155,9 @@ def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(config: 
         claim(other)
 
 
-def test_a_run_with_a_checkpoint_of_its_last_step_is_complete(config: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_checkpoint_of_its_last_step_is_complete(
+    config: SFTConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     early_stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=2)
     early = replace(config, trainer=replace(config.trainer, early_stop=early_stop))
     stopped = {"early_stop": {"metric": "val/loss", "mode": "min", "step": 3, "value": 0.5, "num_since": 2}}
@@ -154,14 +167,18 @@ def test_a_run_with_a_checkpoint_of_its_last_step_is_complete(config: SFTConfig,
     assert is_complete(early, resumed(is_own=True, **stopped))
     out = capsys.readouterr().out
     assert (
-        "step_00000005 is of step 5. It ended early: none of the last 2 validations of val/loss was better than 0.5 after step 3. " in out
+        "step_00000005 is of step 5. It ended early: none of the last 2 validations of val/loss was better "
+        "than 0.5 after step 3. " in out
     )
     assert "raise trainer.early_stop.patience (now 2), or set trainer.early_stop.metric=null" in out
     assert is_complete(replace(config, trainer=replace(config.trainer, total_steps=5)), resumed(is_own=True))
     assert "To train further, raise trainer.total_steps (now 5)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "is not JSON"), ("[]", "has no number of steps"), ("{}", "has no number of steps")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "is not JSON"), ("[]", "has no number of steps"), ("{}", "has no number of steps")],
+)
 def test_a_damaged_summary_is_one_line(config: SFTConfig, content: str, said: str) -> None:
     (left_by(config) / "summary.json").write_text(content)
     with pytest.raises(ValueError, match=f"summary.json: {said}.*; remove it") as caught:

@@ -1,4 +1,5 @@
-"""The runs of configs/ that need GPUs: each is good for the published model that it names, on the cluster that it describes."""
+"""The runs of configs/ that need GPUs: each is good for the published model that it names, on the cluster
+that it describes."""
 
 from __future__ import annotations
 
@@ -45,12 +46,14 @@ RUNS = {
 }
 
 
-# A push of their 18,000 and 36,000 tensors takes seconds to plan: commands that plan one are tried with the others.
+# A push of their 18,000 and 36,000 tensors takes seconds to plan: commands that plan one are tried with the
+# others.
 LARGEST = "qwen3_235b_a22b_grpo"
 MANY_TENSORS = {"qwen3_30b_a3b_grpo", LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
-# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B. A model's own file would say so to the element.
+# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B. A model's own file would
+# say so to the element.
 NUM_PARAMETERS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Llama-3.1-8B-Instruct": 8_030_261_248,
@@ -61,7 +64,10 @@ NUM_PARAMETERS = {
     "Meta-Llama-3-70B-Instruct": 70_553_706_496,
 }
 
-NUM_EXPERT_PARAMETERS = {"Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768, "Qwen3-235B-A22B": 94 * 128 * 3 * 4096 * 1536}
+NUM_EXPERT_PARAMETERS = {
+    "Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768,
+    "Qwen3-235B-A22B": 94 * 128 * 3 * 4096 * 1536,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +98,18 @@ def peaks_gib(config: PPOConfig) -> dict[str, float]:
 
 
 def test_the_published_models_have_the_parameters_of_their_cards() -> None:
-    assert {model: num_parameters(read_architecture(str(CONFIGS_DIR / "models" / model))) for model in NUM_PARAMETERS} == NUM_PARAMETERS
-    active = {model: num_active_parameters(read_architecture(str(CONFIGS_DIR / "models" / model))) for model in NUM_EXPERT_PARAMETERS}
-    assert {model: number // 10**8 for model, number in active.items()} == {"Qwen3-30B-A3B": 33, "Qwen3-235B-A22B": 221}
+    assert {
+        model: num_parameters(read_architecture(str(CONFIGS_DIR / "models" / model)))
+        for model in NUM_PARAMETERS
+    } == NUM_PARAMETERS
+    active = {
+        model: num_active_parameters(read_architecture(str(CONFIGS_DIR / "models" / model)))
+        for model in NUM_EXPERT_PARAMETERS
+    }
+    assert {model: number // 10**8 for model, number in active.items()} == {
+        "Qwen3-30B-A3B": 33,
+        "Qwen3-235B-A22B": 221,
+    }
 
 
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
@@ -105,7 +120,11 @@ def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
 @pytest.mark.parametrize("run", [*FEW_TENSORS, "quickstart", "quickstart_sft"])
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_neither_model_nor_data_need_to_be_here(
-    command: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    run: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([command, path_of(run)]) == 0
@@ -116,7 +135,9 @@ def test_neither_model_nor_data_need_to_be_here(
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_nothing_wrong_and_every_device_within_its_budget(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load(run)
     nodes, strategy, pools = RUNS[run]
     if run != LARGEST:
@@ -132,18 +153,21 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(run: str, 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_do_not_go_through_files(run: str) -> None:
-    """Engines beside trainers get them there, others over the network; all engines get all of the model. Of models with experts four
-    layers, for the sake of time."""
+    """Engines beside trainers get them there, others over the network; all engines get all of the model. Of
+    models with experts four layers, for the sake of time."""
     config = load(run)
     plan = plan_placement(config)
     policy = read_architectures(config)[0]["actor"]
     if policy.experts is not None:
         policy = replace(policy, num_hidden_layers=4, experts=replace(policy.experts, layers=tuple(range(4))))
-    assert choose_transport(config, plan) is (Transport.device if RUNS[run].strategy == "hybrid" else Transport.group)
+    assert choose_transport(config, plan) is (
+        Transport.device if RUNS[run].strategy == "hybrid" else Transport.group
+    )
     assert (forecast := forecast_weights(config, plan, policy)) is not None
     num_replicas = config.rollout.num_replicas
     size = 2 * num_parameters(policy)
-    assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.003  # norms, routers and some keys are on several ranks
+    # norms, routers and some keys are on several ranks
+    assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.003
     assert sum(forecast.sent) == sum(forecast.received)
 
 
@@ -151,19 +175,32 @@ def test_weights_do_not_go_through_files(run: str) -> None:
 def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str) -> None:
     peaks = peaks_gib(load(run))
     said = ", ".join(f"{pool} {peak:.1f}" for pool, peak in peaks.items())
-    assert f"# Memory, GiB of the fullest device: {said}.\n" in (CONFIGS_DIR.parent / path_of(run)).read_text()
+    assert (
+        f"# Memory, GiB of the fullest device: {said}.\n" in (CONFIGS_DIR.parent / path_of(run)).read_text()
+    )
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run != LARGEST])  # whose engines take more than half of a device
+# whose engines take more than half of a device
+@pytest.mark.parametrize("run", [run for run in RUNS if run != LARGEST])
 def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as it was, but where it has the
-    device for itself: there it is half, and what trains does not fit."""
+    """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as
+    it was, but where it has the device for itself: there it is half, and what trains does not fit."""
     config = load(run)
     takes_turns = RUNS[run].strategy == "hybrid"
-    phases = [(usages, device.total(phase)) for device in memory_of(config) for phase, usages in device.phases.items()]
-    most = max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).parameters) / 2**30
+    phases = [
+        (usages, device.total(phase))
+        for device in memory_of(config)
+        for phase, usages in device.phases.items()
+    ]
+    most = (
+        max(total for usages, total in phases if not takes_turns or usages.get("actor", Usage()).parameters)
+        / 2**30
+    )
     share = 0.5 * most if takes_turns else config.rollout.sglang.server_args["mem_fraction_static"] * 72
-    arguments = [f"placement.device_memory_gb={most - 0.25}", f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}"]
+    arguments = [
+        f"placement.device_memory_gb={most - 0.25}",
+        f"rollout.sglang.server_args.mem_fraction_static={share / (most - 0.25)}",
+    ]
     assert main(["check", "--fast", path_of(run), *arguments]) == 2
     assert f"GiB ({'actor' if takes_turns else 'rollout'} " in (err := capsys.readouterr().err)
     assert f"placement.device_memory_gb: in {'update_actor' if takes_turns else 'gen'}, device " in err
@@ -171,29 +208,41 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
-    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same (ZeRO 1). Stages differ.
-    Experts are cut by EP in the place of TP, and so there are other copies of them."""
+    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same
+    (ZeRO 1). Stages differ. Experts are cut by EP in the place of TP, and so there are other copies of them.
+    """
     config = load(run)
     parallel = config.actor.parallel
     model = Path(config.model.path).name
     of_experts = NUM_EXPERT_PARAMETERS.get(model, 0)
-    count = (NUM_PARAMETERS[model] - of_experts) / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    count = (NUM_PARAMETERS[model] - of_experts) / (
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    )
     by_hand = count * (2 + 4 + 12 / parallel.num_copies)
     copies = parallel.tensor_parallel_size * parallel.num_copies / parallel.expert_parallel_size
-    by_hand += of_experts / (parallel.expert_parallel_size * parallel.pipeline_parallel_size) * (2 + 4 + 12 / copies)
-    usages = [device.phases["update_actor"]["actor"] for device in memory_of(config) if device.pool == "actor"]
+    by_hand += (
+        of_experts / (parallel.expert_parallel_size * parallel.pipeline_parallel_size) * (2 + 4 + 12 / copies)
+    )
+    usages = [
+        device.phases["update_actor"]["actor"] for device in memory_of(config) if device.pool == "actor"
+    ]
     states = [usage.parameters + usage.gradients + usage.optimizer for usage in usages]
     assert sum(states) / len(states) == pytest.approx(by_hand, rel=0.01)
     assert max(states) <= 1.07 * by_hand
 
 
 @pytest.mark.parametrize("run", FEW_TENSORS)
-def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", path_of(run)]) == 0
     assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
     config = load(run)
     plan = plan_placement(config)
-    for role, tensor in (("actor", config.actor.parallel.tensor_parallel_size), ("critic", config.critic.parallel.tensor_parallel_size)):
+    for role, tensor in (
+        ("actor", config.actor.parallel.tensor_parallel_size),
+        ("critic", config.critic.parallel.tensor_parallel_size),
+    ):
         if role not in plan.roles:
             continue
         places = [(process.node, process.devices) for process in plan.group_of(role).processes]
@@ -209,11 +258,15 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(run: str, ca
     ("layout", "gib"),
     [
         (["data_parallel_size=2"], "78.7"),  # each expert once, the rest twice
-        (["data_parallel_size=1", "pipeline_parallel_size=2", "expert_parallel_size=4"], "77.6"),  # everything once
+        # everything once
+        (["data_parallel_size=1", "pipeline_parallel_size=2", "expert_parallel_size=4"], "77.6"),
     ],
 )
-def test_experts_of_30_billion_parameters_do_not_train_on_one_node(layout: list[str], gib: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """18 bytes of 30.5 billion parameters are 64 GiB of each of eight devices, and the roots of Adam's moments 13 GiB more."""
+def test_experts_of_30_billion_parameters_do_not_train_on_one_node(
+    layout: list[str], gib: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """18 bytes of 30.5 billion parameters are 64 GiB of each of eight devices, and the roots of Adam's
+    moments 13 GiB more."""
     changes = [f"actor.parallel.{each}" for each in layout]
     one_node = ["placement.num_nodes=1", "rollout.num_replicas=2", "actor.micro_batch.max_tokens=9216"]
     assert main(["check", "--fast", path_of("qwen3_30b_a3b_grpo"), *one_node, *changes]) == 2
@@ -221,7 +274,8 @@ def test_experts_of_30_billion_parameters_do_not_train_on_one_node(layout: list[
 
 
 def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB of a fifth of 72 GiB, less 15.3 GiB of weights."""
+    """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB of a fifth of 72 GiB, less 15.3 GiB of
+    weights."""
     run = "qwen2.5_32b_dapo_16k"
     longer = [
         "data.max_response_length=129024",
@@ -233,8 +287,15 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest
 
 
 def test_the_page_of_runs_has_a_row_for_each() -> None:
-    rows = [line.strip("|").split("|") for line in (ROOT / "docs" / "runs.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.strip("|").split("|")
+        for line in (ROOT / "docs" / "runs.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     said = {name.strip(" `").removesuffix(".yaml"): [cell.strip() for cell in cells] for name, *cells in rows}
     heads = {run: (CONFIGS_DIR.parent / path_of(run)).read_text() for run in RUNS}
-    memory = {run: head.partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0] for run, head in heads.items()}
+    memory = {
+        run: head.partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0]
+        for run, head in heads.items()
+    }
     assert said == {run: [str(cluster.nodes), cluster.strategy, memory[run]] for run, cluster in RUNS.items()}

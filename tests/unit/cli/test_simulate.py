@@ -1,4 +1,5 @@
-"""`megarl plan --simulate`: lengths that are given or of a run, splits of devices, and what cannot be simulated."""
+"""`megarl plan --simulate`: lengths that are given or of a run, splits of devices, and what cannot be
+simulated."""
 
 from __future__ import annotations
 
@@ -38,51 +39,88 @@ def test_lengths_have_the_mean_and_the_most_that_are_asked_for() -> None:
     assert max(lengths) == 4000
     assert sum(length == 4000 for length in lengths) / len(lengths) == pytest.approx(0.001, abs=0.0015)
     for mean, longest in ((500, 400), (0.5, 10), (10, 100_000)):
-        with pytest.raises(ValueError, match=f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more"):
+        with pytest.raises(
+            ValueError, match=f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more"
+        ):
             log_normal(mean, longest, 2)
 
 
 def test_a_step_takes_what_it_takes_by_hand() -> None:
-    """Two engines of two slots, and samples of 10 tokens: a step of four is written in 10 s, and trained in 6."""
+    """Two engines of two slots, and samples of 10 tokens: a step of four is written in 10 s, and trained in
+    6."""
     work = Work(lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2)
     times = Times(training_s=6.0, token_s=1.0)
     split = Split(trainer_devices=4, num_engines=2, of=1.0)
     at_0 = forecast(work, times, split, 0)
-    assert (at_0.step_s, at_0.trainer_idle, at_0.slots_in_use, at_0.mean_age) == (16.0, 10 / 16, 20 / 16 / 2, 0.0)
+    assert (at_0.step_s, at_0.trainer_idle, at_0.slots_in_use, at_0.mean_age) == (
+        16.0,
+        10 / 16,
+        20 / 16 / 2,
+        0.0,
+    )
     assert forecast(work, times, split, 1).step_s == pytest.approx(10.0, abs=0.5)  # the longer of the two
-    assert forecast(work, times, split._replace(of=2.0), 1).step_s == pytest.approx(12.6, abs=0.1)  # 12 s of training, and the first wait
+    # 12 s of training, and the first wait
+    assert forecast(work, times, split._replace(of=2.0), 1).step_s == pytest.approx(12.6, abs=0.1)
 
 
 def test_devices_are_split_in_whole_models() -> None:
     config = load()  # the actor has TP 4 x DP 2, the critic four devices, and there are four engines
-    assert splits_of(config, plan_placement(config)) == [Split(12, 4, 1.0), Split(8, 8, 1.5), Split(4, 12, 3.0)]
+    assert splits_of(config, plan_placement(config)) == [
+        Split(12, 4, 1.0),
+        Split(8, 8, 1.5),
+        Split(4, 12, 3.0),
+    ]
     hybrid = load_config(PPOConfig, path_of("qwen2.5_7b_grpo"))
     with pytest.raises(ValueError, match="placement.strategy=hybrid: the engines take turns"):
         splits_of(hybrid, plan_placement(hybrid))
 
 
 def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", path_of(RUN), "--simulate", *GIVEN, "rollout.n=2", "--output", str(tmp_path / "steps.svg")]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                path_of(RUN),
+                "--simulate",
+                *GIVEN,
+                "rollout.n=2",
+                "--output",
+                str(tmp_path / "steps.svg"),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines() if line.startswith((" 12 ", " 8 ", " 4 "))]
     assert [(row[0], row[1], [cell for cell in row if cell != "*"][2]) for row in rows] == [
         (trainer, engines, k) for trainer, engines in (("12", "4"), ("8", "8"), ("4", "12")) for k in "0124"
     ]
     assert "shortest: 4 engines and rollout.max_staleness=" in out
-    assert "with 60 s of training on the configured devices, in inverse ratio on others; 40 tokens/s of a sample" in out
+    assert (
+        "with 60 s of training on the configured devices, in inverse ratio on others; 40 tokens/s of a sample"
+        in out
+    )
     assert "max_staleness 4" in (tmp_path / "steps.svg").read_text()
 
 
 def make_run(folder: Path, gen_s: float, max_staleness: int = 0) -> None:
     """Of two prompts a step with two samples each, on one engine of four slots."""
-    run = ["rollout.n=2", "trainer.prompts_per_step=2", "trainer.updates_per_step=1", "rollout.num_replicas=1", "rollout.max_concurrency=4"]
+    run = [
+        "rollout.n=2",
+        "trainer.prompts_per_step=2",
+        "trainer.updates_per_step=1",
+        "rollout.num_replicas=1",
+        "rollout.max_concurrency=4",
+    ]
     (folder / SAMPLES_FOLDER).mkdir(parents=True)
     dump_config(load(*run, f"rollout.max_staleness={max_staleness}"), folder / "config.yaml")
     times = {"timing_s/step": gen_s + 7.0, "timing_s/gen": gen_s, "timing_s/update_weights": 2.0}
     lines = [{"step": 0, "val/score/mean": 0.5}, *({"step": step, **times} for step in (1, 2, 3))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [("a", 20), ("a", 10), ("b", 15), ("b", 20)]
-    table = pa.Table.from_pylist([{"step": 2, "uid": uid, "response_length": length} for uid, length in rows], schema=SCHEMA)
+    table = pa.Table.from_pylist(
+        [{"step": 2, "uid": uid, "response_length": length} for uid, length in rows], schema=SCHEMA
+    )
     metadata = {b"megarl.tokens": b"{}", b"megarl.score_parts": b"[]"}
     pq.write_table(table.replace_schema_metadata(metadata), folder / SAMPLES_FOLDER / "step_2.parquet")
 
@@ -93,16 +131,37 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
     assert lengths == [[20, 10], [15, 20]]
     assert (times.training_s, times.push_s) == (pytest.approx(5.0), 2.0)
     assert times.token_s == pytest.approx(5.0 / 20)  # the longest sample takes as long as a generation
-    assert main(["plan", path_of(RUN), "--simulate", "--from", str(tmp_path / "run"), "trainer.prompts_per_step=32"]) == 0
-    assert "with 5 s of training on the configured devices, in inverse ratio on others; 4 tokens/s" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "plan",
+                path_of(RUN),
+                "--simulate",
+                "--from",
+                str(tmp_path / "run"),
+                "trainer.prompts_per_step=32",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "with 5 s of training on the configured devices, in inverse ratio on others; 4 tokens/s"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--simulate"], "--simulate needs --lengths, --training-s, --tokens-per-s, or --from with the folder of a run"),
+        (
+            ["--simulate"],
+            "--simulate needs --lengths, --training-s, --tokens-per-s, or --from with the folder of a run",
+        ),
         (["--lengths", "500"], "say what is simulated; add --simulate"),
-        (["--simulate", "--lengths", "many", *GIVEN[2:]], "--lengths many: is no mean with a most, as 500,4096 (tokens)"),
+        (
+            ["--simulate", "--lengths", "many", *GIVEN[2:]],
+            "--lengths many: is no mean with a most, as 500,4096 (tokens)",
+        ),
         (["--simulate", *GIVEN[:4], "--tokens-per-s", "0"], "--tokens-per-s 0: must be above 0"),
         (["--simulate", *GIVEN, "--output", "steps.pdf"], "--output steps.pdf: drawings are .svg or .png"),
         (["--simulate", "--from", "{late}"], "ran with rollout.max_staleness=2"),
@@ -110,7 +169,9 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
         (["--simulate", "--from", "nowhere"], "nowhere/config.yaml"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line(tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_simulated_is_one_line(
+    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "late", gen_s=5.0, max_staleness=2)
     make_run(tmp_path / "bare", gen_s=5.0)
     (tmp_path / "bare" / SAMPLES_FOLDER / "step_2.parquet").unlink()

@@ -25,7 +25,9 @@ def write(folder: Path, run: RunStatus = STATUS, **changes: Any) -> None:
 
 
 def test_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, replace(STATUS, stalled="rollout replica 0 has finished none of its 12 requests for 500 s"))
+    write(
+        tmp_path, replace(STATUS, stalled="rollout replica 0 has finished none of its 12 requests for 500 s")
+    )
     assert main(["status", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     for part in (
@@ -40,14 +42,21 @@ def test_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert part in said, (part, said)
 
 
-def test_it_is_watched_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_watched_until_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path)
     states = iter([RUNNING, "ended"])
-    monkeypatch.setattr(status.time, "sleep", lambda seconds: write(tmp_path, replace(STATUS, state=next(states), step=70)))
+    monkeypatch.setattr(
+        status.time, "sleep", lambda seconds: write(tmp_path, replace(STATUS, state=next(states), step=70))
+    )
     assert main(["status", str(tmp_path), "--watch"]) == 0
     said = capsys.readouterr().out
     assert "step 70 of 70" in " ".join(said.split())  # lines of a window are cut where it ends
-    assert said.splitlines()[-1] == f"{tmp_path}: the run is complete, 0 s ago, after step 70; `megarl report {tmp_path}` shows it"
+    assert (
+        said.splitlines()[-1]
+        == f"{tmp_path}: the run is complete, 0 s ago, after step 70; `megarl report {tmp_path}` shows it"
+    )
 
 
 NO_CHECKPOINT = "; no checkpoint is saved in {folder}/checkpoints; the same command starts from the beginning"
@@ -59,8 +68,16 @@ NO_CHECKPOINT = "; no checkpoint is saved in {folder}/checkpoints; the same comm
         ("ended", {}, "the run is complete, 0 s ago, after step 3"),
         ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago, in step 3 of 70" + NO_CHECKPOINT),
         ("interrupted", {}, "the run was interrupted, 0 s ago, in step 3 of 70" + NO_CHECKPOINT),
-        ("failed", {}, "the run has failed, 0 s ago, in step 3 of 70 (all of it: {folder}/failure.txt)" + NO_CHECKPOINT),
-        (RUNNING, {"pid": 2**22 + 1}, "its process 4194305 on {host} is gone, 5 min ago, in step 3 of 70" + NO_CHECKPOINT),
+        (
+            "failed",
+            {},
+            "the run has failed, 0 s ago, in step 3 of 70 (all of it: {folder}/failure.txt)" + NO_CHECKPOINT,
+        ),
+        (
+            RUNNING,
+            {"pid": 2**22 + 1},
+            "its process 4194305 on {host} is gone, 5 min ago, in step 3 of 70" + NO_CHECKPOINT,
+        ),
     ],
 )
 def test_of_a_run_that_does_not_go_on_it_says_one_line(
@@ -74,38 +91,59 @@ def test_of_a_run_that_does_not_go_on_it_says_one_line(
     assert capsys.readouterr().out == expected
 
 
-def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.yaml").write_text(f"checkpoint: {{dir: {tmp_path / 'saved'}}}\n")
     for step in (1, 2):
         (folder := tmp_path / "saved" / f"step_{step:08d}").mkdir(parents=True)
         (folder / "checkpoint.json").write_text("{}")
-    (tmp_path / "failure.txt").write_text("==== megarl train failed ====\nwhat    ValueError: no such thing\nwhen    step 3\n")
+    (tmp_path / "failure.txt").write_text(
+        "==== megarl train failed ====\nwhat    ValueError: no such thing\nwhen    step 3\n"
+    )
     write(tmp_path, replace(STATUS, state="failed"))
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "in step 3 of 70: ValueError: no such thing (all of it: " in said
-    assert f"; the newest checkpoint is {tmp_path / 'saved' / 'step_00000002'}; the same command resumes from it; `megarl report" in said
+    assert (
+        f"; the newest checkpoint is {tmp_path / 'saved' / 'step_00000002'}; the same command resumes from "
+        f"it; `megarl report" in said
+    )
     (tmp_path / "saved" / "latest").write_text("step_00000007\n")
     assert main(["status", str(tmp_path)]) == 0
     assert "; its checkpoints are damaged: " in capsys.readouterr().out
 
-    summary = {"validation": {"before": 0.5179, "after": 0.918}, "stopped_early": "val/score/mean has not risen for 3 validations"}
+    summary = {
+        "validation": {"before": 0.5179, "after": 0.918},
+        "stopped_early": "val/score/mean has not risen for 3 validations",
+    }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     write(tmp_path, replace(STATUS, state="ended", step=70))
     assert main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path}: the run is complete, 0 s ago, after step 70; stopped early: val/score/mean has not risen for 3 validations; "
+        f"{tmp_path}: the run is complete, 0 s ago, after step 70; stopped early: val/score/mean has not "
+        f"risen for 3 validations; "
         f"validation 0.5179 before, 0.918 after; `megarl report {tmp_path}` shows it\n"
     )
 
 
-def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, host="elsewhere", pid=11, written_at=time.time() - 60)
     assert main(["status", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "written 60 s ago, and every 5 s as a rule; its process 11 on elsewhere cannot be seen from here" in said
+    assert (
+        "written 60 s ago, and every 5 s as a rule; its process 11 on elsewhere cannot be seen from here"
+        in said
+    )
 
 
-def test_where_there_is_none_it_ends_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_none_it_ends_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err == f"megarl status: {tmp_path}/nowhere: there is no such folder; give a run's trainer.output_dir\n"
+    assert (
+        capsys.readouterr().err
+        == f"megarl status: {tmp_path}/nowhere: there is no such folder; give a run's trainer.output_dir\n"
+    )

@@ -1,4 +1,5 @@
-"""Tables in a pipe: every row is one line that grep finds, without blanks at its end; on a terminal they are as wide as that."""
+"""Tables in a pipe: every row is one line that grep finds, without blanks at its end; on a terminal they are
+as wide as that."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_collectives_in_a_pipe_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     calls = tuple(Collective("all_gather", GROUP, (0, 1), "bfloat16", 8, 16, "layers.py:1") for _ in range(3))
     phase = PhaseRecord(name="train again", held=0, peak=0, flops=0, collectives=calls, waits=())
-    record = RankRecord(rank=0, tensor_rank=0, pipeline_rank=0, context_rank=0, data_rank=0, num_parameters=1, phases=(phase,))
+    record = RankRecord(
+        rank=0, tensor_rank=0, pipeline_rank=0, context_rank=0, data_rank=0, num_parameters=1, phases=(phase,)
+    )
     output_console().print(collectives_table(record))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if GROUP in line] == [["train", "again", "all_gather", GROUP, "2", "bfloat16", "3", "0.0"]]
+    assert [line.split() for line in lines if GROUP in line] == [
+        ["train", "again", "all_gather", GROUP, "2", "bfloat16", "3", "0.0"]
+    ]
     assert lines == [line.rstrip() for line in lines]
 
 

@@ -1,4 +1,5 @@
-"""SIGTERM asks once, and ends at once the second time; Ctrl-C the third time; whoever listened before listens again afterwards."""
+"""SIGTERM asks once, and ends at once the second time; Ctrl-C the third time; whoever listened before listens
+again afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
         assert not termination.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert termination.requested
-        assert said == ["SIGTERM: this step is finished and saved, then the run ends; a second one ends it at once"]
+        assert said == [
+            "SIGTERM: this step is finished and saved, then the run ends; a second one ends it at once"
+        ]
         with pytest.raises(SystemExit) as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == TERMINATED == 143
@@ -33,7 +36,9 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert said == ["Ctrl-C again: the run is being ended; once more leaves its processes to end by themselves"]
+        assert said == [
+            "Ctrl-C again: the run is being ended; once more leaves its processes to end by themselves"
+        ]
         assert statuses == []
         os.kill(os.getpid(), signal.SIGINT)
         assert statuses == [INTERRUPTED] == [130]

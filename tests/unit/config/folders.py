@@ -1,4 +1,5 @@
-"""What a configuration names, small: a model folder, data files and a reward file that exist, and a whole valid run."""
+"""What a configuration names, small: a model folder, data files and a reward file that exist, and a whole
+valid run."""
 
 from __future__ import annotations
 
@@ -38,12 +39,28 @@ def ppo_values(folder: Path) -> dict[str, Any]:
         (folder / name).touch()
     return {
         "model": {"path": str(model_folder(folder / "model")), "dtype": "bfloat16"},
-        "data": {"train_files": [str(folder / "train.parquet")], "max_prompt_length": 16, "max_response_length": 8},
-        "actor": {"parallel": {"tensor_parallel_size": 2, "data_parallel_size": 2}, "micro_batch": {"max_tokens": 64}},
-        "critic": {"parallel": {"pipeline_parallel_size": 2}, "micro_batch": {"sequences": 3, "max_tokens": None}},
+        "data": {
+            "train_files": [str(folder / "train.parquet")],
+            "max_prompt_length": 16,
+            "max_response_length": 8,
+        },
+        "actor": {
+            "parallel": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            "micro_batch": {"max_tokens": 64},
+        },
+        "critic": {
+            "parallel": {"pipeline_parallel_size": 2},
+            "micro_batch": {"sequences": 3, "max_tokens": None},
+        },
         "reward": {"functions": [{"path": str(folder / "reward.py")}]},
         "rollout": {"n": 4},
-        "trainer": {"total_steps": 10, "prompts_per_step": 12, "updates_per_step": 3, "epochs_per_batch": 2, "critic_warmup_steps": 4},
+        "trainer": {
+            "total_steps": 10,
+            "prompts_per_step": 12,
+            "updates_per_step": 3,
+            "epochs_per_batch": 2,
+            "critic_warmup_steps": 4,
+        },
     }
 
 

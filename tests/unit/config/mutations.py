@@ -1,4 +1,5 @@
-"""Configurations as people and broken tools write them: the shipped ones with something changed, taken away, misspelt or damaged."""
+"""Configurations as people and broken tools write them: the shipped ones with something changed, taken away,
+misspelt or damaged."""
 
 from __future__ import annotations
 
@@ -31,13 +32,45 @@ NUMBERS = (
 TEXTS = (
     *("", " ", "x", "None", "null", "nan", "1e3", "0", "true", "auto", "grpo", "cuda"),
     *("/", "/dev/null", "/proc/x", ".", "..", "README.md", "~", "a" * 300, "/".join(["a" * 90] * 60)),
-    *("\u00e4\u20ac\U0001f600", "\ud800", "a\0b", "a\nb", "{", "}", "[", "%s", "{x}", "a: b", "- a", "#", "'", '"'),
-    *("${", "${}", "${nothing}", "${trainer.seed}", "${model.path}", "${oc.env:NOTHING}", "${oc.decode:'['}", "${a:b}", "${..}"),
+    *(
+        "\u00e4\u20ac\U0001f600",
+        "\ud800",
+        "a\0b",
+        "a\nb",
+        "{",
+        "}",
+        "[",
+        "%s",
+        "{x}",
+        "a: b",
+        "- a",
+        "#",
+        "'",
+        '"',
+    ),
+    *(
+        "${",
+        "${}",
+        "${nothing}",
+        "${trainer.seed}",
+        "${model.path}",
+        "${oc.env:NOTHING}",
+        "${oc.decode:'['}",
+        "${a:b}",
+        "${..}",
+    ),
     *("???", "\\${x}"),
 )
 COLLECTIONS: tuple[Any, ...] = (
     *([], [[]], [None], ["x"], [1, 2], ["x"] * 1000, {}, {"a": 1}, {1: 2}, {None: 3}, _DEEP),
-    *([{}], [{"path": 3}], [{"path": "x", "weight": "y"}], {"base": "ppo"}, {"base": "../ppo"}, {"base": None}),
+    *(
+        [{}],
+        [{"path": 3}],
+        [{"path": "x", "weight": "y"}],
+        {"base": "ppo"},
+        {"base": "../ppo"},
+        {"base": None},
+    ),
 )
 VALUES: tuple[Any, ...] = (None, True, False, *NUMBERS, *TEXTS, *COLLECTIONS)
 DAMAGE = (
@@ -47,7 +80,8 @@ DAMAGE = (
 
 
 def mishaps(seeds: range, folder: Path) -> list[str]:
-    """Of `megarl check`, in this process, of a mutation of each seed: what is no answer, and what takes too long."""
+    """Of `megarl check`, in this process, of a mutation of each seed: what is no answer, and what takes too
+    long."""
     found = []
     for seed in seeds:
         arguments = mutation(seed, folder)
@@ -60,7 +94,10 @@ def mishaps(seeds: range, folder: Path) -> list[str]:
                 status = ended.code
         took_s = time.process_time() - began_s
         if status not in (0, 2) or "Traceback" in err.getvalue() or took_s > LIMIT_S:
-            found.append(f"seed {seed}: status {status} after {took_s:.1f} s of {arguments[1:]}: {err.getvalue()[-500:]}")
+            found.append(
+                f"seed {seed}: status {status} after {took_s:.1f} s of {arguments[1:]}: "
+                f"{err.getvalue()[-500:]}"
+            )
     return found
 
 
@@ -105,7 +142,9 @@ def _in_full(schema: type, run: Path) -> dict[str, Any]:
 def _in_few_words(run: Path) -> dict[str, Any]:
     """As people write them: what differs from another file."""
     values = yaml.safe_load(run.read_text())
-    return {"base": str(run)} | {name: values[name] for name in ("model", "data", "trainer") if name in values}
+    return {"base": str(run)} | {
+        name: values[name] for name in ("model", "data", "trainer") if name in values
+    }
 
 
 def _keys(values: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -126,12 +165,20 @@ def _parent(values: Any, key: tuple[str, ...]) -> dict[Any, Any]:
 
 def _misspelt(name: str, chance: random.Random) -> str:
     place = chance.randrange(len(name) + 1)
-    return name[:place] + chance.choice(("", "_", "x", ".", "[0]", "=", " ", "\u00e9", "-", "..")) + name[place + chance.randrange(2) :]
+    return (
+        name[:place]
+        + chance.choice(("", "_", "x", ".", "[0]", "=", " ", "\u00e9", "-", ".."))
+        + name[place + chance.randrange(2) :]
+    )
 
 
 def _text(chance: random.Random) -> str:
     value = chance.choice(VALUES)
-    return value if isinstance(value, str) else chance.choice((str(value), yaml.safe_dump(value, default_flow_style=True).strip()))
+    return (
+        value
+        if isinstance(value, str)
+        else chance.choice((str(value), yaml.safe_dump(value, default_flow_style=True).strip()))
+    )
 
 
 def _damaged(text: str, chance: random.Random) -> str:

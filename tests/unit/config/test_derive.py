@@ -37,9 +37,16 @@ def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
 def test_ppo_by_hand(tmp_path: Path) -> None:
     run = arithmetic(tmp_path)
     # 12 prompts x 4 samples; 3 mini-batches of 16 rows; rows of 16 + 8 tokens.
-    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (12, 4, 48, 480)
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (
+        12,
+        4,
+        48,
+        480,
+    )
     assert (run.mini_batches_per_step, run.max_row_tokens) == (3, 24)
-    actor, reference, critic = (dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in run.roles)
+    actor, reference, critic = (
+        dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in run.roles
+    )
     assert actor == RoleArithmetic(
         role="actor",
         num_parameters=0,
@@ -47,14 +54,24 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
         num_replicas=2,
         mini_batch_rows=16,
         rows_per_replica=(8, 8),
-        micro_batches=(1, 4),  # 64 tokens hold 32 of the shortest rows (2 tokens), and 2 of the longest: 8 / 2
+        # 64 tokens hold 32 of the shortest rows (2 tokens), and 2 of the longest: 8 / 2
+        micro_batches=(1, 4),
         optimizer_steps_per_step=6,  # 3 updates x 2 epochs
         optimizer_steps_total=36,  # 10 steps less 4 of critic warm-up
         state_bytes_per_rank=0,
     )
-    assert (reference.mini_batch_rows, reference.rows_per_replica, reference.micro_batches) == (48, (24, 24), (1, 1))
-    assert (reference.num_ranks, reference.optimizer_steps_per_step, reference.optimizer_steps_total) == (4, 0, 0)
-    assert (critic.num_ranks, critic.rows_per_replica, critic.micro_batches) == (2, (16, 16), (6, 6))  # 16 rows by 3
+    assert (reference.mini_batch_rows, reference.rows_per_replica, reference.micro_batches) == (
+        48,
+        (24, 24),
+        (1, 1),
+    )
+    assert (reference.num_ranks, reference.optimizer_steps_per_step, reference.optimizer_steps_total) == (
+        4,
+        0,
+        0,
+    )
+    # 16 rows by 3
+    assert (critic.num_ranks, critic.rows_per_replica, critic.micro_batches) == (2, (16, 16), (6, 6))
     assert (critic.optimizer_steps_per_step, critic.optimizer_steps_total) == (6, 60)
 
 
@@ -65,7 +82,9 @@ def test_rows_that_do_not_divide_by_the_replicas(tmp_path: Path) -> None:
 
 
 def test_a_virtual_pipeline_runs_a_multiple_of_its_stages(tmp_path: Path) -> None:
-    critic = arithmetic(tmp_path, "critic.parallel.virtual_pipeline_parallel_size=2", "critic.micro_batch.sequences=6").roles[2]
+    critic = arithmetic(
+        tmp_path, "critic.parallel.virtual_pipeline_parallel_size=2", "critic.micro_batch.sequences=6"
+    ).roles[2]
     assert critic.micro_batches == (4, 4)  # ceil(16 / 6) = 3, and the pipeline has 2 stages
 
 
@@ -79,15 +98,23 @@ def test_micro_batches_are_what_the_packer_plans(tmp_path: Path, length: int) ->
 def test_sft_by_hand(tmp_path: Path) -> None:
     config = load_config(SFTConfig, write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path)))
     run = derive(config, read_architectures(config)[0])
-    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step, run.max_row_tokens) == (8, 40, 1, 32)
+    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step, run.max_row_tokens) == (
+        8,
+        40,
+        1,
+        32,
+    )
     assert (len(run.roles), run.roles[0].optimizer_steps_total) == (1, 5)
 
 
 def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
-    """2,000 parameters over TP 2. bfloat16: weights 2 and gradients 4 bytes each; over DP 2, moments 8 and a master 4."""
+    """2,000 parameters over TP 2. bfloat16: weights 2 and gradients 4 bytes each; over DP 2, moments 8 and a
+    master 4."""
     # No layer: the embedding of 49 x 40, tied, and the last norm of 40.
     read = read_architecture(ppo_values(tmp_path)["model"]["path"])
-    tiny = dataclasses.replace(read, num_hidden_layers=0, hidden_size=40, vocab_size=49, tie_word_embeddings=True)
+    tiny = dataclasses.replace(
+        read, num_hidden_layers=0, hidden_size=40, vocab_size=49, tie_word_embeddings=True
+    )
     assert num_parameters(tiny) == 2000
     parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
     role = ModelRole(
@@ -113,7 +140,8 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
         (CheckpointConfig(every_steps=4, at_end=False, keep=0), 2),
         (CheckpointConfig(every_steps=1), 3),  # two are kept, one is written
         (CheckpointConfig(every_minutes=5, keep=0), 10),
-        (CheckpointConfig(keep_best=KeepBestConfig(metric="val/score/mean"), keep=1), 3),  # the best and the newest, one is written
+        # the best and the newest, one is written
+        (CheckpointConfig(keep_best=KeepBestConfig(metric="val/score/mean"), keep=1), 3),
     ],
 )
 def test_how_many_checkpoints_ten_steps_have_on_the_disk(checkpoint: CheckpointConfig, most: int) -> None:

@@ -22,6 +22,8 @@ RUN = "configs/quickstart.yaml"
         [RUN, f"agent.environment.path={LONG}.py"],
     ],
 )
-def test_a_name_that_is_too_long_is_no_failure_of_the_program(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_too_long_is_no_failure_of_the_program(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "--fast", *arguments]) in (0, 2)  # 0: not on this machine
     assert "failed while running" not in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""JSON Schemas of configuration files: what the loader refuses in one key they refuse too, and all that ships is valid."""
+"""JSON Schemas of configuration files: what the loader refuses in one key they refuse too, and all that ships
+is valid."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ NEEDED: dict[type, dict[str, Any]] = {
 
 def refused(kind: str, values: Any) -> set[str]:
     """Return the dotted keys about which a validator complains; "" for the whole file."""
-    return {key for error in Draft202012Validator(json_schema(kind)).iter_errors(values) for key in keys_of(error)}
+    return {
+        key for error in Draft202012Validator(json_schema(kind)).iter_errors(values) for key in keys_of(error)
+    }
 
 
 def keys_of(error: ValidationError) -> set[str]:
@@ -78,8 +81,12 @@ def test_a_schema_is_printed_and_is_one(kind: str, capsys: pytest.CaptureFixture
 def test_without_a_kind_it_is_that_of_any_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema("run")
-    assert refused("run", {"kind": "sft", "base": "b.yaml", "trainer": {"samples_per_step": 1, "prompts_per_step": 1}}) == {"trainer"}
-    assert refused("run", {"kind": "ppo", "base": "b.yaml", "trainer": {"samples_per_step": 1, "prompts_per_step": 1}}) == {"trainer"}
+    assert refused(
+        "run", {"kind": "sft", "base": "b.yaml", "trainer": {"samples_per_step": 1, "prompts_per_step": 1}}
+    ) == {"trainer"}
+    assert refused(
+        "run", {"kind": "ppo", "base": "b.yaml", "trainer": {"samples_per_step": 1, "prompts_per_step": 1}}
+    ) == {"trainer"}
     assert refused("run", {"kind": "sft", "base": "b.yaml", "trainer": {"samples_per_step": 1}}) == set()
     assert refused("run", {"base": "b.yaml", "trainer": {"prompts_per_step": 1}}) == set()
     assert refused("run", {"kind": "dpo", "base": "b.yaml"}) == {"kind"}
@@ -99,7 +106,9 @@ def test_a_shipped_preset_is_valid(file: Path) -> None:
     assert refused("algorithm", values) == set()
     assert refused("algorithm", values | {"no_such_key": 1}) == {""}
     assert refused("algorithm", values | {"with": {"algorithm": {}}}) == {"with"}
-    assert refused("algorithm", values | {"with": {"rollout": {"max_staleness": -1}}}) == {"with.rollout.max_staleness"}
+    assert refused("algorithm", values | {"with": {"rollout": {"max_staleness": -1}}}) == {
+        "with.rollout.max_staleness"
+    }
 
 
 def test_a_preset_or_another_file_may_be_named() -> None:
@@ -107,7 +116,9 @@ def test_a_preset_or_another_file_may_be_named() -> None:
     assert refused("ppo", own | {"algorithm": "grpo"}) == set()
     assert refused("ppo", own | {"algorithm": "one_of_my_own"}) == set()
     assert refused("ppo", own | {"algorithm": {"base": "grpo", "kl": {"coefficient": 0.01}}}) == set()
-    assert refused("ppo", own | {"algorithm": {"base": "grpo", "kl": {"coefficient": -1}}}) == {"algorithm.kl.coefficient"}
+    assert refused("ppo", own | {"algorithm": {"base": "grpo", "kl": {"coefficient": -1}}}) == {
+        "algorithm.kl.coefficient"
+    }
     assert refused("ppo", own | {"algorithm": 3}) == {"algorithm"}
     assert refused("ppo", {"base": "configs/quickstart.yaml"}) == set()
     assert refused("ppo", {"base": ["configs/quickstart.yaml"]}) == {"base"}
@@ -119,7 +130,9 @@ def test_what_must_be_given_is_missed_unless_a_base_may_have_it() -> None:
     assert refused("ppo", {"model": {"dtype": "auto"}, "data": {"train_files": ["a.parquet"]}}) == {"model"}
     assert refused("sft", {"model": {"path": "m"}, "data": {"max_length": 7}}) == {"data"}
     assert refused("ppo", {"base": "b.yaml", "model": {"dtype": "auto"}}) == set()
-    assert refused("ppo", {"base": "b.yaml", "reward": {"functions": [{"weight": 2}]}}) == {"reward.functions[0]"}
+    assert refused("ppo", {"base": "b.yaml", "reward": {"functions": [{"weight": 2}]}}) == {
+        "reward.functions[0]"
+    }
 
 
 def refused_by_loader(schema: type[PPOConfig] | type[SFTConfig], values: dict[str, Any]) -> set[str]:
@@ -138,13 +151,18 @@ def refused_by_schema(schema: type[PPOConfig] | type[SFTConfig], values: dict[st
 def inside(keys: Iterable[str], found: Iterable[str]) -> set[str]:
     """Return the keys that are found, or something in their value."""
     names = list(found)
-    return {key for key in keys if any(name == key or name.startswith((f"{key}.", f"{key}[")) for name in names)}
+    return {
+        key for key in keys if any(name == key or name.startswith((f"{key}.", f"{key}[")) for name in names)
+    }
 
 
 def number_keys(schema: type[PPOConfig] | type[SFTConfig]) -> list[Leaf]:
     every = list(leaves_of(schema))
     no_number, text = (
-        read_config(schema, with_values(schema, {leaf.key: value for leaf in every if "[" not in leaf.key})).refused for value in (1, "x")
+        read_config(
+            schema, with_values(schema, {leaf.key: value for leaf in every if "[" not in leaf.key})
+        ).refused
+        for value in (1, "x")
     )
     return [leaf for leaf in every if leaf.key in text - no_number]
 
@@ -155,9 +173,18 @@ def test_ranges_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig
     numbers = number_keys(schema)
     assert len(numbers) > (90 if schema is PPOConfig else 25)
     num_refused = 0
-    for end, step in (("at_least", 0), ("at_least", -1), ("above", 0), ("at_most", 0), ("at_most", 1), ("below", 0)):
+    for end, step in (
+        ("at_least", 0),
+        ("at_least", -1),
+        ("above", 0),
+        ("at_most", 0),
+        ("at_most", 1),
+        ("below", 0),
+    ):
         ends = {leaf.key: getattr(leaf.range, end) for leaf in numbers}
-        num_refused += check_ranges(schema, {key: int(value) + step for key, value in ends.items() if math.isfinite(value)})
+        num_refused += check_ranges(
+            schema, {key: int(value) + step for key, value in ends.items() if math.isfinite(value)}
+        )
     for value in (10**9, 10**9 + 1, -(10**9), -(10**9) - 1):
         num_refused += check_ranges(schema, {leaf.key: value for leaf in numbers})
     assert num_refused > 3 * len(numbers)
@@ -166,13 +193,29 @@ def test_ranges_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig
 def check_ranges(schema: type[PPOConfig] | type[SFTConfig], values: dict[str, int]) -> int:
     """Compare what is refused because of a range. Returns how many keys that are."""
     config = read_config(schema, with_values(schema, values)).required()
-    by_range = {leaf.key for leaf in leaves(config) if leaf.key in values and values[leaf.key] not in leaf.range}
+    by_range = {
+        leaf.key for leaf in leaves(config) if leaf.key in values and values[leaf.key] not in leaf.range
+    }
     assert by_range <= refused_by_loader(schema, values)
     assert refused_by_schema(schema, values) == by_range
     return len(by_range)
 
 
-WRONG_TYPES: tuple[Any, ...] = (True, 3, 1.5, "text", "None", None, [], ["text"], [None], [[]], {}, {"a": None}, [{}])
+WRONG_TYPES: tuple[Any, ...] = (
+    True,
+    3,
+    1.5,
+    "text",
+    "None",
+    None,
+    [],
+    ["text"],
+    [None],
+    [[]],
+    {},
+    {"a": None},
+    [{}],
+)
 
 
 @pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
@@ -264,7 +307,9 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
             assert "default" not in entry
         elif leaf.key != "kind":
             value = OmegaConf.select(OmegaConf.create(defaults), leaf.key)
-            assert entry["default"] == (OmegaConf.to_container(value) if OmegaConf.is_config(value) else value), leaf.key
+            assert entry["default"] == (
+                OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            ), leaf.key
     assert "- linear: down to `min_lr` at the last step" in found["actor.optim.decay"]["description"]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from megarl.config.load import dump_config, load_config, schema_of
-from megarl.config.schema import AdvantageEstimator, CorrectionLevel, DType, KLWhere, OnUpdate, PPOConfig, RewardFunctionConfig, SFTConfig
+from megarl.config.schema import (
+    AdvantageEstimator,
+    CorrectionLevel,
+    DType,
+    KLWhere,
+    OnUpdate,
+    PPOConfig,
+    RewardFunctionConfig,
+    SFTConfig,
+)
 from megarl.config.shipped import CONFIGS_DIR, configs_dir
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
@@ -25,8 +34,13 @@ def minimal(tmp_path: Path) -> str:
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Path:
-    write_yaml(tmp_path / "algorithm" / "ppo.yaml", {"kl": {"coefficient": 0.05, "where": "loss"}, "entropy_coefficient": 0.2})
-    write_yaml(tmp_path / "algorithm" / "grpo.yaml", {"advantage": {"estimator": "grpo"}, "kl": {"where": "none"}})
+    write_yaml(
+        tmp_path / "algorithm" / "ppo.yaml",
+        {"kl": {"coefficient": 0.05, "where": "loss"}, "entropy_coefficient": 0.2},
+    )
+    write_yaml(
+        tmp_path / "algorithm" / "grpo.yaml", {"advantage": {"estimator": "grpo"}, "kl": {"where": "none"}}
+    )
     return tmp_path
 
 
@@ -37,10 +51,20 @@ def problems_of(path: str, *overrides: str, schema: type = PPOConfig) -> tuple[s
 
 
 def test_defaults_file_and_overrides_in_this_order(minimal: str) -> None:
-    overrides = ["trainer.seed=3", "actor.optim.lr=2e-4", "actor.optim.betas=[0.5,0.6]", "model.dtype=float32", "value_clip=1"]
+    overrides = [
+        "trainer.seed=3",
+        "actor.optim.lr=2e-4",
+        "actor.optim.betas=[0.5,0.6]",
+        "model.dtype=float32",
+        "value_clip=1",
+    ]
     config = load_config(PPOConfig, minimal, overrides[:-1])
     assert (config.model.path, config.trainer.seed, config.trainer.total_steps) == ("models/m", 3, 100)
-    assert (config.actor.optim.lr, config.actor.optim.betas, config.critic.optim.lr) == (2e-4, [0.5, 0.6], 1e-5)
+    assert (config.actor.optim.lr, config.actor.optim.betas, config.critic.optim.lr) == (
+        2e-4,
+        [0.5, 0.6],
+        1e-5,
+    )
     assert config.model.dtype is DType.float32
     with pytest.raises(FrozenInstanceError):
         config.trainer.seed = 4  # type: ignore[misc]
@@ -49,10 +73,17 @@ def test_defaults_file_and_overrides_in_this_order(minimal: str) -> None:
 def test_what_would_stand_in_a_file_can_be_given_as_it_is() -> None:
     given = {**MINIMAL, "algorithm": {"base": "grpo", "entropy_coefficient": 0.5}}
     config = load_config(PPOConfig, given, ["trainer.seed=3"])
-    assert (config.model.path, config.algorithm.advantage.estimator, config.trainer.seed) == ("models/m", AdvantageEstimator.grpo, 3)
+    assert (config.model.path, config.algorithm.advantage.estimator, config.trainer.seed) == (
+        "models/m",
+        AdvantageEstimator.grpo,
+        3,
+    )
     assert config.algorithm.entropy_coefficient == 0.5
     assert given["algorithm"] == {"base": "grpo", "entropy_coefficient": 0.5}
-    with pytest.raises(ConfigError, match=r"given values.*\n.*trainer.sed: unknown key; did you mean trainer.seed\? \[given values\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"given values.*\n.*trainer.sed: unknown key; did you mean trainer.seed\? \[given values\]",
+    ):
         load_config(PPOConfig, {**MINIMAL, "trainer": {"sed": 3}})
 
 
@@ -77,7 +108,11 @@ def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
     config = load_config(
         PPOConfig,
         minimal,
-        ["actor.micro_batch.max_tokens=null", "reward.functions=[{path: r.py, weight: 2}]", "placement.devices_per_node=8"],
+        [
+            "actor.micro_batch.max_tokens=null",
+            "reward.functions=[{path: r.py, weight: 2}]",
+            "placement.devices_per_node=8",
+        ],
     )
     assert config.actor.micro_batch.max_tokens is None
     assert config.reward.functions == [RewardFunctionConfig(path="r.py", weight=2.0)]
@@ -85,9 +120,16 @@ def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
 
 
 def test_base_is_relative_to_the_file_and_forms_a_chain(tmp_path: Path) -> None:
-    write_yaml(tmp_path / "bases" / "all.yaml", {**MINIMAL, "trainer": {"seed": 1, "total_steps": 1, "prompts_per_step": 1}})
-    write_yaml(tmp_path / "bases" / "middle.yaml", {"base": "all.yaml", "trainer": {"seed": 2, "total_steps": 2}})
-    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", {"base": "bases/middle.yaml", "trainer": {"seed": 3}}))
+    write_yaml(
+        tmp_path / "bases" / "all.yaml",
+        {**MINIMAL, "trainer": {"seed": 1, "total_steps": 1, "prompts_per_step": 1}},
+    )
+    write_yaml(
+        tmp_path / "bases" / "middle.yaml", {"base": "all.yaml", "trainer": {"seed": 2, "total_steps": 2}}
+    )
+    config = load_config(
+        PPOConfig, write_yaml(tmp_path / "run.yaml", {"base": "bases/middle.yaml", "trainer": {"seed": 3}})
+    )
     assert (config.trainer.prompts_per_step, config.trainer.total_steps, config.trainer.seed) == (1, 2, 3)
 
 
@@ -96,19 +138,33 @@ def test_base_in_a_circle_or_absent_is_an_error(tmp_path: Path) -> None:
     write_yaml(tmp_path / "b.yaml", {"base": "a.yaml"})
     assert "goes in a circle" in problems_of(first)[0]
     assert "there is no file" in problems_of(write_yaml(tmp_path / "c.yaml", {"base": "nowhere.yaml"}))[0]
-    assert "must be the path of a file" in problems_of(write_yaml(tmp_path / "d.yaml", {"base": ["a.yaml"]}))[0]
+    assert (
+        "must be the path of a file" in problems_of(write_yaml(tmp_path / "d.yaml", {"base": ["a.yaml"]}))[0]
+    )
 
 
 def test_a_group_is_a_file_and_can_be_changed_in_place(groups: Path) -> None:
-    config = load_config(PPOConfig, write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "ppo"}), ["algorithm.kl.coefficient=0.5"])
+    config = load_config(
+        PPOConfig,
+        write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "ppo"}),
+        ["algorithm.kl.coefficient=0.5"],
+    )
     assert (config.algorithm.kl.where, config.algorithm.kl.coefficient) == (KLWhere.loss, 0.5)
-    changed = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"coefficient": 0.7}}})
+    changed = write_yaml(
+        groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"coefficient": 0.7}}}
+    )
     config = load_config(PPOConfig, changed)
-    assert (config.algorithm.kl.where, config.algorithm.kl.coefficient, config.algorithm.entropy_coefficient) == (KLWhere.loss, 0.7, 0.2)
+    assert (
+        config.algorithm.kl.where,
+        config.algorithm.kl.coefficient,
+        config.algorithm.entropy_coefficient,
+    ) == (KLWhere.loss, 0.7, 0.2)
 
 
 def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
-    path = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"estimator": "k3"}}})
+    path = write_yaml(
+        groups / "run.yaml", MINIMAL | {"algorithm": {"base": "ppo", "kl": {"estimator": "k3"}}}
+    )
     config = load_config(PPOConfig, path, ["algorithm.kl.coefficient=0.5", "algorithm=grpo"])
     assert config.algorithm.advantage.estimator is AdvantageEstimator.grpo
     assert (config.algorithm.kl.where, config.algorithm.kl.coefficient) == (KLWhere.none, 0.5)
@@ -116,7 +172,11 @@ def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
 
 
 def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
-    values = {"base": "grpo.yaml", "kl": {"coefficient": 0.3}, "with": {"rollout": {"max_staleness": 2, "n": 3}}}
+    values = {
+        "base": "grpo.yaml",
+        "kl": {"coefficient": 0.3},
+        "with": {"rollout": {"max_staleness": 2, "n": 3}},
+    }
     write_yaml(groups / "algorithm" / "late.yaml", values)
     path = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "late", "rollout": {"n": 5}})
     config = load_config(PPOConfig, path)
@@ -132,11 +192,17 @@ def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
 def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: str, groups: Path) -> None:
     path = write_yaml(groups / "run.yaml", MINIMAL)
     plain = name.removeprefix("async_")
-    config, other = (load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"algorithm={each}"]) for each in (name, plain))
+    config, other = (
+        load_config(PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"algorithm={each}"])
+        for each in (name, plain)
+    )
     assert replace(config.algorithm, rollout_correction=other.algorithm.rollout_correction) == other.algorithm
     assert config.algorithm.rollout_correction.level is CorrectionLevel.token
     assert (config.rollout.max_staleness, config.rollout.on_update) == (1, OnUpdate.go_on)
-    assert load_config(PPOConfig, path, [f"algorithm={name}", "rollout.max_staleness=3"]).rollout.max_staleness == 3
+    assert (
+        load_config(PPOConfig, path, [f"algorithm={name}", "rollout.max_staleness=3"]).rollout.max_staleness
+        == 3
+    )
 
 
 def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_first(
@@ -148,11 +214,15 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     write_yaml(tmp_path / "elsewhere" / "algorithm" / "grpo.yaml", {"entropy_coefficient": 0.3})
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
     (problem,) = problems_of(path, "algorithm=pppo")
-    assert problem.startswith("algorithm=pppo: there is no such file; there are async_dapo, async_grpo, async_ppo, ")
+    assert problem.startswith(
+        "algorithm=pppo: there is no such file; there are async_dapo, async_grpo, async_ppo, "
+    )
     assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm) [command line]")
 
 
-def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_ships_has_one_name_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its models and data are in the current folder; a file of that name that is there comes first."""
     monkeypatch.chdir(tmp_path)
     config = load_config(PPOConfig, "configs/quickstart.yaml")
@@ -160,25 +230,33 @@ def test_a_file_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypa
     assert config.data.val_files == ["outputs/quickstart/data/validation.parquet"]
     assert Path(config.reward.functions[0].path).is_file()
     inheriting = write_yaml(
-        tmp_path / "mine" / "run.yaml", {"base": "configs/quickstart.yaml", "data": {"val_files": ["held_out.parquet"]}}
+        tmp_path / "mine" / "run.yaml",
+        {"base": "configs/quickstart.yaml", "data": {"val_files": ["held_out.parquet"]}},
     )
     config = load_config(PPOConfig, inheriting)
     assert config.data.train_files == ["outputs/quickstart/data/train.parquet"]
     assert config.data.val_files == [f"{tmp_path}/mine/held_out.parquet"]
-    assert problems_of("configs/quickstart.yaml", "trainer.total_step=1", "data={n: 1}")[1].endswith("[command line]")
+    assert problems_of("configs/quickstart.yaml", "trainer.total_step=1", "data={n: 1}")[1].endswith(
+        "[command line]"
+    )
     write_yaml(tmp_path / "configs" / "quickstart.yaml", MINIMAL | {"trainer": {"seed": 9}})
     assert load_config(PPOConfig, "configs/quickstart.yaml").trainer.seed == 9
     assert "there is no such file" in problems_of("configs/nothing.yaml")[0]
 
 
-def test_code_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of that name that is there comes first: beside the configuration, or for an override in the current folder."""
+def test_code_that_ships_has_one_name_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of that name that is there comes first: beside the configuration, or for an override in the
+    current folder."""
     monkeypatch.chdir(tmp_path)
     name = "megarl/recipes/math/reward.py"
     path = write_yaml(tmp_path / "mine" / "run.yaml", MINIMAL | {"reward": {"functions": [{"path": name}]}})
     shipped = str(ROOT / name)
     assert load_config(PPOConfig, path).reward.functions[0].path == shipped
-    overridden = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", MINIMAL), [f"reward.functions=[{{path: {name}}}]"])
+    overridden = load_config(
+        PPOConfig, write_yaml(tmp_path / "run.yaml", MINIMAL), [f"reward.functions=[{{path: {name}}}]"]
+    )
     assert overridden.reward.functions[0].path == shipped
 
     for own in (tmp_path / name, tmp_path / "mine" / name):
@@ -189,11 +267,14 @@ def test_code_that_ships_has_one_name_in_every_folder(tmp_path: Path, monkeypatc
     assert overridden.reward.functions[0].path == name
 
 
-def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_they_are_only_a_rest(tmp_path: Path) -> None:
+def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_they_are_only_a_rest(
+    tmp_path: Path,
+) -> None:
     package = tmp_path / "megarl"
     beside = tmp_path / "configs"
     assert configs_dir(package) == beside
-    (package / "configs" / "algorithm").mkdir(parents=True)  # as a checkout of an earlier version leaves untracked files
+    # as a checkout of an earlier version leaves untracked files
+    (package / "configs" / "algorithm").mkdir(parents=True)
     assert configs_dir(package) == beside
     (package / "configs" / "quickstart.yaml").write_text("")
     assert configs_dir(package) == package / "configs"
@@ -211,9 +292,13 @@ def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_c
         "trainer": {"output_dir": "runs/1"},
     }
     write_yaml(tmp_path / "bases" / "all.yaml", values)
-    run = write_yaml(tmp_path / "mine" / "run.yaml", {"base": "../bases/all.yaml", "data": {"val_files": ["v.parquet"]}})
+    run = write_yaml(
+        tmp_path / "mine" / "run.yaml", {"base": "../bases/all.yaml", "data": {"val_files": ["v.parquet"]}}
+    )
     config = load_config(PPOConfig, "mine/run.yaml", ["data.train_files=[b.parquet]"])
-    assert [Path(path) for path in (config.model.path, config.critic.model.path)] == [Path("bases/models/m")] * 2
+    assert [Path(path) for path in (config.model.path, config.critic.model.path)] == [
+        Path("bases/models/m")
+    ] * 2
     assert config.reference.path == "/models/r"
     assert (config.reward.functions[0].path, config.reward.model.path) == ("bases/rewards/own.py", "judge")
     assert (config.data.train_files, config.data.val_files) == (["b.parquet"], ["mine/v.parquet"])
@@ -230,9 +315,15 @@ def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_c
 def test_a_name_of_the_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless there is something of that name beside the file."""
     monkeypatch.chdir(tmp_path)
-    run = write_yaml(tmp_path / "mine" / "run.yaml", {"model": {"path": "maker/model"}, "data": {"train_files": ["data/rows.parquet"]}})
+    run = write_yaml(
+        tmp_path / "mine" / "run.yaml",
+        {"model": {"path": "maker/model"}, "data": {"train_files": ["data/rows.parquet"]}},
+    )
     config = load_config(PPOConfig, run)
-    assert (config.model.path, config.data.train_files) == ("maker/model", [f"{tmp_path}/mine/data/rows.parquet"])
+    assert (config.model.path, config.data.train_files) == (
+        "maker/model",
+        [f"{tmp_path}/mine/data/rows.parquet"],
+    )
     dump_config(config, tmp_path / "config.yaml")
     assert load_config(PPOConfig, "config.yaml").model.path == "maker/model"
     (tmp_path / "mine" / "maker" / "model").mkdir(parents=True)
@@ -241,7 +332,12 @@ def test_a_name_of_the_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
     values = {
-        "actor": {"optm": {}, "lr": 3, "recompute": "sometimes", "parallel": {"sequence_parallel": 5, "tensor_parallel_size": "two"}},
+        "actor": {
+            "optm": {},
+            "lr": 3,
+            "recompute": "sometimes",
+            "parallel": {"sequence_parallel": 5, "tensor_parallel_size": "two"},
+        },
         "critic": 3,
         "data": {"train_files": "a.parquet", "seed": 1.5},
         "reward": {"functions": [{"nam": "x"}]},
@@ -263,12 +359,15 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"algorithm.policy_loss.clip_dual: is 'x', but must be a number or null [{path}]",
         "trainer.total_step: unknown key; did you mean trainer.total_steps? [command line]",
         "device: is 'tpu', but must be one of auto, cpu, cuda [command line]",
-        "tracking.loggers: is ['console', 'papyrus'], but must be a list, each item one of console, jsonl, tensorboard, wandb, mlflow, "
+        "tracking.loggers: is ['console', 'papyrus'], but must be a list, each item one of console, jsonl, "
+        "tensorboard, wandb, mlflow, "
         "swanlab [command line]",
         "model.path: is missing; give it in the file or as model.path=...",
         "reward.functions[0].path: is missing; give it in the file or as reward.functions[0].path=...",
     ]
-    assert sorted(problems_of(path, "trainer.total_step=4", "device=tpu", "tracking.loggers=[console,papyrus]")) == sorted(expected)
+    assert sorted(
+        problems_of(path, "trainer.total_step=4", "device=tpu", "tracking.loggers=[console,papyrus]")
+    ) == sorted(expected)
 
 
 @pytest.mark.parametrize("kind", ["[ppo]", "{ppo: 1}", "3", "null"])
@@ -286,7 +385,12 @@ def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("model: [1", "is not YAML"), ("- 1\n- 2", "must hold a mapping"), ("trainer: {seed: 1, seed: 2}", "is not YAML"), ("", "model.path")],
+    [
+        ("model: [1", "is not YAML"),
+        ("- 1\n- 2", "must hold a mapping"),
+        ("trainer: {seed: 1, seed: 2}", "is not YAML"),
+        ("", "model.path"),
+    ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
@@ -294,7 +398,10 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, said: str) -
 
 
 def test_overrides_that_are_none(minimal: str) -> None:
-    assert problems_of(minimal, "fast", "trainer.seed=[1")[0] == "'fast' is not an override; write key.sub=value [command line]"
+    assert (
+        problems_of(minimal, "fast", "trainer.seed=[1")[0]
+        == "'fast' is not an override; write key.sub=value [command line]"
+    )
     assert len(problems_of(minimal, "fast", "trainer.seed=[1")) == 2
     assert "there is no such file" in problems_of("nowhere.yaml")[0]
 
@@ -305,16 +412,21 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ("trainer.output_dir=${nothing}", "trainer.output_dir: Interpolation key 'nothing' not found"),
         (
             "trainer.seed=${model.path}",
-            "trainer.seed: While dereferencing interpolation '${model.path}': Value 'models/m' of type 'str' could not",
+            "trainer.seed: While dereferencing interpolation '${model.path}': Value 'models/m' of type "
+            "'str' could not",
         ),
         ("trainer.output_dir=${oc.env:NOBODY_SET_IT}", "Environment variable 'NOBODY_SET_IT' not found"),
         ("trainer.output_dir=${", "'trainer.output_dir=${': "),
         ("trainer.output_dir=\ud800", "surrogates not allowed"),
         ("trainer={null: 3}", "Incompatible key type 'NoneType'"),
-        ("tracking.loggers[0]=jsonl", "tracking.loggers: is {'0': 'jsonl'}, but must be a list, each item one of console, jsonl"),
+        (
+            "tracking.loggers[0]=jsonl",
+            "tracking.loggers: is {'0': 'jsonl'}, but must be a list, each item one of console, jsonl",
+        ),
         (
             "reward.functions={path: x}",
-            "reward.functions: is {'path': 'x'}, but must be a list of sections with the keys path, name, weight",
+            "reward.functions: is {'path': 'x'}, but must be a list of sections with the keys path, name, "
+            "weight",
         ),
         ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a text"),
         ("checkpoint.dir=None", "checkpoint.dir: is the text 'None'; write null for nothing"),
@@ -340,6 +452,10 @@ def test_a_file_that_is_too_deep_is_an_error(tmp_path: Path) -> None:
 
 
 def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
-    config = load_config(PPOConfig, minimal, ["reward.functions=[{path: /r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=1e3"])
+    config = load_config(
+        PPOConfig,
+        minimal,
+        ["reward.functions=[{path: /r.py}]", "actor.optim.lr=3e-7", "tracking.run_name=1e3"],
+    )
     dump_config(config, tmp_path / "config.yaml")
     assert load_config(PPOConfig, str(tmp_path / "config.yaml")) == config

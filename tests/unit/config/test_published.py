@@ -1,4 +1,5 @@
-"""The published models stand in for those that are not here, where nothing but their `config.json` is needed, and never in a run."""
+"""The published models stand in for those that are not here, where nothing but their `config.json` is needed,
+and never in a run."""
 
 from __future__ import annotations
 
@@ -36,13 +37,19 @@ def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "hidden_size"), [("models/Tiny", 96), ("/on/the/cluster/Tiny", 96), ("Tiny", 96), ("outputs/maker/tuned", 192)]
+    ("path", "hidden_size"),
+    [("models/Tiny", 96), ("/on/the/cluster/Tiny", 96), ("Tiny", 96), ("outputs/maker/tuned", 192)],
 )
 def test_one_that_is_not_is_found_by_the_end_of_its_path(path: str, hidden_size: int, run: str) -> None:
-    config, absent, _ = load_checked_anywhere(PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"])
+    config, absent, _ = load_checked_anywhere(
+        PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"]
+    )
     assert read_architecture(config.model.path).hidden_size == hidden_size
     about_model, about_data = absent
-    assert about_model == f"model.path: there is no {path} on this machine; using {config.model.path}/config.json"
+    assert (
+        about_model
+        == f"model.path: there is no {path} on this machine; using {config.model.path}/config.json"
+    )
     assert about_data.startswith("data.train_files: there is no file 'far/away.parquet'")
 
 
@@ -57,7 +64,9 @@ def test_each_role_has_its_own(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["models/tiny", "models/tuned", "models/maker", "Tiny/x"])
-def test_a_name_that_is_none_of_theirs_is_refused(path: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_none_of_theirs_is_refused(
+    path: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It might be one of a hub's, of which none is asked here."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"there is no '{path}' here, and the hub does not give it"):
@@ -75,8 +84,12 @@ def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
 def test_everything_else_is_checked_as_ever(run: str) -> None:
     with pytest.raises(ConfigError, match="is empty; name at least one file"):
         load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "data.train_files=[]"])
-    with pytest.raises(ConfigError, match="num_key_value_heads 2 of .*Tiny does not divide by tensor_parallel_size 4"):
-        load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "actor.parallel.tensor_parallel_size=4"])
+    with pytest.raises(
+        ConfigError, match="num_key_value_heads 2 of .*Tiny does not divide by tensor_parallel_size 4"
+    ):
+        load_checked_anywhere(
+            PPOConfig, run, ["model.path=models/Tiny", "actor.parallel.tensor_parallel_size=4"]
+        )
 
 
 def test_a_run_wants_the_model(run: str) -> None:

@@ -1,4 +1,5 @@
-"""Values that do not fit the schema: everything else of the configuration is still checked, and nothing is reported twice."""
+"""Values that do not fit the schema: everything else of the configuration is still checked, and nothing is
+reported twice."""
 
 from __future__ import annotations
 
@@ -36,11 +37,17 @@ def single_values(schema: type[PPOConfig] | type[SFTConfig]) -> list[str]:
 
 
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
-def test_a_value_of_the_wrong_type_is_one_problem_whichever_key_has_it(schema: type[Any], tmp_path: Path) -> None:
+def test_a_value_of_the_wrong_type_is_one_problem_whichever_key_has_it(
+    schema: type[Any], tmp_path: Path
+) -> None:
     """The default takes its place, about which nothing may be said."""
     values = ppo_values(tmp_path) if schema is PPOConfig else sft_values(tmp_path)
     path = write_yaml(tmp_path / "run.yaml", values)
-    several = {key: found for key in single_values(schema) if len(found := problems_of(schema, path, f"{key}={NO_VALUE}")) != 1}
+    several = {
+        key: found
+        for key in single_values(schema)
+        if len(found := problems_of(schema, path, f"{key}={NO_VALUE}")) != 1
+    }
     assert several == {}
 
 
@@ -68,7 +75,15 @@ def test_a_wrong_type_hides_no_rule_and_no_placement(ppo: str) -> None:
 
 
 def test_an_unknown_preset_hides_nothing_else(ppo: str) -> None:
-    found = problems_of(PPOConfig, ppo, "algorithm=grpoo", "actor.optim.lr=abc", "actor.parallel.tensor_parallel_size=3", "fast", "a=[1")
+    found = problems_of(
+        PPOConfig,
+        ppo,
+        "algorithm=grpoo",
+        "actor.optim.lr=abc",
+        "actor.parallel.tensor_parallel_size=3",
+        "fast",
+        "a=[1",
+    )
     said = [
         "algorithm=grpoo: there is no such file",
         "'abc'",
@@ -80,9 +95,18 @@ def test_an_unknown_preset_hides_nothing_else(ppo: str) -> None:
 
 
 def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
-    references = ["trainer.output_dir=${nothing}", "data.max_prompt_length=${nothing}", "data.train_files=['${nothing}']"]
+    references = [
+        "trainer.output_dir=${nothing}",
+        "data.max_prompt_length=${nothing}",
+        "data.train_files=['${nothing}']",
+    ]
     found = problems_of(PPOConfig, ppo, *references[:2], "trainer.updates_per_step=5", "actor.optim.lr=abc")
-    for said in ("trainer.output_dir: Interp", "data.max_prompt_length: Interp", "updates_per_step 5", "actor.optim.lr: is 'abc'"):
+    for said in (
+        "trainer.output_dir: Interp",
+        "data.max_prompt_length: Interp",
+        "updates_per_step 5",
+        "actor.optim.lr: is 'abc'",
+    ):
         assert [said in problem for problem in found].count(True) == 1, found
     assert len(found) == 4
     (only,) = problems_of(PPOConfig, ppo, references[2])
@@ -92,7 +116,9 @@ def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
 def test_all_missing_keys_are_listed(schema: type[Any], tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "run.yaml", {"kind": "ppo" if schema is PPOConfig else "sft"})
-    found = problems_of(schema, path, *(["reward.functions=[{}]", "agent.tools=[{}]"] if schema is PPOConfig else []))
+    found = problems_of(
+        schema, path, *(["reward.functions=[{}]", "agent.tools=[{}]"] if schema is PPOConfig else [])
+    )
     missing = [problem.partition(":")[0] for problem in found if ": is missing; give it" in problem]
     of_lists = {"agent.tools[0].name", "reward.functions[0].path"} if schema is PPOConfig else set()
     assert set(missing) == {"data.train_files", "model.path"} | of_lists
@@ -104,7 +130,9 @@ def test_a_missing_key_hides_nothing_else(missing: str, tmp_path: Path) -> None:
     values = ppo_values(tmp_path)
     del values[missing]
     lengths = ["data.max_prompt_length=16", "data.max_response_length=8"]
-    found = problems_of(PPOConfig, write_yaml(tmp_path / "run.yaml", values), *lengths, "trainer.updates_per_step=5")
+    found = problems_of(
+        PPOConfig, write_yaml(tmp_path / "run.yaml", values), *lengths, "trainer.updates_per_step=5"
+    )
     assert len(found) == 2
     assert ": is missing; give it" in found[0]
     assert "updates_per_step 5" in found[1]
@@ -124,7 +152,17 @@ def test_files_are_examined_beside_a_wrong_value(tmp_path: Path, capsys: pytest.
     values = ppo_values(tmp_path)
     (tmp_path / "reward.py").write_text("def compute_score(")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"short")
-    assert main(["check", write_yaml(tmp_path / "run.yaml", values), "actor.optim.lr=abc", "trainer.updates_per_step=5"]) == 2
+    assert (
+        main(
+            [
+                "check",
+                write_yaml(tmp_path / "run.yaml", values),
+                "actor.optim.lr=abc",
+                "trainer.updates_per_step=5",
+            ]
+        )
+        == 2
+    )
     err = capsys.readouterr().err
     for said in ("actor.optim.lr: is 'abc'", "updates_per_step 5", "reward.functions: ", "model.path: "):
         assert said in err

@@ -16,7 +16,9 @@ QUICKSTART = "configs/quickstart.yaml"
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_a_coefficient_of_0_needs_no_reference(where: str) -> None:
     def roles(coefficient: float) -> set[str]:
-        config = load_config(PPOConfig, QUICKSTART, [f"algorithm.kl.where={where}", f"algorithm.kl.coefficient={coefficient}"])
+        config = load_config(
+            PPOConfig, QUICKSTART, [f"algorithm.kl.where={where}", f"algorithm.kl.coefficient={coefficient}"]
+        )
         return {role.name for role in model_roles(config)}
 
     assert roles(0.1) - roles(0.0) == {"reference"}
@@ -40,7 +42,14 @@ def test_a_coefficient_of_0_needs_no_reference(where: str) -> None:
         (["trainer.epochs_per_batch=2"], False),
     ],
 )
-def test_a_single_update_scores_its_samples_where_nobody_reads_that_before(overrides: list[Any], expected: bool) -> None:
-    base = ["algorithm=grpo", "algorithm.kl.where=none", "trainer.updates_per_step=1", "trainer.epochs_per_batch=1"]
+def test_a_single_update_scores_its_samples_where_nobody_reads_that_before(
+    overrides: list[Any], expected: bool
+) -> None:
+    base = [
+        "algorithm=grpo",
+        "algorithm.kl.where=none",
+        "trainer.updates_per_step=1",
+        "trainer.epochs_per_batch=1",
+    ]
     config = load_config(PPOConfig, QUICKSTART, [*base, *overrides])
     assert scores_in_update(config.algorithm, one_update=config.trainer.one_update) is expected

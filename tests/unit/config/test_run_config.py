@@ -28,10 +28,17 @@ def test_what_all_kinds_share_is_a_key_of_each(schema: type[RunConfig]) -> None:
 
 
 def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> None:
-    run = load_config(PPOConfig, ppo_values(tmp_path), ["agent.tools=[{path: tool.py, name: t}, {name: calculator}]"])
+    run = load_config(
+        PPOConfig, ppo_values(tmp_path), ["agent.tools=[{path: tool.py, name: t}, {name: calculator}]"]
+    )
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (12, 4, 48)
     assert (run.updates_per_pass, run.passes_per_step) == (3, 2)
-    assert (run.longest_prompt, run.longest_response, run.max_row_tokens, run.data.longest_row) == (16, 8, 24, 16)
+    assert (run.longest_prompt, run.longest_response, run.max_row_tokens, run.data.longest_row) == (
+        16,
+        8,
+        24,
+        16,
+    )
     assert run.actor_steps == 10 - 4
     assert run.rollout_engine is RolloutEngineKind.hf
     assert list(run.trained_models) == ["actor", "critic"]

@@ -1,4 +1,5 @@
-"""Each rule across sections: one broken configuration, one violation that names the keys, both values and what would work."""
+"""Each rule across sections: one broken configuration, one violation that names the keys, both values and
+what would work."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def violations(path: str, *overrides: str) -> list[str]:
     return [str(violation) for violation in found if violation.absence is not Absence.gpu]
 
 
-def test_packages_of_an_engine_that_are_not_installed_are_named(ppo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_an_engine_that_are_not_installed_are_named(
+    ppo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = importlib.metadata.version
 
     def without_sglang(name: str) -> str:
@@ -65,7 +68,10 @@ def test_packages_of_an_engine_that_are_not_installed_are_named(ppo: str, monkey
     monkeypatch.setattr(importlib.metadata, "version", without_sglang)
     assert violations(ppo, "rollout.engine=hf") == []
     (problem,) = violations(ppo, "rollout.engine=sglang")
-    assert problem.startswith(f"rollout.engine: 'sglang' needs packages that are not installed: pip install 'sglang{SGLANG['sglang']}' ")
+    assert problem.startswith(
+        f"rollout.engine: 'sglang' needs packages that are not installed: pip install "
+        f"'sglang{SGLANG['sglang']}' "
+    )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # whose nodes have it or have not
     assert violations(ppo, "rollout.engine=sglang") == []
 
@@ -73,15 +79,34 @@ def test_packages_of_an_engine_that_are_not_installed_are_named(ppo: str, monkey
 def test_a_good_configuration_has_none(ppo: str) -> None:
     assert violations(ppo) == []
     assert violations(ppo, "model.dtype=bfloat16", "device=cpu") == []  # bf16 on a CPU is allowed
-    assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []  # 13 rows over 2 replicas: uneven is allowed
-    assert violations(ppo, "data.max_prompt_length=56") == []  # 56 + 8: all of the 64 positions, and of the 64 tokens of a micro-batch
+    # 13 rows over 2 replicas: uneven is allowed
+    assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []
+    # 56 + 8: all of the 64 positions, and of the 64 tokens of a micro-batch
+    assert violations(ppo, "data.max_prompt_length=56") == []
     assert violations(ppo, "rollout.validation.top_p=0.9", "rollout.validation.temperature=0") == []
     # Four ranks hold the two key-value heads twice.
-    assert violations(ppo, "rollout.engine=sglang", "rollout.tensor_parallel_size=4", "rollout.validation.min_new_tokens=8") == []
+    assert (
+        violations(
+            ppo,
+            "rollout.engine=sglang",
+            "rollout.tensor_parallel_size=4",
+            "rollout.validation.min_new_tokens=8",
+        )
+        == []
+    )
     assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
     assert violations(ppo, "rollout.max_staleness=2", _CORRECTED) == []
     # Padded rows of float32 have an attention in Transformer Engine, packed ones have none.
-    assert violations(ppo, "engine.layers=transformer_engine", "device=cuda", "model.dtype=float32", "engine.packing=false") == []
+    assert (
+        violations(
+            ppo,
+            "engine.layers=transformer_engine",
+            "device=cuda",
+            "model.dtype=float32",
+            "engine.packing=false",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,124 +114,174 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     [
         (
             ["trainer.updates_per_step=5"],
-            "trainer.updates_per_step, trainer.prompts_per_step, rollout.n: prompts_per_step 12 x n 4 = 48 samples do not divide into "
+            "trainer.updates_per_step, trainer.prompts_per_step, rollout.n: prompts_per_step 12 x n 4 = 48 "
+            "samples do not divide into "
             "updates_per_step 5 mini-batches; use updates_per_step 4 or 6 or prompts_per_step 10 or 15",
         ),
         (
             ["trainer.prompts_per_step=1", "rollout.n=1", "trainer.updates_per_step=1"],
-            "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 rows, fewer than data_parallel_size 2, so "
-            "some replicas would have nothing to learn from; use data_parallel_size 1 or fewer, or mini-batches of 2 rows or more",
+            "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 rows, fewer "
+            "than data_parallel_size 2, so "
+            "some replicas would have nothing to learn from; use data_parallel_size 1 or fewer, or "
+            "mini-batches of 2 rows or more",
         ),
         (
             ["engine.layers=transformer_engine", "device=cpu"],
-            "engine.layers, device: transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local",
+            "engine.layers, device: transformer_engine has layers for CUDA only, but device is cpu; use "
+            "engine.layers=auto or local",
         ),
         (
             ["engine.layers=transformer_engine", "device=cuda", "model.dtype=float32"],
-            "engine.layers, model.dtype: transformer_engine has no attention of packed rows for float32; use engine.layers=auto or local, "
+            "engine.layers, model.dtype: transformer_engine has no attention of packed rows for float32; "
+            "use engine.layers=auto or local, "
             "or model.dtype=bfloat16",
         ),
         (
             ["actor.recompute=selective", "actor.recompute_modules=[]"],
-            "actor.recompute_modules, actor.recompute: selective computes nothing again, as recompute_modules is empty; name one, as "
+            "actor.recompute_modules, actor.recompute: selective computes nothing again, as "
+            "recompute_modules is empty; name one, as "
             "[core_attn], or use recompute=none",
         ),
         (
             ["critic.parallel.context_parallel_size=2", "engine.packing=false"],
-            "critic.parallel.context_parallel_size, engine.packing: context_parallel_size 2 cuts rows that are packed, but packing is "
+            "critic.parallel.context_parallel_size, engine.packing: context_parallel_size 2 cuts rows that "
+            "are packed, but packing is "
             "false; use engine.packing=true, or context_parallel_size 1",
         ),
         (
             ["actor.parallel.context_parallel_size=2", "actor.micro_batch.max_tokens=11"],
-            "actor.micro_batch.max_tokens, actor.parallel.context_parallel_size, data.max_prompt_length, data.max_response_length: a row "
-            "may have 24 tokens (24 with what pads the ranks' parts), more than max_tokens 11 x context_parallel_size 2 = 22; use "
+            "actor.micro_batch.max_tokens, actor.parallel.context_parallel_size, data.max_prompt_length, "
+            "data.max_response_length: a row "
+            "may have 24 tokens (24 with what pads the ranks' parts), more than max_tokens 11 x "
+            "context_parallel_size 2 = 22; use "
             "max_tokens 12 or more, or shorter rows",
         ),
         (
             ["critic.recompute=full", "critic.recompute_modules=[mlp]"],
-            "critic.recompute_modules, critic.recompute: recompute_modules [mlp] are for recompute=selective, but it is full; leave them "
+            "critic.recompute_modules, critic.recompute: recompute_modules [mlp] are for "
+            "recompute=selective, but it is full; leave them "
             "out, or use selective",
         ),
         (
             ["actor.recompute=selective", "actor.recompute_num_layers=1"],
-            "actor.recompute_num_layers, actor.recompute: recompute_num_layers 1 is for recompute=full, but it is selective; leave it "
+            "actor.recompute_num_layers, actor.recompute: recompute_num_layers 1 is for recompute=full, but "
+            "it is selective; leave it "
             "null, or use full",
         ),
         (
             ["critic.recompute=full", "critic.recompute_num_layers=5"],
-            "critic.recompute_num_layers, critic.parallel.pipeline_parallel_size: recompute_num_layers 5 is more than the 2 layers of a "
+            "critic.recompute_num_layers, critic.parallel.pipeline_parallel_size: recompute_num_layers 5 is "
+            "more than the 2 layers of a "
             "stage; use fewer, or null for all",
         ),
-        (["critic.parallel.tensor_parallel_size=4"], "num_key_value_heads 2 of {model} does not divide by tensor_parallel_size 4; use 2"),
+        (
+            ["critic.parallel.tensor_parallel_size=4"],
+            "num_key_value_heads 2 of {model} does not divide by tensor_parallel_size 4; use 2",
+        ),
         (
             ["critic.parallel.pipeline_parallel_size=3"],
-            "critic.parallel.pipeline_parallel_size: num_hidden_layers 4 of {model} does not divide by pipeline_parallel_size 3; "
+            "critic.parallel.pipeline_parallel_size: num_hidden_layers 4 of {model} does not divide by "
+            "pipeline_parallel_size 3; "
             "use 2 or 4 stages",
         ),
         (
             ["critic.parallel.virtual_pipeline_parallel_size=4"],
-            "does not divide by pipeline_parallel_size 2 x virtual_pipeline_parallel_size 4 = 8; use 4 stages",
+            "does not divide by pipeline_parallel_size 2 x virtual_pipeline_parallel_size 4 = 8; use 4 "
+            "stages",
         ),
-        (["actor.parallel.virtual_pipeline_parallel_size=2"], "virtual stages 2 need a pipeline, but pipeline_parallel_size is 1"),
-        (["critic.parallel.sequence_parallel=true"], "but tensor_parallel_size is 1; use 2 or more, or false"),
+        (
+            ["actor.parallel.virtual_pipeline_parallel_size=2"],
+            "virtual stages 2 need a pipeline, but pipeline_parallel_size is 1",
+        ),
+        (
+            ["critic.parallel.sequence_parallel=true"],
+            "but tensor_parallel_size is 1; use 2 or more, or false",
+        ),
         (
             ["data.max_prompt_length=60", "actor.micro_batch.max_tokens=68"],
-            "data.max_prompt_length, data.max_response_length: 60 + 8 = 68 tokens are more than max_position_embeddings 64 of {model}; "
+            "data.max_prompt_length, data.max_response_length: 60 + 8 = 68 tokens are more than "
+            "max_position_embeddings 64 of {model}; "
             "use max_response_length 4",
         ),
         (["data.max_prompt_length=64", "actor.micro_batch.max_tokens=80"], "use shorter prompts"),
         (
             ["actor.micro_batch.max_tokens=20"],
-            "actor.micro_batch.max_tokens, data.max_prompt_length, data.max_response_length: a row may have 24 tokens, more than "
+            "actor.micro_batch.max_tokens, data.max_prompt_length, data.max_response_length: a row may have "
+            "24 tokens, more than "
             "max_tokens 20; use max_tokens 24 or more, or shorter rows",
         ),
         (
             ["actor.micro_batch.sequences=2"],
-            "actor.micro_batch.sequences, actor.micro_batch.max_tokens: give exactly one, but both are (2 and 64)",
+            "actor.micro_batch.sequences, actor.micro_batch.max_tokens: give exactly one, but both are (2 "
+            "and 64)",
         ),
-        (["reference.micro_batch.max_tokens=null"], "reference.micro_batch.max_tokens: give exactly one, but neither is"),
+        (
+            ["reference.micro_batch.max_tokens=null"],
+            "reference.micro_batch.max_tokens: give exactly one, but neither is",
+        ),
         (["rollout.top_p=0.9"], "rollout.top_p: is 0.9: a truncated sampler draws from another distribution"),
         (["rollout.top_k=50"], "rollout.top_k: is 50: a truncated sampler draws from another distribution"),
-        (["rollout.temperature=0"], "rollout.temperature: is 0 (greedy): training needs samples of the policy; use 1.0"),
-        (["rollout.validation.top_k=0"], "rollout.validation.top_k: is 0, but must be at least 1, or -1 for all tokens"),
+        (
+            ["rollout.temperature=0"],
+            "rollout.temperature: is 0 (greedy): training needs samples of the policy; use 1.0",
+        ),
+        (
+            ["rollout.validation.top_k=0"],
+            "rollout.validation.top_k: is 0, but must be at least 1, or -1 for all tokens",
+        ),
         (
             ["rollout.max_staleness=2"],
-            "rollout.max_staleness, algorithm.rollout_correction.level: is 2: samples are then by older weights than those that are "
+            "rollout.max_staleness, algorithm.rollout_correction.level: is 2: samples are then by older "
+            "weights than those that are "
             "trained, and nothing corrects for it; use algorithm.rollout_correction.level=token",
         ),
         (
             ["rollout.max_staleness=1", _CORRECTED, "placement.strategy=hybrid"],
-            "rollout.max_staleness, placement.strategy: is 1: the engines generate while the other roles train, but in this placement they "
-            "take turns with the actor on the same devices; use split_collocate or stand_alone, or max_staleness=0",
+            "rollout.max_staleness, placement.strategy: is 1: the engines generate while the other roles "
+            "train, but in this placement they "
+            "take turns with the actor on the same devices; use split_collocate or stand_alone, or "
+            "max_staleness=0",
         ),
         (
             ["rollout.late=mask"],
-            "rollout.late, rollout.max_staleness: is mask, but with max_staleness=0 no sample is ever late; use late=wait",
+            "rollout.late, rollout.max_staleness: is mask, but with max_staleness=0 no sample is ever late; "
+            "use late=wait",
         ),
         (
             ["rollout.late=mask", "rollout.max_staleness=2", "rollout.on_update=drain", _CORRECTED],
-            "rollout.late, rollout.on_update: is mask, but with on_update=drain no sample is ever late; use late=wait",
+            "rollout.late, rollout.on_update: is mask, but with on_update=drain no sample is ever late; use "
+            "late=wait",
         ),
         (
             ["rollout.max_error_rate=0.1"],
-            "rollout.max_error_rate, rollout.max_staleness: is 0.1, but with max_staleness=0 nothing replaces a prompt",
+            "rollout.max_error_rate, rollout.max_staleness: is 0.1, but with max_staleness=0 nothing "
+            "replaces a prompt",
         ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness: is -1"),
-        (["rollout.tensor_parallel_size=2"], "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1"),
+        (
+            ["rollout.tensor_parallel_size=2"],
+            "the engine 'hf' holds a whole model per replica, so tensor_parallel_size 2 must be 1",
+        ),
         (
             ["rollout.engine=sglang", "rollout.tensor_parallel_size=8"],
-            "rollout.tensor_parallel_size: num_attention_heads 4 of {model} does not divide by tensor_parallel_size 8; use 4",
+            "rollout.tensor_parallel_size: num_attention_heads 4 of {model} does not divide by "
+            "tensor_parallel_size 8; use 4",
         ),
         (
             ["rollout.validation.min_new_tokens=9"],
-            "rollout.validation.min_new_tokens, data.max_response_length: min_new_tokens 9 is above max_response_length 8; use 8 or fewer",
+            "rollout.validation.min_new_tokens, data.max_response_length: min_new_tokens 9 is above "
+            "max_response_length 8; use 8 or fewer",
         ),
         (
             ["placement.strategy=hybrid", "rollout.num_replicas=5"],
-            "num_replicas 5 x tensor_parallel_size 1 = 5 devices, but in the placement 'hybrid' the engines share the actor's, which are 4"
+            "num_replicas 5 x tensor_parallel_size 1 = 5 devices, but in the placement 'hybrid' the engines "
+            "share the actor's, which are 4"
             "; use num_replicas 4 or fewer, a larger actor, or the placement split_collocate",
         ),
-        (["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"], "but where is 'loss'; use where=reward, or kind=fixed"),
+        (
+            ["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"],
+            "but where is 'loss'; use where=reward, or kind=fixed",
+        ),
         (
             ["algorithm.advantage.estimator=grpo", "rollout.n=1", "trainer.critic_warmup_steps=0"],
             "rollout.n, algorithm.advantage.estimator: grpo compares the samples of a prompt, but n is 1",
@@ -215,56 +290,113 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             ["algorithm.advantage.estimator=grpo"],
             "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 4, but the estimator grpo",
         ),
-        (["trainer.critic_warmup_steps=10"], "critic_warmup_steps 10 leave none of total_steps 10 to train the actor; use 9 or fewer"),
-        (["reward.functions=[]"], "reward.functions, reward.model.path: functions is empty and there is no model: nothing would be learnt"),
-        (["reward.functions=[{path: nowhere.py}]"], "reward.functions[0].path: there is no file 'nowhere.py'"),
+        (
+            ["trainer.critic_warmup_steps=10"],
+            "critic_warmup_steps 10 leave none of total_steps 10 to train the actor; use 9 or fewer",
+        ),
+        (
+            ["reward.functions=[]"],
+            "reward.functions, reward.model.path: functions is empty and there is no model: nothing would "
+            "be learnt",
+        ),
+        (
+            ["reward.functions=[{path: nowhere.py}]"],
+            "reward.functions[0].path: there is no file 'nowhere.py'",
+        ),
         (["data.train_files=[]"], "data.train_files: is empty; name at least one file"),
         (["data.val_files=[nowhere.parquet]"], "data.val_files: there is no file 'nowhere.parquet'"),
-        (["data.val_files=[megarl]"], "data.val_files: 'megarl' is a folder; name the files in it, each by itself, or a folder that"),
+        (
+            ["data.val_files=[megarl]"],
+            "data.val_files: 'megarl' is a folder; name the files in it, each by itself, or a folder that",
+        ),
         (
             ["data.val_files=[README.md]"],
             "data.val_files: 'README.md' is not a data file: its name must end in .parquet, .jsonl",
         ),
-        (["data.train_weights=[1, 2]"], "data.train_weights, data.train_files: there are 2 weights for 1 files; give one for each"),
-        (["data.train_weights=[0]"], "data.train_weights: is [0.0], but must be numbers above 0; leave out a file"),
+        (
+            ["data.train_weights=[1, 2]"],
+            "data.train_weights, data.train_files: there are 2 weights for 1 files; give one for each",
+        ),
+        (
+            ["data.train_weights=[0]"],
+            "data.train_weights: is [0.0], but must be numbers above 0; leave out a file",
+        ),
         (["data.train_weights=[.nan]"], "data.train_weights: is [nan], but must be numbers above 0"),
         (["data.val_files=['*.parquet']"], "patterns are not expanded, so name each file"),
-        (["trainer.validate_every_steps=5"], "trainer.validate_every_steps, data.val_files: validation every 5 steps needs val_files"),
-        (["tracking.loggers=[console,swanlab]"], "tracking.loggers: 'swanlab' needs a package that is not installed: pip install swanlab"),
-        (["critic.model.path=nowhere"], "critic.model.path: nowhere/config.json: there is no folder 'nowhere'"),
+        (
+            ["trainer.validate_every_steps=5"],
+            "trainer.validate_every_steps, data.val_files: validation every 5 steps needs val_files",
+        ),
+        (
+            ["tracking.loggers=[console,swanlab]"],
+            "tracking.loggers: 'swanlab' needs a package that is not installed: pip install swanlab",
+        ),
+        (
+            ["critic.model.path=nowhere"],
+            "critic.model.path: nowhere/config.json: there is no folder 'nowhere'",
+        ),
         (["actor.optim.betas=[0.9]"], "actor.optim.betas: is [0.9], but must be 2 numbers, each in [0, 1)"),
         (["critic.optim.min_lr=1"], "critic.optim.min_lr, critic.optim.lr: min_lr 1 is above lr 1e-05"),
         (["algorithm.advantage.lam=1.5"], "algorithm.advantage.lam: is 1.5, but must be in [0, 1]"),
         (["algorithm.policy_loss.clip_low=1"], "algorithm.policy_loss.clip_low: is 1, but must be in (0, 1)"),
-        (["algorithm.policy_loss.clip_dual=0.5"], "algorithm.policy_loss.clip_dual: is 0.5, but must be above 1"),
-        (["algorithm.entropy_coefficient=.nan"], "algorithm.entropy_coefficient: is nan, but must be a finite number"),
+        (
+            ["algorithm.policy_loss.clip_dual=0.5"],
+            "algorithm.policy_loss.clip_dual: is 0.5, but must be above 1",
+        ),
+        (
+            ["algorithm.entropy_coefficient=.nan"],
+            "algorithm.entropy_coefficient: is nan, but must be a finite number",
+        ),
         (["reward.max_error_rate=2"], "reward.max_error_rate: is 2, but must be in [0, 1]"),
         (["trainer.total_steps=0"], "trainer.total_steps: is 0, but must be at least 1"),
         (["trainer.updates_per_step=0"], "trainer.updates_per_step: is 0, but must be at least 1"),
-        (["actor.parallel.tensor_parallel_size=0"], "actor.parallel.tensor_parallel_size: is 0, but must be in [1, 1024]"),
+        (
+            ["actor.parallel.tensor_parallel_size=0"],
+            "actor.parallel.tensor_parallel_size: is 0, but must be in [1, 1024]",
+        ),
         (["actor.optim.lr=0"], "actor.optim.lr: is 0, but must be in (0, 1]"),
         (["actor.optim.lr=1e30"], "actor.optim.lr: is 1e+30, but must be in (0, 1]"),
-        (["trainer.seed=18446744073709551616"], "trainer.seed: is 1.84467e+19, but no number may be beyond 1,000,000,000"),
+        (
+            ["trainer.seed=18446744073709551616"],
+            "trainer.seed: is 1.84467e+19, but no number may be beyond 1,000,000,000",
+        ),
         (
             ["rollout.temperature=1e-30"],
-            "rollout.temperature: is 1e-30: logits divided by it are beyond what bfloat16 tells apart; use 0.01",
+            "rollout.temperature: is 1e-30: logits divided by it are beyond what bfloat16 tells apart; use "
+            "0.01",
         ),
-        (["rollout.validation.temperature=0.001"], "rollout.validation.temperature: is 0.001: logits divided by it"),
+        (
+            ["rollout.validation.temperature=0.001"],
+            "rollout.validation.temperature: is 0.001: logits divided by it",
+        ),
         (["rollout.temperature=1e9"], "rollout.temperature: is 1e+09, but must be in [0, 100]"),
         (["resharding.bucket_mb=1e300"], "resharding.bucket_mb: is 1e+300, but must be in (0, 65536]"),
-        (["trainer.phase_time_limit_s=1e-300"], "trainer.phase_time_limit_s: is 1e-300, but must be at least 1"),
+        (
+            ["trainer.phase_time_limit_s=1e-300"],
+            "trainer.phase_time_limit_s: is 1e-300, but must be at least 1",
+        ),
         (["reward.num_processes=1000000"], "reward.num_processes: is 1e+06, but must be in [1, 10000]"),
         (["placement.num_nodes=1000000"], "placement.num_nodes: is 1e+06, but must be in [1, 10000]"),
-        (["placement.devices_per_node=1000000"], "placement.devices_per_node: is 1e+06, but must be in [1, 128]"),
+        (
+            ["placement.devices_per_node=1000000"],
+            "placement.devices_per_node: is 1e+06, but must be in [1, 128]",
+        ),
         (["rollout.num_replicas=100000"], "rollout.num_replicas: is 100000, but must be in [1, 10000]"),
-        (["trainer.output_dir=/"], "trainer.output_dir: is '/', the root of the file system; give a folder of the run's own"),
-        (["trainer.output_dir=/dev/null"], "trainer.output_dir: '/dev/null' cannot be written: /dev/null: Not a directory; give a folder"),
+        (
+            ["trainer.output_dir=/"],
+            "trainer.output_dir: is '/', the root of the file system; give a folder of the run's own",
+        ),
+        (
+            ["trainer.output_dir=/dev/null"],
+            "trainer.output_dir: '/dev/null' cannot be written: /dev/null: Not a directory; give a folder",
+        ),
         (["trainer.output_dir=/proc/x"], "trainer.output_dir: '/proc/x' cannot be written: /proc: "),
         (["checkpoint.dir=/proc/1"], "checkpoint.dir: '/proc/1' cannot be written: /proc/1: "),
         (["trainer.early_stop.patience=0"], "trainer.early_stop.patience: is 0, but must be at least 1"),
         (
             ["trainer.early_stop.metric=val/score/mean"],
-            "trainer.validate_every_steps, trainer.early_stop.metric: trainer.early_stop compares validations, but validate_every_steps is",
+            "trainer.validate_every_steps, trainer.early_stop.metric: trainer.early_stop compares "
+            "validations, but validate_every_steps is",
         ),
     ],
 )
@@ -278,13 +410,16 @@ def test_dynamic_sampling_ahead_of_training_needs_reward_functions() -> None:
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
     ahead = PPOConfig(
         rollout=RolloutConfig(max_staleness=1),
-        algorithm=AlgorithmConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True), rollout_correction=correction),
+        algorithm=AlgorithmConfig(
+            dynamic_sampling=DynamicSamplingConfig(enabled=True), rollout_correction=correction
+        ),
         placement=PlacementConfig(strategy=PlacementStrategy.stand_alone),
     )
     assert list(generation_ahead(ahead)) == []
     (found,) = generation_ahead(replace(ahead, reward=RewardConfig(model=RewardModelConfig(path="judge"))))
     assert str(found).startswith(
-        "rollout.max_staleness, algorithm.dynamic_sampling.enabled, reward.model.path: is 1: dynamic sampling looks"
+        "rollout.max_staleness, algorithm.dynamic_sampling.enabled, reward.model.path: is 1: dynamic "
+        "sampling looks"
     )
 
 
@@ -295,14 +430,21 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     of_ppo = CheckpointConfig(keep_best=best)
     (found,) = validation_metrics(PPOConfig(trainer=trainer, checkpoint=of_ppo))
     assert str(found) == (
-        "trainer.early_stop.metric: no validation of this run measures 'score'; the metrics are val/score/mean, val/reward/error_rate"
+        "trainer.early_stop.metric: no validation of this run measures 'score'; the metrics are "
+        "val/score/mean, val/reward/error_rate"
     )
     loss = KeepBestConfig(metric="val/loss")
     for keep_best, said in (
-        (best, "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures val/loss alone; use that, or null"),
+        (
+            best,
+            "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures val/loss alone; "
+            "use that, or null",
+        ),
         (loss, "checkpoint.keep_best.mode: is max, but the smaller val/loss is the better one; use min"),
     ):
-        sft = SFTConfig(trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best))
+        sft = SFTConfig(
+            trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best)
+        )
         assert [str(each) for each in sft_metrics(sft)] == [said]
 
 
@@ -325,12 +467,17 @@ def test_compared_metrics_are_those_that_the_configuration_measures(metric: str,
     trainer = TrainerConfig(validate_every_steps=2)
     checkpoint = CheckpointConfig(keep_best=KeepBestConfig(metric=metric))
     rollout = RolloutConfig(validation=SamplingConfig(n=4))
-    found = [str(each) for each in validation_metrics(PPOConfig(trainer=trainer, checkpoint=checkpoint, rollout=rollout))]
+    found = [
+        str(each)
+        for each in validation_metrics(PPOConfig(trainer=trainer, checkpoint=checkpoint, rollout=rollout))
+    ]
     if said is None:
         assert found == []
         return
     (problem,) = found
-    assert problem.startswith(f"checkpoint.keep_best.metric: no validation of this run measures {metric!r}; {said}")
+    assert problem.startswith(
+        f"checkpoint.keep_best.metric: no validation of this run measures {metric!r}; {said}"
+    )
 
 
 def test_pass_at_k_needs_a_threshold() -> None:
@@ -341,9 +488,23 @@ def test_pass_at_k_needs_a_threshold() -> None:
 
 
 def test_all_are_listed_at_once(ppo: str) -> None:
-    mistakes = ["trainer.updates_per_step=5", "rollout.top_p=0.5", "critic.parallel.pipeline_parallel_size=3", "reward.functions=[]"]
+    mistakes = [
+        "trainer.updates_per_step=5",
+        "rollout.top_p=0.5",
+        "critic.parallel.pipeline_parallel_size=3",
+        "reward.functions=[]",
+    ]
     assert (
-        len(violations(ppo, *mistakes, "algorithm.advantage.gamma=2", "tracking.loggers=[swanlab]", "model.path=nowhere")) == 6
+        len(
+            violations(
+                ppo,
+                *mistakes,
+                "algorithm.advantage.gamma=2",
+                "tracking.loggers=[swanlab]",
+                "model.path=nowhere",
+            )
+        )
+        == 6
     )  # no model, no layers
 
 
@@ -355,15 +516,25 @@ def test_models_of_other_vocabularies(ppo: str, tmp_path: Path) -> None:
         == "reference.path, model.path: the reference has vocab_size 50, the policy 101; comparing their log-probs needs one vocabulary"
     )
     (found,) = violations(ppo, f"critic.model.path={smaller}")
-    assert found == "critic.model.path, model.path: the critic has vocab_size 50, below the policy's 101; it reads the policy's tokens"
+    assert (
+        found
+        == "critic.model.path, model.path: the critic has vocab_size 50, below the policy's 101; it reads the policy's tokens"
+    )
 
 
 def test_heads_that_ranks_can_neither_share_nor_hold_whole(ppo: str, tmp_path: Path) -> None:
     model = model_folder(tmp_path / "heads", num_attention_heads=12, num_key_value_heads=6)
     (found,) = violations(
-        ppo, f"model.path={model}", f"critic.model.path={tmp_path / 'model'}", "rollout.engine=sglang", "rollout.tensor_parallel_size=4"
+        ppo,
+        f"model.path={model}",
+        f"critic.model.path={tmp_path / 'model'}",
+        "rollout.engine=sglang",
+        "rollout.tensor_parallel_size=4",
     )
-    assert f"num_key_value_heads 6 of {model} neither divides by tensor_parallel_size 4 nor divides it; use 3 or 6, or a" in found
+    assert (
+        f"num_key_value_heads 6 of {model} neither divides by tensor_parallel_size 4 nor divides it; use 3 "
+        f"or 6, or a" in found
+    )
 
 
 def test_engines_larger_than_the_actor_whose_devices_they_share(ppo: str) -> None:
@@ -375,7 +546,12 @@ def test_engines_larger_than_the_actor_whose_devices_they_share(ppo: str) -> Non
 def test_a_role_that_is_not_needed_is_not_checked(ppo: str) -> None:
     assert violations(ppo, "algorithm.kl.where=none", "reference.path=nowhere") == []
     without_critic = ["algorithm.advantage.estimator=grpo", "trainer.critic_warmup_steps=0"]
-    assert violations(ppo, *without_critic, "critic.model.path=nowhere", "critic.parallel.tensor_parallel_size=3") == []
+    assert (
+        violations(
+            ppo, *without_critic, "critic.model.path=nowhere", "critic.parallel.tensor_parallel_size=3"
+        )
+        == []
+    )
 
 
 def test_a_model_without_weights(ppo: str, tmp_path: Path) -> None:
@@ -388,7 +564,12 @@ def test_a_model_without_weights(ppo: str, tmp_path: Path) -> None:
 def test_sft(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path))
     assert validate(load_config(SFTConfig, path)) == []
-    overrides = ["data.max_length=65", "actor.micro_batch.max_tokens=64", "actor.parallel.data_parallel_size=9", "data.train_files=[x]"]
+    overrides = [
+        "data.max_length=65",
+        "actor.micro_batch.max_tokens=64",
+        "actor.parallel.data_parallel_size=9",
+        "data.train_files=[x]",
+    ]
     config = load_config(SFTConfig, path, overrides)
     violations_found = [*validate(config), *missing(config)]
     assert len(violations_found) == 4
@@ -408,7 +589,11 @@ def test_nearest_values() -> None:
 
 def test_a_number_without_a_range_is_so_on_purpose() -> None:
     """Any finite number would do, or a rule says more."""
-    numbers = {leaf.key for leaf in leaves(PPOConfig()) if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool)}
+    numbers = {
+        leaf.key
+        for leaf in leaves(PPOConfig())
+        if isinstance(leaf.value, int | float) and not isinstance(leaf.value, bool)
+    }
     assert {leaf.key for leaf in leaves(PPOConfig()) if leaf.key in numbers and leaf.range == Range()} == {
         "algorithm.entropy_coefficient",
         "algorithm.policy_loss.covariance.low",
@@ -421,20 +606,28 @@ def test_a_number_without_a_range_is_so_on_purpose() -> None:
 
 
 def test_every_range_is_held(ppo: str) -> None:
-    """All numbers beyond one end of their ranges at the same time, those that are null by default too: each is named, with its value and
-    its range."""
+    """All numbers beyond one end of their ranges at the same time, those that are null by default too: each
+    is named, with its value and its range."""
     config = load_config(PPOConfig, ppo, ["reward.functions=[{path: score.py}]"])
     tried = 0
     for end, step in (("at_least", -1), ("above", 0), ("at_most", 1), ("below", 0)):
-        beyond = {leaf.key: value + step for leaf in leaves(config) if math.isfinite(value := getattr(leaf.range, end))}
+        beyond = {
+            leaf.key: value + step
+            for leaf in leaves(config)
+            if math.isfinite(value := getattr(leaf.range, end))
+        }
         found = {str(violation) for violation in validate(changed(config, beyond))}
         ranges = {leaf.key: leaf.range for leaf in leaves(config)}
-        assert {f"{key}: is {value:g}, but must be {ranges[key]}" for key, value in beyond.items()} - found == set()
+        assert {
+            f"{key}: is {value:g}, but must be {ranges[key]}" for key, value in beyond.items()
+        } - found == set()
         tried += len(beyond)
     assert tried > 90
     no_number = {leaf.key: math.nan for leaf in leaves(config) if isinstance(leaf.value, float)}
     found = {str(violation) for violation in validate(changed(config, no_number))}
-    assert {key for key in no_number if not any(text.startswith(f"{key}: is nan, but must be") for text in found)} == set()
+    assert {
+        key for key in no_number if not any(text.startswith(f"{key}: is nan, but must be") for text in found)
+    } == set()
     assert "reward.functions[0].weight" in no_number
 
 
@@ -447,7 +640,10 @@ def changed(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
         if is_dataclass(value):
             new[entry.name] = changed(value, values, f"{key}.")
         elif isinstance(value, list):
-            new[entry.name] = [changed(row, values, f"{key}[{n}].") if is_dataclass(row) else row for n, row in enumerate(value)]
+            new[entry.name] = [
+                changed(row, values, f"{key}[{n}].") if is_dataclass(row) else row
+                for n, row in enumerate(value)
+            ]
         elif key in values:
             new[entry.name] = values[key]
     return replace(section, **new)

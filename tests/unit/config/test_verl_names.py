@@ -1,4 +1,5 @@
-"""The table of verl's keys: what it covers, that what it points at exists, and what `load_config` says of them."""
+"""The table of verl's keys: what it covers, that what it points at exists, and what `load_config` says of
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.verl_names import find_verl_key, verl_keys
 from megarl.machine.errors import ConfigError
 
-# The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of August 2026), names only.
+# The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of
+# August 2026), names only.
 VERL_LEAVES = (Path(__file__).parent / "verl_ppo_keys.txt").read_text().split()
 
 
@@ -28,7 +30,11 @@ def problems(schema: type, folder: Path, text: str, *overrides: str) -> tuple[st
 
 def test_what_the_table_points_at_exists() -> None:
     known = set(schema_keys(PPOConfig))
-    assert [(name, key.ours) for name, key in verl_keys().items() if key.ours is not None and key.ours not in known] == []
+    assert [
+        (name, key.ours)
+        for name, key in verl_keys().items()
+        if key.ours is not None and key.ours not in known
+    ] == []
 
 
 def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
@@ -46,7 +52,8 @@ def test_no_name_has_two_entries() -> None:
 
 
 def mappings(node: yaml.Node) -> Iterator[list[str]]:
-    """The names of every mapping; of one of two that a file repeats, the parser would keep the last and say nothing."""
+    """The names of every mapping; of one of two that a file repeats, the parser would keep the last and say
+    nothing."""
     if isinstance(node, yaml.MappingNode):
         yield [name for key, _ in node.value for name in key.value.split(", ")]
         for _, value in node.value:
@@ -65,17 +72,29 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr: is verl's name; here it is actor.optim.lr"),
+        (
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.actor.optim.lr: is verl's name; here it is actor.optim.lr",
+        ),
         ("critic.megatron.tensor_model_parallel_size=2", "here it is critic.parallel.tensor_parallel_size"),
-        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "here it is actor.parallel.tensor_parallel_size (the reference"),
+        (
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+            "here it is actor.parallel.tensor_parallel_size (the reference",
+        ),
         ("algorithm.adv_estimator=grpo", "here it is algorithm.advantage.estimator"),
         ("trainer.n_gpus_per_node=8", "here it is placement.devices_per_node"),
         ("data.train_batch_size=1024", "here it is trainer.prompts_per_step"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "here it is rollout.sglang.server_args (as {mem_fraction_static: 0.5})"),
+        (
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+            "here it is rollout.sglang.server_args (as {mem_fraction_static: 0.5})",
+        ),
         ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "here it is algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
         ("actor_rollout_ref.model.lora.rank=8", "no counterpart here: all weights are trained"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "here it is actor.parallel.context_parallel_size"),
+        (
+            "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+            "here it is actor.parallel.context_parallel_size",
+        ),
     ],
 )
 def test_verls_name_on_the_command_line_gets_ours(tmp_path: Path, override: str, expected: str) -> None:
@@ -115,12 +134,15 @@ def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path)
 
 
 def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Path) -> None:
-    (found,) = problems(PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4")
+    (found,) = problems(
+        PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4"
+    )
     assert "did you mean trainer.total_steps?" in found
 
 
 def test_names_of_trl_are_answered(tmp_path: Path) -> None:
-    """Each is a key here, of one kind of run or the other, or has none; and a right key is never called another's."""
+    """Each is a key here, of one kind of run or the other, or has none; and a right key is never called
+    another's."""
     known = {kind: set(schema_keys(kind)) for kind in (PPOConfig, SFTConfig)}
     for name, entry in trl_names._NAMES.items():
         ours = entry.partition("; ")[0]

@@ -26,13 +26,21 @@ def test_what_is_pinned_is_within_the_ranges() -> None:
     pinned = pins("cpu.txt") | pins("sglang.txt")
     ranges = {Requirement(name).name: versions for name, versions in (REQUIRED | SGLANG | SGLANG_CPU).items()}
     assert set(ranges) <= set(pinned)
-    assert [(name, pinned[name], versions) for name, versions in ranges.items() if pinned[name] not in SpecifierSet(versions)] == []
+    assert [
+        (name, pinned[name], versions)
+        for name, versions in ranges.items()
+        if pinned[name] not in SpecifierSet(versions)
+    ] == []
 
 
 def test_every_other_file_keeps_to_the_ranges() -> None:
     ranges = {Requirement(name).name: versions for name, versions in (REQUIRED | SGLANG | CUDA).items()}
     for file in sorted((ROOT / "requirements").glob("*.txt")):
-        outside = [(name, pin) for name, pin in pins(file.name).items() if pin not in SpecifierSet(ranges.get(name, ""), prereleases=True)]
+        outside = [
+            (name, pin)
+            for name, pin in pins(file.name).items()
+            if pin not in SpecifierSet(ranges.get(name, ""), prereleases=True)
+        ]
         assert outside == [], file.name
 
 
@@ -46,7 +54,9 @@ def test_the_page_installs_sglang_by_the_table_and_names_every_extra() -> None:
     assert f"pip install --no-deps 'sglang{SGLANG['sglang']}'" in page
     setup = (ROOT / "setup.py").read_text()
     extras = re.findall(r'^        "([\w-]+)": \[', setup.partition("extras_require")[2], re.MULTILINE)
-    named = re.findall(r"`([\w-]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `")))
+    named = re.findall(
+        r"`([\w-]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    )
     assert {*extras} - {"dev"} == {name for name in named if not name.startswith("requirements")}
 
 
@@ -54,10 +64,15 @@ def test_setup_installs_by_the_table(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     metadata = (tmp_path / "megarl.egg-info" / "PKG-INFO").read_text().splitlines()
-    lines = [line.removeprefix("Requires-Dist: ") for line in metadata if line.startswith("Requires-Dist:") and ";" not in line]
+    lines = [
+        line.removeprefix("Requires-Dist: ")
+        for line in metadata
+        if line.startswith("Requires-Dist:") and ";" not in line
+    ]
     required = [Requirement(line) for line in lines]
     expected = [Requirement(f"{name}{versions}") for name, versions in REQUIRED.items()]
     assert sorted(map(str, required)) == sorted(map(str, expected))
     assert f"Requires-Python: {PYTHON}" in metadata
     assert any("[Megatron-Core](https://" in line for line in metadata)
-    assert [line for line in metadata if re.search(r"\]\((?!https?:)", line)] == []  # a package index has no files of ours
+    # a package index has no files of ours
+    assert [line for line in metadata if re.search(r"\]\((?!https?:)", line)] == []

@@ -44,12 +44,20 @@ def test_spans_hold_the_call_and_its_phases() -> None:
                 pass
     spans = activity.spans()
     assert [span.name for span in spans] == ["update", "forward", "step"]
-    assert spans[0].start_s <= spans[1].start_s <= spans[1].end_s <= spans[2].start_s <= spans[2].end_s <= spans[0].end_s
+    assert (
+        spans[0].start_s
+        <= spans[1].start_s
+        <= spans[1].end_s
+        <= spans[2].start_s
+        <= spans[2].end_s
+        <= spans[0].end_s
+    )
 
 
 def test_a_worker_outside_a_group_is_rank_zero_of_one() -> None:
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.role) == (0, 1, 0, "worker")
-    assert worker.mesh(2) == (MeshCoordinate(0, 0, 0, 0), MeshCoordinate(1, 0, 0, 0))  # each a replica of its own
+    # each a replica of its own
+    assert worker.mesh(2) == (MeshCoordinate(0, 0, 0, 0), MeshCoordinate(1, 0, 0, 0))
     with worker.phase("anything"):
         pass

@@ -25,7 +25,12 @@ def test_values_that_cannot_work_are_refused() -> None:
 def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match="Ray runs in this process already"):
         start_ray(num_cpus=1)
-    listening = [one.laddr.ip for daemon in ray_daemons() for one in daemon.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    listening = [
+        one.laddr.ip
+        for daemon in ray_daemons()
+        for one in daemon.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
     assert len(listening) >= 3
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
@@ -33,16 +38,30 @@ def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> Non
 def test_who_has_no_key_is_refused(ray_cluster: None) -> None:
     """Also on one machine, where its other users reach loopback."""
     address = ray.get_runtime_context().gcs_address
-    program = f"from ray._raylet import GcsClient; print(GcsClient(address='{address}').internal_kv_keys(b'', namespace=None, timeout=60))"
+    program = (
+        f"from ray._raylet import GcsClient; "
+        f"print(GcsClient(address='{address}').internal_kv_keys(b'', namespace=None, timeout=60))"
+    )
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     for environment in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
         assert done.returncode != 0
         assert "AuthenticationError" in done.stderr, done.stderr
 
 
 def ray_daemons() -> list[psutil.Process]:
-    living = [process for process in psutil.Process().children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
+    living = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+    ]
     return [process for process in living if process.name() in ("gcs_server", "raylet")]
 
 
@@ -59,7 +78,9 @@ def ray_daemons() -> list[psutil.Process]:
         (":6379", "RAY_ADDRESS=:6379 is not of the form HOST:PORT"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_at_once(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_work_is_refused_at_once(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
     with socket.socket() as unused:  # bound and not listening: nobody answers there
         unused.bind(("127.0.0.1", 0))
@@ -87,10 +108,18 @@ def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.Monkey
 def test_a_run_with_local_has_the_processors_it_asks_for(warm_processes: None) -> None:
     """Ray by itself gives such a cluster as many as the machine has."""
     program = (
-        "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); print(ray.cluster_resources()['CPU']); shutdown()"
+        "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
+        "print(ray.cluster_resources()['CPU']); shutdown()"
     )
     environment = {**os.environ, "RAY_ADDRESS": "local"}
-    done = subprocess.run([*warm.PYTHON, "-c", program], env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [*warm.PYTHON, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.stdout.strip() == "37.0", done.stderr
 
 
@@ -98,12 +127,19 @@ def test_a_run_with_local_has_the_processors_it_asks_for(warm_processes: None) -
     ("found", "message"),
     [
         (None, "no Ray cluster runs on this machine"),
-        ("127.0.0.1:1", "RAY_ADDRESS=auto: 127.0.0.1:1, the cluster that was last started here, does not answer"),
+        (
+            "127.0.0.1:1",
+            "RAY_ADDRESS=auto: 127.0.0.1:1, the cluster that was last started here, does not answer",
+        ),
     ],
 )
-def test_auto_without_a_cluster_that_answers(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_a_cluster_that_answers(
+    found: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
-    monkeypatch.setattr("megarl.controller.cluster.services.canonicalize_bootstrap_address", lambda address: found)
+    monkeypatch.setattr(
+        "megarl.controller.cluster.services.canonicalize_bootstrap_address", lambda address: found
+    )
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ValueError, match=message):
         start_ray(num_cpus=1)

@@ -32,7 +32,9 @@ class VerlStyleWorker(Worker):
 
     @compat.register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def square(self, batch: DataProto) -> DataProto:
-        return DataProto.from_dict({"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)})
+        return DataProto.from_dict(
+            {"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)}
+        )
 
     @compat.register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def twice(self, batch: DataProto) -> DataProto:
@@ -61,12 +63,20 @@ def test_registered_methods_are_methods_of_the_group(actor: compat.RayWorkerGrou
     squared = actor.square(batch)
     assert (squared.batch["square"].tolist(), squared.batch["rank"].tolist()) == ([0, 1, 4], [0, 0, 1])
     assert actor.twice(batch).batch["x"].tolist() == [0, 2, 4]
-    with pytest.raises(AttributeError, match="VerlStyleWorker, the worker of role 'actor', has no registered method 'nothing'"):
+    with pytest.raises(
+        AttributeError,
+        match="VerlStyleWorker, the worker of role 'actor', has no registered method 'nothing'",
+    ):
         actor.nothing()
 
 
 def test_execute_by_name(actor: compat.RayWorkerGroup) -> None:
-    assert actor.execute_all_sync("who") == actor.execute_all_async("who").get() == actor.execute_all("who").get() == [0, 1]
+    assert (
+        actor.execute_all_sync("who")
+        == actor.execute_all_async("who").get()
+        == actor.execute_all("who").get()
+        == [0, 1]
+    )
     assert actor.execute_rank_async(1, "who").get() == 1
     assert actor.execute_rank_zero_sync("who") == actor.execute_rank_zero_async("who").get() == 0
     assert actor.execute_rank_zero("who").get() == 0

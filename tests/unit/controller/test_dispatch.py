@@ -27,7 +27,9 @@ def rows(*values: int) -> DataProto:
     return DataProto.from_dict({"x": torch.tensor(values)})
 
 
-def plan(mode: Dispatch | VerlDispatch, *arguments: object, mesh: Mesh = MESH_DP2_TP2, **named: object) -> CallPlan:
+def plan(
+    mode: Dispatch | VerlDispatch, *arguments: object, mesh: Mesh = MESH_DP2_TP2, **named: object
+) -> CallPlan:
     return plan_call(RULES[mode] if isinstance(mode, Dispatch) else mode.rule, mesh, arguments, named)
 
 
@@ -82,9 +84,14 @@ def test_padding_comes_off_when_each_row_became_several() -> None:
 
 def test_padding_that_cannot_come_off_is_an_error() -> None:
     call = plan(Dispatch.MEGATRON_MESH, rows(5, 6, 7))
-    with pytest.raises(ValueError, match="3 rows was padded by 1 to be split into 2 equal parts, but the method returns float"):
+    with pytest.raises(
+        ValueError,
+        match="3 rows was padded by 1 to be split into 2 equal parts, but the method returns float",
+    ):
         collect([0.5, 0.5], call.collect)
-    with pytest.raises(ValueError, match="3 rows, padded to 4, came back as 2: the padding cannot be taken off"):
+    with pytest.raises(
+        ValueError, match="3 rows, padded to 4, came back as 2: the padding cannot be taken off"
+    ):
         collect([rows(5), rows(7)], call.collect)
     assert collect([0.5, 0.25], plan(Dispatch.MEGATRON_MESH, rows(5, 6)).collect) == [0.5, 0.25]
 

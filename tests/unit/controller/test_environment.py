@@ -49,7 +49,9 @@ def test_an_interface_is_the_one_with_the_address() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
             if entry.family.name == "AF_INET":
-                assert entry.address in [other.address for other in psutil.net_if_addrs()[interface_of(entry.address)]], name
+                assert entry.address in [
+                    other.address for other in psutil.net_if_addrs()[interface_of(entry.address)]
+                ], name
     assert interface_of("192.0.2.1") is None  # of the range for examples: nobody's
 
 
@@ -60,7 +62,12 @@ def test_an_unknown_interface_is_left_to_the_libraries() -> None:
 
 
 def test_what_the_user_set_goes_to_the_workers() -> None:
-    environment = {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4", "RAY_enable_worker_prestart": "1", "HOME": "/root"}
+    environment = {
+        "NCCL_IB_HCA": "mlx5",
+        "OMP_NUM_THREADS": "4",
+        "RAY_enable_worker_prestart": "1",
+        "HOME": "/root",
+    }
     assert users_settings(environment) == {"NCCL_IB_HCA": "mlx5", "OMP_NUM_THREADS": "4"}
     rows = {name: (value, by) for name, value, by in describe(False, list(Where), environment)}
     assert rows["NCCL_IB_HCA"] == ("mlx5", "yours")

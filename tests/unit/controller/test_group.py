@@ -1,4 +1,5 @@
-"""Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2, tp=2."""
+"""Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2,
+tp=2."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,11 @@ from tests.unit.controller.workers import BrokenWorker, CollectiveWorker, EchoWo
 def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
     pool = RayResourcePool([4], use_gpu=False, name="train")
     spec = RayClassWithInitArgs(EchoWorker, 2, label="tp2")
-    yield (group := RayWorkerGroup(pool, spec, role="actor", environment={"GREETING": "hello"}, at_work={"actor": {"about": 1}}))
+    yield (
+        group := RayWorkerGroup(
+            pool, spec, role="actor", environment={"GREETING": "hello"}, at_work={"actor": {"about": 1}}
+        )
+    )
     group.shutdown()
     pool.release()
 
@@ -31,7 +36,10 @@ def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 def fused(ray_cluster: None) -> Iterator[dict]:
     """Two roles in each of two processes, on a pool of their own; every rank is a replica."""
     pool = RayResourcePool([2], use_gpu=False, name="judge")
-    roles = {"critic": RayClassWithInitArgs(EchoWorker, label="c"), "reward": RayClassWithInitArgs(EchoWorker, label="r")}
+    roles = {
+        "critic": RayClassWithInitArgs(EchoWorker, label="c"),
+        "reward": RayClassWithInitArgs(EchoWorker, label="r"),
+    }
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
     with pytest.raises(ValueError, match=r"one of the groups that spawn\(\) returns"):
         group.call(EchoWorker.about)
@@ -50,8 +58,11 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
     assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["rank"]) for one in about] == [
         (str(r), "4", str(r), r) for r in range(4)
     ]
-    assert {(one["threads"], one["OMP_NUM_THREADS"], one["GREETING"], one["label"]) for one in about} == {(1, "1", "hello", "tp2")}
-    assert {one["threads_now"] for one in about} == {1}  # what the user has set is obeyed: here the tests, for the driver
+    assert {(one["threads"], one["OMP_NUM_THREADS"], one["GREETING"], one["label"]) for one in about} == {
+        (1, "1", "hello", "tp2")
+    }
+    # what the user has set is obeyed: here the tests, for the driver
+    assert {one["threads_now"] for one in about} == {1}
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
     assert len({one["pid"] for one in about}) == 4
     assert {(one["role"], one["node"]) for one in about} == {("actor", "127.0.0.1")}
@@ -59,10 +70,14 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
 
 def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
     """Ray's default of 15 more leaves them a thirtieth of a core that any other process keeps busy."""
-    assert {psutil.Process(about["pid"]).nice() for about in group.call(EchoWorker.about)} == {psutil.Process().nice()}
+    assert {psutil.Process(about["pid"]).nice() for about in group.call(EchoWorker.about)} == {
+        psutil.Process().nice()
+    }
 
 
-def test_processes_that_compute_side_by_side_share_the_cores(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_compute_side_by_side_share_the_cores(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the method, for each role that is in the process."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     pool = RayResourcePool([1], use_gpu=False, name="cores")
@@ -109,7 +124,10 @@ def test_parts_that_the_caller_planned(group: RayWorkerGroup) -> None:
 def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
     assert group.call(EchoWorker.who) == 0
     assert group.call(EchoWorker.size_of, [5]).get() == [("list", 1)] * 4
-    assert [part.batch["scaled"].tolist() for part in group.call(EchoWorker.scale, [numbered(2), numbered(3)], factor=3)] == [
+    assert [
+        part.batch["scaled"].tolist()
+        for part in group.call(EchoWorker.scale, [numbered(2), numbered(3)], factor=3)
+    ] == [
         [0, 3],
         [0, 3, 6],
     ]
@@ -117,7 +135,9 @@ def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
     assert group.call_rank(3, EchoWorker.who).get() == 3
     with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
         group.call_rank(4, EchoWorker.who)
-    with pytest.raises(ValueError, match="EchoWorker, the worker of role 'actor', has no method CollectiveWorker.sum_ranks"):
+    with pytest.raises(
+        ValueError, match="EchoWorker, the worker of role 'actor', has no method CollectiveWorker.sum_ranks"
+    ):
         group.call(CollectiveWorker.sum_ranks)
 
 
@@ -125,7 +145,9 @@ def test_fused_roles_share_processes(fused: dict) -> None:
     critic = fused["critic"].call(EchoWorker.about)
     reward = fused["reward"].call(EchoWorker.about)
     assert [one["pid"] for one in critic] == [one["pid"] for one in reward]
-    assert [(one["role"], one["label"]) for one in critic + reward] == [("critic", "c")] * 2 + [("reward", "r")] * 2
+    assert [(one["role"], one["label"]) for one in critic + reward] == [("critic", "c")] * 2 + [
+        ("reward", "r")
+    ] * 2
     assert fused["critic"].world_size == 2
 
 
@@ -137,7 +159,9 @@ def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) 
     assert joined.batch["x"].tolist() == [0, 2, 4, 6, 8]
 
 
-def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGroup, fused: dict, tmp_path: Path) -> None:
+def test_gather_waits_for_groups_together_and_spans_tell_when(
+    group: RayWorkerGroup, fused: dict, tmp_path: Path
+) -> None:
     for one in (group, *fused.values()):
         one.drain_spans()
     meetings = [each.call(EchoWorker.meet, str(tmp_path), 6) for each in (group, fused["critic"])]
@@ -150,7 +174,8 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(group: RayWorkerGr
         ("train", "actor", "waiting"),
     ]
     assert len(spans) == 2 * 6
-    assert max(span.start_s for span in spans) < min(span.end_s for span in spans)  # both groups were at it at the same time
+    # both groups were at it at the same time
+    assert max(span.start_s for span in spans) < min(span.end_s for span in spans)
     assert group.drain_spans() == fused["reward"].drain_spans() == []
     naps = [each.call(EchoWorker.sleep, 0) for each in (group, fused["critic"])]
     both = DerivedFuture(naps, lambda results: sum(map(sum, results)))
@@ -171,7 +196,9 @@ def test_one_batch_is_stored_once_per_replica(group: RayWorkerGroup, monkeypatch
 
 def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=False)
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(CollectiveWorker), environment={"GLOO_SOCKET_IFNAME": "lo"})
+    group = RayWorkerGroup(
+        pool, RayClassWithInitArgs(CollectiveWorker), environment={"GLOO_SOCKET_IFNAME": "lo"}
+    )
     assert group.call(CollectiveWorker.sum_ranks) == [1, 1]
     group.shutdown()
     pool.release()
@@ -180,7 +207,9 @@ def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
 def test_a_constructor_that_fails_is_reported_for_whatever_is_called(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(BrokenWorker, rank=1), role="reference")
-    with pytest.raises(RuntimeError, match=r"reference rank 1 (.|\n)*in __init__: FileNotFoundError: no model in /nowhere"):
+    with pytest.raises(
+        RuntimeError, match=r"reference rank 1 (.|\n)*in __init__: FileNotFoundError: no model in /nowhere"
+    ):
         group.call(BrokenWorker.work)
     with pytest.raises(RuntimeError, match="no model in /nowhere"):
         group.ready.get()
@@ -196,7 +225,9 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match="there are no roles"):
         create_colocated_worker_cls({})
     pool = RayResourcePool([1], use_gpu=False)
-    with pytest.raises(ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"):
+    with pytest.raises(
+        ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"
+    ):
         RayWorkerGroup(pool, RayClassWithInitArgs(LayoutOfThree), role="actor")
     pool.release()
 

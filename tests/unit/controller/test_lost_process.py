@@ -8,7 +8,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+)
 
 from megarl.controller import actors, hints
 from megarl.controller.actors import ActorSet
@@ -16,10 +24,15 @@ from megarl.controller.futures import Call
 from megarl.controller.lost_process import UNKNOWN, why_lost
 
 DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tip: 10.0.0.7\n"
-WORKER_DIED = f"{DIED}The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+WORKER_DIED = (
+    f"{DIED}The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+    f"Worker exit detail: "
+)
 COMMON_CAUSES = (
-    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed by the "
-    "OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed unexpectedly due to SIGSEGV"
+    "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) "
+    "the process was killed by the "
+    "OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed "
+    "unexpectedly due to SIGSEGV"
 )
 NODE_DIED = (
     f"{DIED}The actor died because its node has died. Node Id: 186d\n"
@@ -31,7 +44,9 @@ OUT_OF_MEMORY = "Task was killed: memory on the node was 9.6GB used / 10.0GB lim
 
 LOST = "node 10.0.0.7 is lost: health check failed due to missing too many heartbeats"
 SEGFAULT = "step 3\n*** SIGSEGV received at time=17 ***"
-UNREACHABLE = "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
+UNREACHABLE = (
+    "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
+)
 KEPT = "a value that was kept on node 10.0.0.9 is lost: the process or the node that kept it is gone"
 MONITOR = "Ray's memory monitor ended the process: its node is running out of memory (9.6GB of 10.0GB used)"
 
@@ -45,10 +60,20 @@ def died(text: str) -> RayActorError:
     [
         (died(NODE_DIED), "", 0, LOST),
         (died(NODE_DIED), "*** SIGTERM received", 3, LOST),
-        (NodeDiedError("the node it was running on is dead or unavailable."), "", 0, "node 10.0.0.9 is lost: it no longer answers"),
+        (
+            NodeDiedError("the node it was running on is dead or unavailable."),
+            "",
+            0,
+            "node 10.0.0.9 is lost: it no longer answers",
+        ),
         (died(WORKER_DIED + COMMON_CAUSES), "", 0, UNKNOWN),
         (died(WORKER_DIED + COMMON_CAUSES), SEGFAULT, 0, "the process crashed (SIGSEGV)"),
-        (died(WORKER_DIED + COMMON_CAUSES), "Fatal Python error: Bus error\n", 0, "the process crashed (Bus error)"),
+        (
+            died(WORKER_DIED + COMMON_CAUSES),
+            "Fatal Python error: Bus error\n",
+            0,
+            "the process crashed (Bus error)",
+        ),
         (
             died(WORKER_DIED + COMMON_CAUSES),
             "",
@@ -56,7 +81,12 @@ def died(text: str) -> RayActorError:
             "the process ended; the kernel's OOM killer has ended 2 processes of its node during this run",
         ),
         (died(WORKER_DIED + TERMINATED), "", 0, "the process was ended by SIGTERM"),
-        (died(WORKER_DIED + "Worker exits with an exit code 3."), "", 0, "the process ended with exit code 3"),
+        (
+            died(WORKER_DIED + "Worker exits with an exit code 3."),
+            "",
+            0,
+            "the process ended with exit code 3",
+        ),
         (ActorUnavailableError("rpc error", None), "", 1, UNREACHABLE),
         (ObjectLostError("ab", b"", ""), "", 0, KEPT),
         (OutOfMemoryError(OUT_OF_MEMORY), "", 1, MONITOR),
@@ -81,11 +111,14 @@ def test_each_cause_has_its_hint(error: RayError, log: str, oom_kills: int, hint
 
 
 class UnreachableSet(ActorSet):
-    """A group of one process whose connection is broken. `answers`: what Ray gives for the first call and for each question after it."""
+    """A group of one process whose connection is broken. `answers`: what Ray gives for the first call and for
+    each question after it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
         self.locations = {}
-        monitor = SimpleNamespace(options=lambda concurrency_group: SimpleNamespace(remote=lambda: "reference"))
+        monitor = SimpleNamespace(
+            options=lambda concurrency_group: SimpleNamespace(remote=lambda: "reference")
+        )
         self._handles = [SimpleNamespace(activity=monitor)]
         self._rank_of = {}
         self.answers = answers
@@ -100,7 +133,16 @@ class UnreachableSet(ActorSet):
         monkeypatch.setattr(actors, "_VERDICT_LOOK_S", 0.0)
 
     def summary(self) -> str:
-        call = Call(self, "actor", 0, "update", cast(ray.ObjectRef, None), cast(ray.ObjectRef, None), lambda *arguments: None, np.array([]))
+        call = Call(
+            self,
+            "actor",
+            0,
+            "update",
+            cast(ray.ObjectRef, None),
+            cast(ray.ObjectRef, None),
+            lambda *arguments: None,
+            np.array([]),
+        )
         call.fetch()
         assert call.failure is not None
         return call.failure.failure.summary

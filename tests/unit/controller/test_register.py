@@ -1,4 +1,5 @@
-"""What `@register` makes of a method: an ordinary one of the worker, and a call that a type checker follows from the driver."""
+"""What `@register` makes of a method: an ordinary one of the worker, and a call that a type checker follows
+from the driver."""
 
 from __future__ import annotations
 
@@ -87,9 +88,16 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     (folder / "snippet.py").write_text(CALLS)
     libraries = "torch.*,numpy.*,ray.*,omegaconf.*"
     (folder / "mypy.ini").write_text(
-        f"[mypy]\nmypy_path = {ROOT}\nignore_missing_imports = True\nfollow_imports = silent\n[mypy-{libraries}]\nfollow_imports = skip\n"
+        f"[mypy]\nmypy_path = {ROOT}\nignore_missing_imports = True\nfollow_imports = "
+        f"silent\n[mypy-{libraries}]\nfollow_imports = skip\n"
     )
-    arguments = ["--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder / "cache"), str(folder / "snippet.py")]
+    arguments = [
+        "--config-file",
+        str(folder / "mypy.ini"),
+        "--cache-dir",
+        str(folder / "cache"),
+        str(folder / "snippet.py"),
+    ]
     output, problems, _ = mypy.api.run(arguments)
     assert not problems
     found: dict[int, list[str]] = {}
@@ -102,7 +110,9 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
 
 def test_a_type_checker_reports_wrong_calls_and_no_others(reported: dict[int, list[str]]) -> None:
     expected = {
-        number: line.partition("  # error: ")[2] for number, line in enumerate(CALLS.splitlines(), start=1) if "  # error: " in line
+        number: line.partition("  # error: ")[2]
+        for number, line in enumerate(CALLS.splitlines(), start=1)
+        if "  # error: " in line
     }
     assert set(reported) == set(expected), reported
     for number, words in expected.items():
@@ -145,6 +155,10 @@ def test_a_class_knows_its_remote_methods_and_those_of_its_bases() -> None:
     found = registered_methods(Doubler)
     assert set(found) >= {"add", "double"}
     assert all(isinstance(method, RemoteMethod) for method in found.values())
-    assert (found["add"].rule, found["add"].blocking, found["add"].owner) == (RULES[Dispatch.RANK_ZERO], False, Counter)
+    assert (found["add"].rule, found["add"].blocking, found["add"].owner) == (
+        RULES[Dispatch.RANK_ZERO],
+        False,
+        Counter,
+    )
     assert repr(found["double"]) == "Doubler.double"
     assert "__init__" not in found

@@ -30,7 +30,13 @@ def node(cpus: float, gpus: float = 0) -> NodeResources:
     ],
 )
 def test_fitting_pools_on_nodes(demands: list, nodes: list, expected: bool) -> None:
-    assert fits([{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for cpus, gpus in demands], [node(*sizes) for sizes in nodes]) is expected
+    assert (
+        fits(
+            [{"CPU": cpus, **({"GPU": gpus} if gpus else {})} for cpus, gpus in demands],
+            [node(*sizes) for sizes in nodes],
+        )
+        is expected
+    )
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -85,17 +91,25 @@ def test_parts_stand_on_the_bundles_of_the_whole(ray_cluster: None) -> None:
 def test_a_part_has_several_bundles_in_the_order_of_the_whole() -> None:
     whole = RayResourcePool([3, 2], use_gpu=False, name="critic", max_colocate_count=2)
     part = whole.part([1, 2, 3])
-    assert (part.process_on_nodes, part.world_size, part.max_colocate_count, part.name) == ((2, 1), 3, 2, "critic")
+    assert (part.process_on_nodes, part.world_size, part.max_colocate_count, part.name) == (
+        (2, 1),
+        3,
+        2,
+        "critic",
+    )
 
 
 def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> None:
     holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()
     pool = holder.get_resource_pool("actor")
-    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [(rank, rank) for rank in range(12)]
+    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [
+        (rank, rank) for rank in range(12)
+    ]
     late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
     with pytest.raises(
-        InsufficientResourcesError, match=r"still not free after 0.5 s(.|\n)*pool 'late'(.|\n)*node 127.0.0.1: 0 GPU, 0 CPU"
+        InsufficientResourcesError,
+        match=r"still not free after 0.5 s(.|\n)*pool 'late'(.|\n)*node 127.0.0.1: 0 GPU, 0 CPU",
     ):
         late.bundles()
     holder.release()
@@ -123,7 +137,9 @@ def test_pools_that_name_a_node_of_the_plan_are_on_one_node_together() -> None:
 
 
 def test_a_pool_is_reserved_on_the_node_that_it_is_pinned_to(ray_cluster: None) -> None:
-    pools = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a"}, use_gpu=False, nodes={"a": [0], "b": [0]})
+    pools = ResourcePoolManager(
+        {"a": [2], "b": [1]}, {"actor": "a"}, use_gpu=False, nodes={"a": [0], "b": [0]}
+    )
     pools.create_resource_pool()
     assert len(pools.get_resource_pool("actor").bundles()) == 2
     pools.release()

@@ -23,12 +23,17 @@ class EchoWorker(Worker):
     """Ranks lie as Megatron lays them out: tp fastest, then dp (4 ranks: dp=2, tp=2)."""
 
     def __init__(self, tensor_parallel_size: int = 1, *, label: str = "echo") -> None:
-        self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {"threads": torch.get_num_threads()}
+        self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {
+            "threads": torch.get_num_threads()
+        }
         self.label = label
 
     @classmethod
     def mesh(cls, world_size: int, tensor_parallel_size: int = 1, *, label: str = "echo") -> Mesh:
-        return tuple(MeshCoordinate(dp=rank // tensor_parallel_size, tp=rank % tensor_parallel_size) for rank in range(world_size))
+        return tuple(
+            MeshCoordinate(dp=rank // tensor_parallel_size, tp=rank % tensor_parallel_size)
+            for rank in range(world_size)
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def about(self) -> dict[str, Any]:
@@ -52,14 +57,18 @@ class EchoWorker(Worker):
 
     @register(VerlDispatch.DP_COMPUTE_PROTO.rule)
     def square(self, batch: DataProto) -> DataProto:
-        return DataProto.from_dict({"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)})
+        return DataProto.from_dict(
+            {"square": batch.batch["x"] ** 2, "rank": torch.full((len(batch),), self.rank)}
+        )
 
     @register(Dispatch.MEGATRON_MESH)
     def scale(self, batch: DataProto, factor: int) -> DataProto:
         batch.batch["x"] *= factor  # in place: the other ranks of the replica must not see it
         time.sleep(0.05 * self.rank)
         rank = torch.full((len(batch),), self.rank)
-        return DataProto.from_dict({"scaled": batch.batch["x"], "rank": rank}, {"uid": batch.non_tensor_batch["uid"]})
+        return DataProto.from_dict(
+            {"scaled": batch.batch["x"], "rank": rank}, {"uid": batch.non_tensor_batch["uid"]}
+        )
 
     @register(Dispatch.MEGATRON_MESH, blocking=False)
     def scale_later(self, batch: DataProto, factor: int) -> DataProto:
@@ -83,13 +92,16 @@ class EchoWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fail_on(self, rank: int, after_s: float = 0.0) -> int:
-        """The rank named raises; the others complain about it, sooner than it does when `after_s` is positive."""
+        """The rank named raises; the others complain about it, sooner than it does when `after_s` is
+        positive."""
         if self.rank == rank:
             time.sleep(after_s)
             raise KeyError(f"no such layer on rank {rank}")
         if after_s < 0:
             time.sleep(-after_s)
-        raise RuntimeError(f"[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:{rank}")
+        raise RuntimeError(
+            f"[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:{rank}"
+        )
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def sleep(self, seconds: float) -> int:
@@ -120,9 +132,12 @@ class EchoWorker(Worker):
         child = subprocess.Popen(["sleep", "600"])
         script = (
             "import subprocess; quiet = subprocess.DEVNULL;"
-            "print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=quiet, stderr=quiet).pid)"
+            "print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=quiet, "
+            "stderr=quiet).pid)"
         )
-        grandchild = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        grandchild = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        )
         return [child.pid, int(grandchild.stdout)]
 
 

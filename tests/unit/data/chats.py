@@ -7,23 +7,28 @@ from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +=?.\n"
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% "
+    "endif %}"
     "<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
 # Of a model that is told of tools and calls them, each call with the argument `item`.
 TOOLS_TEMPLATE = (
-    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool.function.name }}.{% endfor %}<|end|>\n{% endif %}"
+    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool.function.name }}.{% endfor %}<|end|>\n{% "
+    "endif %}"
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}={{ call.function.name }}?{{ call.function.arguments.item }}{% endfor %}<|end|>\n"
+    "{% for call in message.tool_calls or [] %}={{ call.function.name }}?{{ call.function.arguments.item "
+    "}}{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 # A thinking part ends with +. The last answer gets one where it has none; that of earlier ones is left out.
 THINKING_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n"
-    "{% if message.role != 'assistant' %}{{ message.content }}{% elif not loop.last %}{{ message.content.split('+')[-1] }}"
-    "{% else %}{{ '' if '+' in message.content else '+' }}{{ message.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if message.role != 'assistant' %}{{ message.content }}{% elif not loop.last %}{{ "
+    "message.content.split('+')[-1] }}"
+    "{% else %}{{ '' if '+' in message.content else '+' }}{{ message.content }}{% endif %}<|end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
@@ -33,9 +38,13 @@ def character_tokenizer(template=TEMPLATE, vocabulary_extra="", **special):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|start|>", "<|end|>", "<|pad|>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<|start|>", "<|end|>", "<|pad|>")]
+    )
     special = {"eos_token": "<|end|>", "pad_token": "<|pad|>"} | special
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{key: value for key, value in special.items() if value})
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{key: value for key, value in special.items() if value}
+    )
     fast.chat_template = template
     return fast
 

@@ -33,10 +33,16 @@ def tokenizer_on(day: datetime, template: str = DATED) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def data_set(folder: Path, kind: str, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] | None = None) -> Any:
+def data_set(
+    folder: Path, kind: str, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] | None = None
+) -> Any:
     if kind == "prompts":
-        return PromptDataset([write(folder / "rows.parquet", rows or ROWS)], tokenizer, DataConfig(max_prompt_length=100))
-    return SFTDataset([write(folder / "rows.parquet", rows or CHATS)], tokenizer, SFTDataConfig(max_length=100))
+        return PromptDataset(
+            [write(folder / "rows.parquet", rows or ROWS)], tokenizer, DataConfig(max_prompt_length=100)
+        )
+    return SFTDataset(
+        [write(folder / "rows.parquet", rows or CHATS)], tokenizer, SFTDataConfig(max_length=100)
+    )
 
 
 def loader(rows: Any) -> BatchLoader:
@@ -71,9 +77,15 @@ def test_a_run_is_resumed_on_another_day_with_the_prompts_that_it_had(tmp_path: 
 def test_rows_are_known_by_what_they_say_and_not_by_how_they_are_rendered(tmp_path: Path, kind: str) -> None:
     state = loader(data_set(tmp_path, kind, tokenizer_on(MONDAY))).state_dict()
     loader(data_set(tmp_path, kind, tokenizer_on(TUESDAY))).load_state_dict(state)
-    loader(data_set(tmp_path, kind, tokenizer_on(MONDAY, DATED.replace("system\n", "system\n\n")))).load_state_dict(state)
+    loader(
+        data_set(tmp_path, kind, tokenizer_on(MONDAY, DATED.replace("system\n", "system\n\n")))
+    ).load_state_dict(state)
     others = {
-        "prompts": [[prompt_row("a"), prompt_row("c", extra_info={"index": 1})], [ROWS[0], prompt_row("b")], ROWS[::-1]],
+        "prompts": [
+            [prompt_row("a"), prompt_row("c", extra_info={"index": 1})],
+            [ROWS[0], prompt_row("b")],
+            ROWS[::-1],
+        ],
         "chats": [[CHATS[0], {"messages": user("c") + assistant("e")}], CHATS[::-1]],
     }
     for rows in others[kind]:
@@ -93,7 +105,9 @@ def test_which_templates_read_the_clock(tmp_path: Path) -> None:
     assert not reads_clock(character_tokenizer(TEMPLATE))
     several = character_tokenizer({"default": TEMPLATE, "tool_use": DATED})
     assert reads_clock(several)
-    guarded = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024{% endif %}" + TEMPLATE
+    guarded = (
+        "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024{% endif %}" + TEMPLATE
+    )
     character_tokenizer(guarded).save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     set_chat_time(loaded, datetime(2031, 1, 1))
@@ -109,7 +123,11 @@ def test_checkpoints_that_know_rows_by_their_tokens_are_resumed(tmp_path: Path, 
             old.add(row.token_ids, values=[row.data_source, row.reward_model, row.extra_info])
         else:
             old.add(row.prompt_ids, row.response_ids, values=None)
-    state = {name: value for name, value in loader(rows).state_dict().items() if name not in ("tokens", "chat_time")}
+    state = {
+        name: value
+        for name, value in loader(rows).state_dict().items()
+        if name not in ("tokens", "chat_time")
+    }
     loader(rows).load_state_dict(state | {"rows": old.hex()})
     with pytest.raises(ValueError, match="cannot resume the data"):
         loader(rows).load_state_dict(state | {"rows": "of other rows"})

@@ -1,4 +1,5 @@
-"""Conversations for a reward model: what its own template and tokenizer make of them, what is left off, and what is refused."""
+"""Conversations for a reward model: what its own template and tokenizer make of them, what is left off, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -7,15 +8,31 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import OverlongConversation
-from megarl.data.conversations import Conversation, ConversationEncoder, ConversationError, check_chats, conversation_batch
+from megarl.data.conversations import (
+    Conversation,
+    ConversationEncoder,
+    ConversationError,
+    check_chats,
+    conversation_batch,
+)
 from megarl.data.prompts import Prompt
 from tests.unit.data.chats import character_tokenizer, user
 
-TURNS = [{"role": "system", "content": "be brief"}, *user("1 + 1"), {"role": "assistant", "content": "2"}, *user("and 3?")]
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    *user("1 + 1"),
+    {"role": "assistant", "content": "2"},
+    *user("and 3?"),
+]
 
 
 def encoder(tokenizer: Any, **changes: Any) -> ConversationEncoder:
-    settings = {"vocab_size": len(tokenizer), "pad_token_id": None, "max_length": 100, "overlong": OverlongConversation.refuse}
+    settings = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": None,
+        "max_length": 100,
+        "overlong": OverlongConversation.refuse,
+    }
     return ConversationEncoder(tokenizer, **settings | changes)  # type: ignore[arg-type]
 
 
@@ -30,19 +47,27 @@ def test_all_turns_are_rendered_and_the_answer_is_closed(tokenizer: Any) -> None
 
 
 def test_only_padding_at_the_end_is_left_off(tokenizer: Any) -> None:
-    """As Hugging Face looks for the last token that is not padding: an end token that is also the pad token is not scored."""
+    """As Hugging Face looks for the last token that is not padding: an end token that is also the pad token
+    is not scored."""
     tokenizer = character_tokenizer("{% for message in messages %}{{ message.content }}<|end|>{% endfor %}")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    kept, left_off = (encoder(tokenizer, pad_token_id=pad).encode("a", user("1"), "2").token_ids for pad in (None, end))
+    kept, left_off = (
+        encoder(tokenizer, pad_token_id=pad).encode("a", user("1"), "2").token_ids for pad in (None, end)
+    )
     assert tokenizer.decode(kept) == "1<|end|>2<|end|>"
     assert tokenizer.decode(left_off) == "1<|end|>2"
 
 
 def test_too_long_is_refused_or_loses_its_oldest_tokens(tokenizer: Any) -> None:
     whole = encoder(tokenizer).encode("a", user("1 + 1"), "2").token_ids
-    assert encoder(tokenizer, max_length=len(whole)).encode("a", user("1 + 1"), "2") == Conversation(whole, False, False)
+    assert encoder(tokenizer, max_length=len(whole)).encode("a", user("1 + 1"), "2") == Conversation(
+        whole, False, False
+    )
     short = len(whole) - 1
-    with pytest.raises(ConversationError, match=rf"sample a: the conversation has {len(whole)} tokens .* reads at most {short}; raise"):
+    with pytest.raises(
+        ConversationError,
+        match=rf"sample a: the conversation has {len(whole)} tokens .* reads at most {short}; raise",
+    ):
         encoder(tokenizer, max_length=short).encode("a", user("1 + 1"), "2")
     truncating = encoder(tokenizer, max_length=short, overlong=OverlongConversation.truncate)
     assert truncating.encode("a", user("1 + 1"), "2") == Conversation(whole[1:], True, False)
@@ -56,10 +81,15 @@ def test_an_answer_that_spells_a_special_token_is_told(tokenizer: Any) -> None:
 
 
 def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ConversationError, match=r"sample a, by the reward model's tokenizer: the chat template refuses .*'tool'"):
+    with pytest.raises(
+        ConversationError,
+        match=r"sample a, by the reward model's tokenizer: the chat template refuses .*'tool'",
+    ):
         encoder(tokenizer).encode("a", [{"role": "tool", "content": "x"}], "2")
     last = len(tokenizer) - 1
-    with pytest.raises(ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"):
+    with pytest.raises(
+        ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"
+    ):
         encoder(tokenizer, vocab_size=last - 1).encode("a", user("1"), "2")
 
 
@@ -67,11 +97,15 @@ def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
     """The longest in the policy's tokens, of any roles, and one of each sequence of roles."""
 
     def prompt(messages: list[dict[str, Any]], length: int) -> Prompt:
-        return Prompt(token_ids=(1,) * length, messages=messages, data_source="sums", reward_model={}, extra_info={})
+        return Prompt(
+            token_ids=(1,) * length, messages=messages, data_source="sums", reward_model={}, extra_info={}
+        )
 
     good = [prompt(user("1 + 1"), 5), prompt(TURNS, 30), prompt(user("2"), 3)]
     check_chats(encoder(tokenizer), good)
-    with pytest.raises(ConversationError, match="sample of 'sums', by the reward model's tokenizer: .*'tool'"):
+    with pytest.raises(
+        ConversationError, match="sample of 'sums', by the reward model's tokenizer: .*'tool'"
+    ):
         check_chats(encoder(tokenizer), [*good, prompt([*user("1"), {"role": "tool", "content": "x"}], 4)])
     with pytest.raises(ConversationError, match="sample of 'sums': the conversation has 1[0-9][0-9] tokens"):
         check_chats(encoder(tokenizer), [*good, prompt(user("1" * 90), 90), prompt(user("2"), 3)])

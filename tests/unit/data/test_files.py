@@ -1,4 +1,5 @@
-"""Data files of every format give the same rows, and each kind of damage is one line with the file and the row."""
+"""Data files of every format give the same rows, and each kind of damage is one line with the file and the
+row."""
 
 import csv
 import json
@@ -27,19 +28,26 @@ def save_to_disk(folder, rows, num_files=2):
     for number, name in enumerate(names):
         with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table.slice(number * size, size))
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
     return str(folder)
 
 
 def every_format(folder):
-    with (folder / "sums.csv").open("w", newline="", encoding="utf-8-sig") as file:  # with a mark, as spreadsheets write it
+    # with a mark, as spreadsheets write it
+    with (folder / "sums.csv").open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
         writer.writerows(ROWS)
     (folder / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
     (folder / "sums.json").write_text("\n".join(json.dumps(row) for row in ROWS))
     saved = save_to_disk(folder / "sums", ROWS)
-    return [write(folder / "sums.parquet", ROWS), *(str(folder / f"sums.{ending}") for ending in ("csv", "jsonl", "json")), saved]
+    return [
+        write(folder / "sums.parquet", ROWS),
+        *(str(folder / f"sums.{ending}") for ending in ("csv", "jsonl", "json")),
+        saved,
+    ]
 
 
 def test_every_format_has_the_same_rows(tmp_path):
@@ -57,14 +65,19 @@ def test_columns_of_other_names_and_texts_with_a_system_prompt(tmp_path):
     for path in every_format(tmp_path):
         prompts = PromptDataset([path], tokenizer, data)
         assert tokenizer.decode(prompts[0].token_ids) == (
-            "<|start|>system\nanswer\nwith a number<|end|>\n<|start|>user\n2 + 3 = ?<|end|>\n<|start|>assistant\n"
+            "<|start|>system\nanswer\nwith a number<|end|>\n<|start|>user\n2 + 3 = "
+            "?<|end|>\n<|start|>assistant\n"
         )
         assert prompts[1].reward_model == {"style": "rule", "ground_truth": "007"}
         assert (prompts[0].data_source, prompts[0].extra_info) == ("sums", {})
         fingerprints.add(prompts.identity)
     assert len(fingerprints) == 1
     own = [{"role": "system", "content": "be kind"}, *user("a")]
-    kept = PromptDataset([write(tmp_path / "own.parquet", [prompt_row(prompt=own)])], tokenizer, DataConfig(system_prompt="not this"))
+    kept = PromptDataset(
+        [write(tmp_path / "own.parquet", [prompt_row(prompt=own)])],
+        tokenizer,
+        DataConfig(system_prompt="not this"),
+    )
     assert kept[0].messages == own
 
 
@@ -81,7 +94,12 @@ def test_prompt_and_answer_of_two_columns_are_a_chat(tmp_path):
 def corrupt_page(folder):
     """A byte of a compressed page is another."""
     path = folder / "page.parquet"
-    pq.write_table(pa.table({"prompt": [f"{number}" * 50 for number in range(500)]}), path, compression="snappy", use_dictionary=False)
+    pq.write_table(
+        pa.table({"prompt": [f"{number}" * 50 for number in range(500)]}),
+        path,
+        compression="snappy",
+        use_dictionary=False,
+    )
     content = bytearray(path.read_bytes())
     content[60:400] = b"\xff" * 340
     path.write_bytes(content)
@@ -127,23 +145,51 @@ def splits(folder):
         (corrupt_footer, "footer.parquet: not a parquet file"),
         (text("a.parquet", '{"prompt": "a"}\n'), "a.parquet: not a parquet file"),
         (text("a.jsonl", '{"prompt": "a"}\n{"prompt": \n'), "a.jsonl, line 2: is not JSON"),
-        (text("a.jsonl", '{"prompt": "a"}\n{"answer": "5"}\n'), r"a.jsonl, row 1, column 'prompt': is missing; the row has \['answer'\]"),
+        (
+            text("a.jsonl", '{"prompt": "a"}\n{"answer": "5"}\n'),
+            r"a.jsonl, row 1, column 'prompt': is missing; the row has \['answer'\]",
+        ),
         (text("a.jsonl", "[" * 100_000 + "\n"), "a.jsonl, line 1: is not JSON"),
-        (text("a.json", '[\n{"prompt": "a"}\n]\n'), "a.json, line 1: is not JSON .*one JSON document over many lines"),
-        (text("a.json", '[{"prompt": "a"}]'), "a.json, line 1: is list, expected an object .*each line is one row"),
+        (
+            text("a.json", '[\n{"prompt": "a"}\n]\n'),
+            "a.json, line 1: is not JSON .*one JSON document over many lines",
+        ),
+        (
+            text("a.json", '[{"prompt": "a"}]'),
+            "a.json, line 1: is list, expected an object .*each line is one row",
+        ),
         (text("a.jsonl", b'{"prompt": "\xff"}\n'), "a.jsonl, line 1: is not JSON"),
         (text("a.jsonl", ""), "a.jsonl: the file has no rows"),
-        (text("a.csv", "prompt,answer\na,5\nb,6,7\n"), "a.csv, row 1: has 3 values, and the file has 2 columns .*double quotes"),
+        (
+            text("a.csv", "prompt,answer\na,5\nb,6,7\n"),
+            "a.csv, row 1: has 3 values, and the file has 2 columns .*double quotes",
+        ),
         (text("a.csv", 'prompt,answer\n"a,5\n'), "a.csv, line 3 or near it: is not CSV in UTF-8"),
         (text("a.csv", b"prompt\n\xff\n"), "a.csv, line . or near it: is not CSV in UTF-8"),
         (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1: the name 'prompt' stands there 2 times"),
-        (text("a.csv", "prompt;answer\na;b\n"), r"column 'prompt' is missing; the file has \['prompt;answer'\]"),
+        (
+            text("a.csv", "prompt;answer\na;b\n"),
+            r"column 'prompt' is missing; the file has \['prompt;answer'\]",
+        ),
         (text("a.csv", "prompt\n"), "a.csv: the file has no rows"),
-        (text("README.md", "# Data\n"), r"README.md: is no data file; its name must end in .parquet, .jsonl, .json, .csv"),
-        (saved({"_data_files": [{"filename": "../elsewhere.arrow"}]}), "state.json: _data_files is .*must name the files of this folder"),
-        (saved({"_data_files": [{"filename": "absent.arrow"}]}), "absent.arrow: is no Arrow file as `datasets` writes them"),
+        (
+            text("README.md", "# Data\n"),
+            r"README.md: is no data file; its name must end in .parquet, .jsonl, .json, .csv",
+        ),
+        (
+            saved({"_data_files": [{"filename": "../elsewhere.arrow"}]}),
+            "state.json: _data_files is .*must name the files of this folder",
+        ),
+        (
+            saved({"_data_files": [{"filename": "absent.arrow"}]}),
+            "absent.arrow: is no Arrow file as `datasets` writes them",
+        ),
         (saved([]), "state.json: is list, expected an object"),
-        (splits, r"dict: holds the splits \['train', 'test'\]; name the folder of one of them, such as '.*dict/train'"),
+        (
+            splits,
+            r"dict: holds the splits \['train', 'test'\]; name the folder of one of them, such as "
+            r"'.*dict/train'",
+        ),
     ],
 )
 def test_damage_is_one_line(tmp_path, make, said):
@@ -157,7 +203,9 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
     tokenizer = character_tokenizer()
     with pytest.raises(DataError, match="column 'info' is missing"):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(extra_info="info")))
-    with pytest.raises(DataError, match="column 'answer' is missing; .*data.columns says which columns are read"):
+    with pytest.raises(
+        DataError, match="column 'answer' is missing; .*data.columns says which columns are read"
+    ):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(ground_truth="answer")))
 
 
@@ -168,7 +216,10 @@ def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"ground_truth": "5"}) + "\n")
     files = [
         str(tmp_path / "rows.jsonl"),
-        write(tmp_path / "mapping.parquet", [row | {"reward_model": {"ground_truth": "6"}, "ground_truth": "no"}]),
+        write(
+            tmp_path / "mapping.parquet",
+            [row | {"reward_model": {"ground_truth": "6"}, "ground_truth": "no"}],
+        ),
         write(tmp_path / "column.parquet", [row | {"ground_truth": "7"}]),
     ]
     data = PromptDataset(files, tokenizer, DataConfig())
@@ -181,9 +232,14 @@ def test_text_that_is_lost_may_be_allowed(tmp_path):
     """Blanks and capitals that a tokenizer's own normalizer takes away are not lost."""
     file = write(tmp_path / "a.parquet", [prompt_row("how many? \u00e9")])
     tokenizer = character_tokenizer()
-    with pytest.raises(DataError, match=r"row 0, column 'prompt': the tokenizer loses text: it cannot write '\u00e9', and the model"):
+    with pytest.raises(
+        DataError,
+        match=r"row 0, column 'prompt': the tokenizer loses text: it cannot write '\u00e9', and the model",
+    ):
         PromptDataset([file], tokenizer, DataConfig())
     assert len(PromptDataset([file], tokenizer, DataConfig(lossy=LossyText.allow))) == 1
     spaced = character_tokenizer()
     spaced.backend_tokenizer.decoder = None  # puts a blank between tokens
-    assert len(PromptDataset([write(tmp_path / "b.parquet", [prompt_row("2 + 3")])], spaced, DataConfig())) == 1
+    assert (
+        len(PromptDataset([write(tmp_path / "b.parquet", [prompt_row("2 + 3")])], spaced, DataConfig())) == 1
+    )

@@ -45,10 +45,19 @@ class Hub(BaseHTTPRequestHandler):
             elif "/tree/" in path:
                 entries = FILES[repository].items()
                 self.answer(
-                    json.dumps([{"type": "file", "path": name, "size": len(data), "oid": oid(data)} for name, data in entries]).encode()
+                    json.dumps(
+                        [
+                            {"type": "file", "path": name, "size": len(data), "oid": oid(data)}
+                            for name, data in entries
+                        ]
+                    ).encode()
                 )
             else:
-                self.answer(json.dumps({"id": "/".join(repository.split("/")[1:]), "sha": SHA, "siblings": []}).encode())
+                self.answer(
+                    json.dumps(
+                        {"id": "/".join(repository.split("/")[1:]), "sha": SHA, "siblings": []}
+                    ).encode()
+                )
             return
         repository, _, name = path.partition(f"/resolve/{SHA}/")
         self.asked.append(name)
@@ -58,7 +67,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, content: bytes) -> None:
         self.send_response(200)
-        for name, value in (("Content-Length", str(len(content))), ("ETag", f'"{oid(content)}"'), ("X-Repo-Commit", SHA)):
+        for name, value in (
+            ("Content-Length", str(len(content))),
+            ("ETag", f'"{oid(content)}"'),
+            ("X-Repo-Commit", SHA),
+        ):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -83,7 +96,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         yield address
         server.shutdown()
 
@@ -95,7 +110,9 @@ def run(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     policy = {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
     monkeypatch.setitem(FILES, "models/maker/policy", policy)
     path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path) | {"model": {"path": "maker/policy"}})
-    pq.write_table(pa.Table.from_pylist([prompt_row(f"{number}+1=") for number in range(12)]), tmp_path / "train.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([prompt_row(f"{number}+1=") for number in range(12)]), tmp_path / "train.parquet"
+    )
     (tmp_path / "reward.py").write_text(REWARD)
     return path
 
@@ -128,17 +145,23 @@ def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str
     assert found.data.train_files[0] == "own.parquet"
     assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
     (problem,) = with_hub_inputs(config("model", "maker/many"), fetch=True).problems
-    assert re.search("has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq", problem)
+    assert re.search(
+        "has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq", problem
+    )
 
 
-def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_it(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_it(
+    hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absent, several = with_hub_inputs(config("maker/absent", "maker/many"), fetch=True).problems
     assert absent.startswith("model.path: there is no 'maker/absent' here, and the hub does not give it (")
     assert several.startswith("data.train_files: maker/many of the hub has 2 files")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model, data = with_hub_inputs(config("maker/tiny", "maker/one"), fetch=True).problems
     assert "(hf download maker/tiny --local-dir DIR), and set model.path to DIR" in model
-    assert "--repo-type dataset maker/one --local-dir DIR), and set data.train_files to the files in DIR" in data
+    assert (
+        "--repo-type dataset maker/one --local-dir DIR), and set data.train_files to the files in DIR" in data
+    )
     assert "\n" not in model + data
 
 
@@ -154,12 +177,16 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     assert (good.status, warning.status, warning.message) == (Status.ok, Status.warning, about_weights)
     assert subject.all_models_known
     assert "model.safetensors" not in Hub.asked
-    assert [found.status for found in check(subject) if found.check in (MODELS, TOKENIZERS)] == [Status.ok]  # the tokenizer's
+    # the tokenizer's
+    assert [found.status for found in check(subject) if found.check in (MODELS, TOKENIZERS)] == [Status.ok]
 
     assert main(["generate", "maker/policy", "1+1=", "--max-tokens", "4"]) == 0
     assert "model.safetensors" in Hub.asked
     sizes = ["--max-tokens", "8", "data.max_prompt_length=8"]
-    assert main(["eval", "maker/policy", "--data", "maker/one", "--reward", "reward.py:compute_score", *sizes]) == 2
+    assert (
+        main(["eval", "maker/policy", "--data", "maker/one", "--reward", "reward.py:compute_score", *sizes])
+        == 2
+    )
     assert "data/train.jsonl: column 'data_source' is missing" in capsys.readouterr().err
     assert main(["init", "mine", "--model", "maker/policy", "--device", "cpu"]) == 0
     assert main(["check", "--fast", "mine/run.yaml"]) == 0

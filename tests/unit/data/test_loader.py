@@ -65,7 +65,10 @@ def test_uids_are_unique_even_when_a_row_comes_twice_in_a_batch():
     batch = next(BatchLoader(Numbers(3), 8, shuffle=True, seed=0))
     assert Counter(rows(batch)).most_common(1)[0][1] > 1
     assert len(set(batch.non_tensor_batch["uid"])) == 8
-    assert all(uid.split("-")[1] == str(row) for uid, row in zip(batch.non_tensor_batch["uid"], rows(batch), strict=True))
+    assert all(
+        uid.split("-")[1] == str(row)
+        for uid, row in zip(batch.non_tensor_batch["uid"], rows(batch), strict=True)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,7 +96,8 @@ def test_resuming_with_another_batch_size_continues_with_the_next_row():
 
 
 @pytest.mark.parametrize(
-    ("size", "seed", "shuffle", "name"), [(9, 0, True, "num_rows=8"), (8, 1, True, "seed=0"), (8, 0, False, "shuffle")]
+    ("size", "seed", "shuffle", "name"),
+    [(9, 0, True, "num_rows=8"), (8, 1, True, "seed=0"), (8, 0, False, "shuffle")],
 )
 def test_resuming_with_other_data_is_refused(size, seed, shuffle, name):
     state = BatchLoader(Numbers(8), 2, shuffle=True, seed=0).state_dict()
@@ -111,7 +115,9 @@ def test_a_state_of_another_version_is_refused() -> None:
     loader = BatchLoader(Numbers(8), 2, shuffle=True, seed=0)
     state = loader.state_dict()
     del state["parts"]
-    with pytest.raises(ValueError, match="the checkpoint does not say parts; it is damaged or of another version"):
+    with pytest.raises(
+        ValueError, match="the checkpoint does not say parts; it is damaged or of another version"
+    ):
         loader.load_state_dict(state)
 
 
@@ -144,7 +150,9 @@ def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
     for part in parts:
         own = [row for row in served if start <= row < start + part.num_rows]
         assert abs(len(own) - len(served) * part.weight / total) <= 1
-        epochs = [own[at : at + part.num_rows] for at in range(0, len(own) - part.num_rows + 1, part.num_rows)]
+        epochs = [
+            own[at : at + part.num_rows] for at in range(0, len(own) - part.num_rows + 1, part.num_rows)
+        ]
         assert all(sorted(epoch) == list(range(start, start + part.num_rows)) for epoch in epochs)
         start += part.num_rows
 
@@ -155,35 +163,45 @@ def test_the_order_of_a_mix_by_hand_and_its_refusals():
     assert rows(next(mix)) == [0, 1, 2, 0, 1, 0, 3, 1]
     assert next(mix).non_tensor_batch["uid"].tolist()[:3] == ["3-0", "3-1", "0-4"]
     with pytest.raises(ValueError, match="cannot resume the data.*parts=.*data.train_weights"):
-        BatchLoader(Numbers(5), 8, shuffle=False, seed=0, parts=parts_of(["a", "b"], [1, 1], ["a"] * 2 + ["b"] * 3)).load_state_dict(
-            mix.state_dict()
-        )
+        BatchLoader(
+            Numbers(5), 8, shuffle=False, seed=0, parts=parts_of(["a", "b"], [1, 1], ["a"] * 2 + ["b"] * 3)
+        ).load_state_dict(mix.state_dict())
     with pytest.raises(DataError, match="b: no row is left of it"):
         parts_of(["a", "b"], [1, 1], ["a"])
 
 
 def test_the_same_rows_may_become_other_tokens(caplog):
     """A new version of a library may render one blank otherwise: that is no reason not to resume."""
-    state = json.loads(json.dumps(BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).state_dict()))
+    state = json.loads(
+        json.dumps(BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).state_dict())
+    )
     BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).load_state_dict(state)
     BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0).load_state_dict(state)
     assert caplog.text == ""
     BatchLoader(Numbers(8, tokens="now"), 2, shuffle=True, seed=0).load_state_dict(state)
-    assert "they become other tokens: the tokenizer, its chat template or transformers has changed since" in caplog.text
+    assert (
+        "they become other tokens: the tokenizer, its chat template or transformers has changed since"
+        in caplog.text
+    )
 
 
 def test_a_checkpoint_that_knows_rows_by_their_tokens_is_resumed(caplog):
     old = BatchLoader(Numbers(8, rows="tokens of before"), 2, shuffle=True, seed=0)
     expected = take(old, 3)[1:]
-    state = {name: value for name, value in old.state_dict().items() if name not in ("tokens", "chat_time")} | {"num_served": [2]}
+    state = {
+        name: value for name, value in old.state_dict().items() if name not in ("tokens", "chat_time")
+    } | {"num_served": [2]}
     same = BatchLoader(Numbers(8, tokens="tokens of before"), 2, shuffle=True, seed=0)
     same.load_state_dict(state)
     assert take(same, 2) == expected
     assert same.state_dict()["rows"] == "numbers"
     assert caplog.text == ""
-    with pytest.raises(ValueError, match="rows=tokens of before, this run has numbers; use the same data files"):
+    with pytest.raises(
+        ValueError, match="rows=tokens of before, this run has numbers; use the same data files"
+    ):
         BatchLoader(Numbers(8, tokens="others"), 2, shuffle=True, seed=0).load_state_dict(state)
-    # A template that reads the clock has made other tokens of the same rows, so that there is nothing to compare.
+    # A template that reads the clock has made other tokens of the same rows, so that there is nothing to
+    # compare.
     dated = BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0)
     dated.load_state_dict(state)
     assert take(dated, 2) == expected

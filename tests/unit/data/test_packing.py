@@ -9,11 +9,16 @@ from megarl.config.batch_arithmetic import padded_length
 from megarl.data.packing import RowPrompt, plan_micro_batches, row_cost
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
-LIMITS = st.one_of(st.fixed_dictionaries({"sequences": st.integers(1, 6)}), st.fixed_dictionaries({"max_tokens": st.integers(40, 130)}))
+LIMITS = st.one_of(
+    st.fixed_dictionaries({"sequences": st.integers(1, 6)}),
+    st.fixed_dictionaries({"max_tokens": st.integers(40, 130)}),
+)
 
 
 def real_rows(rank):
-    return [row for micro_batch in rank.micro_batches if not micro_batch.is_filler for row in micro_batch.rows]
+    return [
+        row for micro_batch in rank.micro_batches if not micro_batch.is_filler for row in micro_batch.rows
+    ]
 
 
 def prompts_of(lengths, num_samples):
@@ -25,7 +30,8 @@ def prompts_of(lengths, num_samples):
 
 
 def computed(rows, lengths, prompts, measure=int):
-    """What rows of one micro-batch add up to, by the `measure` of so many tokens, a prompt that they share counted once."""
+    """What rows of one micro-batch add up to, by the `measure` of so many tokens, a prompt that they share
+    counted once."""
     own = [measure(lengths[row]) - (measure(prompts[row].length) if prompts else 0) for row in rows]
     return sum(own) + sum(map(measure, dict(prompts[row] for row in rows).values()) if prompts else ())
 
@@ -49,7 +55,9 @@ def rank_costs(plan, lengths, prompts=None):
 )
 def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples, context):
     prompts = prompts_of(lengths, num_samples)
-    plan = plan_micro_batches(lengths, dp_size, **limits, multiple_of=multiple_of, prompts=prompts, context_parallel_size=context)
+    plan = plan_micro_batches(
+        lengths, dp_size, **limits, multiple_of=multiple_of, prompts=prompts, context_parallel_size=context
+    )
     assert len(plan.ranks) == dp_size
     assert {len(rank.micro_batches) for rank in plan.ranks} == {plan.num_micro_batches}
     assert plan.num_micro_batches % multiple_of == 0
@@ -63,7 +71,8 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples,
             parts = [lengths[row] - (prompts[row].length if prompts else 0) for row in rows]
             parts += dict(prompts[row] for row in rows).values() if prompts else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
-    if any(micro_batch.is_filler for micro_batch in micro_batches):  # only where there are not enough rows to go round
+    # only where there are not enough rows to go round
+    if any(micro_batch.is_filler for micro_batch in micro_batches):
         assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
 
 
@@ -79,19 +88,24 @@ def test_order_is_restored_exactly_and_plans_repeat(lengths, dp_size, limits):
 def test_local_micro_batches_index_the_rows_of_the_rank():
     plan = plan_micro_batches([5, 4, 3, 2, 1, 6, 7], 2, sequences=2)
     for rank in plan.ranks:
-        assert [tuple(rank.rows[i] for i in local) for local in rank.local_micro_batches] == [m.rows for m in rank.micro_batches]
+        assert [tuple(rank.rows[i] for i in local) for local in rank.local_micro_batches] == [
+            m.rows for m in rank.micro_batches
+        ]
 
 
 def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
     """Of 4 ranks with 10 tokens each one has 4 x 8 of 30 tokens, and not 4 x 16 of the two."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
     assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
-    with pytest.raises(ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"):
+    with pytest.raises(
+        ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"
+    ):
         plan_micro_batches([30, 41], 1, max_tokens=10, context_parallel_size=4)
 
 
 def test_by_hand():
-    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each); the largest micro-batch runs first."""
+    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each); the largest micro-batch
+    runs first."""
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
     assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
     assert plan.restore_order() == [1, 0, 3, 2]
@@ -102,13 +116,17 @@ def test_samples_of_a_prompt_stay_together():
     lengths = [12] * 4 + [11] * 4 + [30, 30]
     prompts = [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
-    assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [(0, 1, 2, 3, 8), (4, 5, 6, 7, 9)]
+    assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [
+        (0, 1, 2, 3, 8),
+        (4, 5, 6, 7, 9),
+    ]
     apart = plan_micro_batches(lengths, 2, max_tokens=60)
     assert apart.num_micro_batches == 2  # 152 tokens, where shared prompts leave 104
 
 
 def test_a_prompt_is_split_where_work_or_room_wants_it():
-    """One prompt of 10 tokens with 8 responses of 30: half for each rank; and of what a rank has no two fit into 60 tokens with it."""
+    """One prompt of 10 tokens with 8 responses of 30: half for each rank; and of what a rank has no two fit
+    into 60 tokens with it."""
     lengths = [40] * 8
     prompts = [RowPrompt(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
@@ -122,7 +140,9 @@ def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
     """Log-normal lengths, 8 samples of a prompt, 8 ranks. Few prompts are computed twice for it."""
     rng = np.random.default_rng(0)
     prompt_lengths = np.clip(rng.lognormal(6.2, 0.6, num_prompts), 16, 4096).astype(int).repeat(8)
-    lengths = (prompt_lengths + np.clip(rng.lognormal(7.6, 0.8, num_prompts * 8), 16, 16384).astype(int)).tolist()
+    lengths = (
+        prompt_lengths + np.clip(rng.lognormal(7.6, 0.8, num_prompts * 8), 16, 16384).astype(int)
+    ).tolist()
     prompts = [RowPrompt(row // 8, length) for row, length in enumerate(prompt_lengths.tolist())]
     plan = plan_micro_batches(lengths, 8, max_tokens=32768, prompts=prompts)
     costs = rank_costs(plan, lengths, prompts)
@@ -149,14 +169,16 @@ def test_fewer_rows_than_ranks_are_filled_up_with_the_shortest_row():
 
 
 def test_short_rows_are_moved_before_a_filler_is_used():
-    """Rank 0 has its fill of work with one long row, but its second micro-batch gets a real row, not a repeated one."""
+    """Rank 0 has its fill of work with one long row, but its second micro-batch gets a real row, not a
+    repeated one."""
     plan = plan_micro_batches([8000] + [100] * 10, 2, sequences=5)
     assert plan.num_micro_batches == 2
     assert not any(m.is_filler for rank in plan.ranks for m in rank.micro_batches)
 
 
 def test_long_rows_weigh_more_than_their_tokens():
-    """One row of 40k tokens and eight of 5k: the same tokens, but the long row's attention costs more, so it stands alone."""
+    """One row of 40k tokens and eight of 5k: the same tokens, but the long row's attention costs more, so it
+    stands alone."""
     lengths = [40_000] + [5_000] * 16
     plan = plan_micro_batches(lengths, 2, max_tokens=80_000)
     costs = rank_costs(plan, lengths)
@@ -178,7 +200,11 @@ def test_ten_thousand_rows_are_balanced_within_a_percent(limits):
 @pytest.mark.parametrize(
     ("lengths", "arguments", "message"),
     [
-        ([3, 11, 12], {"max_tokens": 10}, r"row 2 has 12 tokens, more than micro_batch.max_tokens=10 \(2 of 3 rows"),
+        (
+            [3, 11, 12],
+            {"max_tokens": 10},
+            r"row 2 has 12 tokens, more than micro_batch.max_tokens=10 \(2 of 3 rows",
+        ),
         ([], {"max_tokens": 10}, "without rows"),
         ([3, 0], {"max_tokens": 10}, "row 1 has length 0"),
         ([3], {}, "exactly one of sequences and max_tokens"),

@@ -11,13 +11,18 @@ FRAME = len("<user\n>\n<assistant\n")  # tokens that the template adds, a specia
 
 
 def dataset(files, tokenizer, max_prompt_length=40, overlong=Overlong.refuse, **changes):
-    return PromptDataset(files, tokenizer, DataConfig(max_prompt_length=max_prompt_length, overlong=overlong, **changes))
+    return PromptDataset(
+        files, tokenizer, DataConfig(max_prompt_length=max_prompt_length, overlong=overlong, **changes)
+    )
 
 
 def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
     files = [
         write(tmp_path / "a.parquet", [prompt_row("2 + 3 = ?", extra_info={"index": 7}), prompt_row("bb")]),
-        write(tmp_path / "b.parquet", [prompt_row("ccc", data_source="other", reward_model={"style": "rule", "ground_truth": "x"})]),
+        write(
+            tmp_path / "b.parquet",
+            [prompt_row("ccc", data_source="other", reward_model={"style": "rule", "ground_truth": "x"})],
+        ),
     ]
     prompts = dataset(files, tokenizer)
     assert [tokenizer.decode(prompts[i].token_ids) for i in range(3)] == [
@@ -47,7 +52,8 @@ def test_overlong_prompts_are_refused_with_the_numbers(tmp_path, tokenizer):
     file = write(tmp_path / "a.parquet", [prompt_row("a"), prompt_row("a" * 9), prompt_row("a" * 5)])
     limit = FRAME + 4
     message = (
-        rf"a.parquet, row 1: {FRAME + 9} tokens; 2 of 3 rows have more than data.max_prompt_length={limit} tokens, the longest "
+        rf"a.parquet, row 1: {FRAME + 9} tokens; 2 of 3 rows have more than data.max_prompt_length={limit} "
+        rf"tokens, the longest "
         rf"{FRAME + 9}. Raise data.max_prompt_length to {FRAME + 9}, or set data.overlong=filter"
     )
     with pytest.raises(DataError, match=message):
@@ -69,13 +75,15 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
     [
         (
             prompt_row() | {"prompt": 5},
-            r"row 0, column 'prompt': found int 5, expected a text or a list of chat messages such as \[\{'role'",
+            r"row 0, column 'prompt': found int 5, expected a text or a list of chat messages such as "
+            r"\[\{'role'",
         ),
         (prompt_row() | {"prompt": " "}, "row 0, column 'prompt': all of its messages are empty"),
         (prompt_row() | {"prompt": []}, "row 0, column 'prompt': the list of messages is empty"),
         (
             prompt_row() | {"prompt": [*user("a"), {"role": "assistant", "content": "b"}]},
-            "row 0, column 'prompt': the last message is the assistant's.*end the prompt with what is to be answered",
+            "row 0, column 'prompt': the last message is the assistant's.*end the prompt with what is to be "
+            "answered",
         ),
         (
             prompt_row("How many?"),
@@ -85,10 +93,22 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
             prompt_row() | {"prompt": [{"role": "user", "content": 5}]},
             "row 0, column 'prompt': message 0 is dict .*role and content as strings",
         ),
-        (prompt_row() | {"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot', expected one of .*'user'"),
-        (prompt_row() | {"prompt": [{"role": "tool", "content": "x"}]}, "row 0, column 'prompt': the chat template refuses.*no tools here"),
-        (prompt_row() | {"reward_model": "5"}, "row 0, column 'reward_model': found str '5', expected dict such as .*ground_truth"),
-        (prompt_row() | {"reward_model": {"style": "rule"}}, "column 'reward_model': it has no 'ground_truth', only"),
+        (
+            prompt_row() | {"prompt": [{"role": "robot", "content": "x"}]},
+            "message 0 has role 'robot', expected one of .*'user'",
+        ),
+        (
+            prompt_row() | {"prompt": [{"role": "tool", "content": "x"}]},
+            "row 0, column 'prompt': the chat template refuses.*no tools here",
+        ),
+        (
+            prompt_row() | {"reward_model": "5"},
+            "row 0, column 'reward_model': found str '5', expected dict such as .*ground_truth",
+        ),
+        (
+            prompt_row() | {"reward_model": {"style": "rule"}},
+            "column 'reward_model': it has no 'ground_truth', only",
+        ),
         (prompt_row() | {"data_source": 3}, "row 0, column 'data_source': found int 3, expected str"),
         (prompt_row() | {"extra_info": "x"}, "row 0, column 'extra_info': found str 'x', expected dict"),
     ],

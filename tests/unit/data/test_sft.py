@@ -6,7 +6,15 @@ import torch
 from megarl.config.schema import Overlong, SFTDataConfig
 from megarl.data.files import DataError
 from megarl.data.sft import SFTDataset
-from tests.unit.data.chats import TEMPLATE, THINKING_TEMPLATE, TOOLS_TEMPLATE, assistant, character_tokenizer, user, write
+from tests.unit.data.chats import (
+    TEMPLATE,
+    THINKING_TEMPLATE,
+    TOOLS_TEMPLATE,
+    assistant,
+    character_tokenizer,
+    user,
+    write,
+)
 
 
 def chat(question, answer):
@@ -23,14 +31,23 @@ def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
     batch = examples.batch([0, 1], ["0", "1"]).tensors
     trained = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
     assert trained == ["5<|end|>", "bcd<|end|>"]  # the line break after the end token is the template's
-    whole = [tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row].bool()]) for row in range(2)]
+    whole = [
+        tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row].bool()]) for row in range(2)
+    ]
     assert whole[0] == "<|start|>user\n2 + 3<|end|>\n<|start|>assistant\n5<|end|>"
     assert batch["response_mask"].dtype == torch.bool
     num_prompt = batch["prompts"].shape[1]
     num_response = batch["responses"].shape[1]
     assert num_response == 4
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["position_ids"].shape == (2, num_prompt + num_response)
-    assert batch["position_ids"][1, num_prompt : num_prompt + 4].tolist() == [num_prompt - 4 + k for k in range(4)]
+    assert (
+        batch["input_ids"].shape
+        == batch["attention_mask"].shape
+        == batch["position_ids"].shape
+        == (2, num_prompt + num_response)
+    )
+    assert batch["position_ids"][1, num_prompt : num_prompt + 4].tolist() == [
+        num_prompt - 4 + k for k in range(4)
+    ]
 
 
 def spelt(tokenizer, example):
@@ -38,7 +55,9 @@ def spelt(tokenizer, example):
     text = ""
     for number, (token, is_trained) in enumerate(zip(example.response_ids, example.is_trained, strict=True)):
         before = number > 0 and example.is_trained[number - 1]
-        text += "[" * (is_trained and not before) + "]" * (before and not is_trained) + tokenizer.decode([token])
+        text += (
+            "[" * (is_trained and not before) + "]" * (before and not is_trained) + tokenizer.decode([token])
+        )
     return text + "]"
 
 
@@ -49,7 +68,9 @@ def test_every_answer_is_trained_and_nothing_between_them(tmp_path, tokenizer):
     rows = [{"messages": TWO_TURNS}, chat("2", "3")]
     examples = dataset(tmp_path, rows, tokenizer)
     assert tokenizer.decode(examples[0].prompt_ids) == "<|start|>user\na<|end|>\n<|start|>assistant\n"
-    assert spelt(tokenizer, examples[0]) == "[b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[d<|end|>]"
+    assert (
+        spelt(tokenizer, examples[0]) == "[b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[d<|end|>]"
+    )
     batch = examples.batch([0, 1], ["0", "1"]).tensors
     masked = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
     assert masked == ["b<|end|>d<|end|>", "3<|end|>"]
@@ -75,11 +96,19 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
 
 
 def test_turns_are_trained_as_they_were_written_whatever_the_template_makes_of_them_later(tmp_path, caplog):
-    """One that leaves out earlier thinking: the ids are prompt, answer, bridge, answer, and it is said how many chats that is."""
+    """One that leaves out earlier thinking: the ids are prompt, answer, bridge, answer, and it is said how
+    many chats that is."""
     thinking = character_tokenizer(THINKING_TEMPLATE)
-    rows = [{"messages": user("a") + assistant("t+b") + user("c") + assistant("d")}, {"messages": TWO_TURNS}, chat("2", "3")]
+    rows = [
+        {"messages": user("a") + assistant("t+b") + user("c") + assistant("d")},
+        {"messages": TWO_TURNS},
+        chat("2", "3"),
+    ]
     examples = dataset(tmp_path, rows, thinking)
-    assert spelt(thinking, examples[0]) == "[t+b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[+d<|end|>]"
+    assert (
+        spelt(thinking, examples[0])
+        == "[t+b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[+d<|end|>]"
+    )
     assert [example.is_as_rendered for example in examples] == [False, False, True]
     assert "2 of 3 chats would be rendered otherwise as a whole" in caplog.text
 
@@ -99,8 +128,13 @@ def test_calls_are_trained_and_what_the_tools_say_is_not(tmp_path, arguments, to
     tokenizer = character_tokenizer(TOOLS_TEMPLATE)
     rows = [price_chat(arguments, tools=tools), {"messages": TWO_TURNS, "tools": None}]
     examples = dataset(tmp_path, rows, tokenizer, 100)
-    assert tokenizer.decode(examples[0].prompt_ids).startswith("<|start|>system\nprice.<|end|>\n<|start|>user\na")
-    assert spelt(tokenizer, examples[0]) == "[=price?xy<|end|>]\n<|start|>tool\n42<|end|>\n<|start|>assistant\n[42<|end|>]"
+    assert tokenizer.decode(examples[0].prompt_ids).startswith(
+        "<|start|>system\nprice.<|end|>\n<|start|>user\na"
+    )
+    assert (
+        spelt(tokenizer, examples[0])
+        == "[=price?xy<|end|>]\n<|start|>tool\n42<|end|>\n<|start|>assistant\n[42<|end|>]"
+    )
     assert examples[0].is_as_rendered
     assert tokenizer.decode(examples[1].prompt_ids).startswith("<|start|>user\na")
 
@@ -109,14 +143,26 @@ def test_calls_are_trained_and_what_the_tools_say_is_not(tmp_path, arguments, to
     ("arguments", "tools", "said"),
     [
         ("xy", [PRICE], "message 1: found the text str 'xy', which is not JSON"),
-        ("[1]", [PRICE], "message 1: a call of 'price' has the arguments list .1., expected an object, or its JSON text"),
+        (
+            "[1]",
+            [PRICE],
+            "message 1: a call of 'price' has the arguments list .1., expected an object, or its JSON text",
+        ),
         (
             {"item": None, "of": "x"},
             [PRICE],
             "arguments of a tool holds null, as this format fills in what other rows have",
         ),
-        ({"item": "xy"}, [{"function": {"title": "price"}}], "column 'tools': found the tool dict .*, expected one such as {'type'"),
-        ({"item": "xy"}, '{"price": 1}', "column 'tools': found dict {'price': 1}, expected a list of tools such as"),
+        (
+            {"item": "xy"},
+            [{"function": {"title": "price"}}],
+            "column 'tools': found the tool dict .*, expected one such as {'type'",
+        ),
+        (
+            {"item": "xy"},
+            '{"price": 1}',
+            "column 'tools': found dict {'price': 1}, expected a list of tools such as",
+        ),
     ],
 )
 def test_tools_and_calls_of_another_form_are_refused(tmp_path, arguments, tools, said):
@@ -127,38 +173,54 @@ def test_tools_and_calls_of_another_form_are_refused(tmp_path, arguments, tools,
 @pytest.mark.parametrize("more", [{"tools": [PRICE]}, {}])
 def test_a_template_that_knows_no_tools_is_refused(tmp_path, more):
     silent = character_tokenizer(TEMPLATE.replace("message.role == 'tool'", "false"))
-    with pytest.raises(DataError, match="row 0, column 'messages': the chat template leaves out 'price': it knows no tools"):
+    with pytest.raises(
+        DataError, match="row 0, column 'messages': the chat template leaves out 'price': it knows no tools"
+    ):
         dataset(tmp_path, [price_chat({"item": "xy"}, **more)], silent)
 
 
 def test_a_template_that_does_not_close_an_earlier_answer_is_refused(tmp_path):
     """As those do that write a blank in front of the end token."""
-    blank = character_tokenizer(TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ '' if loop.last else ' ' }}"))
-    with pytest.raises(DataError, match=r"does not write an earlier answer followed at once by the end token .*; it writes ' <|end|>"):
+    blank = character_tokenizer(
+        TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ '' if loop.last else ' ' }}")
+    )
+    with pytest.raises(
+        DataError,
+        match=r"does not write an earlier answer followed at once by the end token .*; it writes ' <|end|>",
+    ):
         dataset(tmp_path, [{"messages": TWO_TURNS}], blank)
 
 
 def test_overlong_chats(tmp_path, tokenizer):
     rows = [chat("a", "b"), chat("a", "b" * 30)]
-    with pytest.raises(DataError, match=r"chats.parquet, row 1: 51 tokens; 1 of 2 rows have more than data.max_length=30"):
+    with pytest.raises(
+        DataError, match=r"chats.parquet, row 1: 51 tokens; 1 of 2 rows have more than data.max_length=30"
+    ):
         dataset(tmp_path, rows, tokenizer, 30)
     kept = dataset(tmp_path, rows, tokenizer, 30, Overlong.filter)
     assert (len(kept), kept.num_filtered) == (1, 1)
 
 
 def test_a_chat_without_an_answer_is_refused(tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"row 0, column 'messages': the roles are \['user'\]; .*the assistant's answer"):
+    with pytest.raises(
+        DataError, match=r"row 0, column 'messages': the roles are \['user'\]; .*the assistant's answer"
+    ):
         dataset(tmp_path, [{"messages": user("a")}], tokenizer)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path):
     """As templates do that open a thinking part for generation and leave it out of a finished chat."""
     thinking = character_tokenizer(TEMPLATE.replace("assistant\n{% endif", "assistant\nthink{% endif"))
-    with pytest.raises(DataError, match="not the beginning of the whole chat: from token 22 on it reads 'think' and the chat '5<|end|>"):
+    with pytest.raises(
+        DataError,
+        match="not the beginning of the whole chat: from token 22 on it reads 'think' and the chat '5<|end|>",
+    ):
         dataset(tmp_path, [chat("2 + 3", "5")], thinking)
 
 
 def test_an_answer_without_the_end_token_is_refused(tmp_path):
     other_end = character_tokenizer(eos_token="<|pad|>")
-    with pytest.raises(DataError, match=r"does not hold the end token '<\|pad\|>', so the model would not learn to stop"):
+    with pytest.raises(
+        DataError, match=r"does not hold the end token '<\|pad\|>', so the model would not learn to stop"
+    ):
         dataset(tmp_path, [chat("2 + 3", "5")], other_end)

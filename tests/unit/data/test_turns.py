@@ -1,4 +1,5 @@
-"""What stands between two answers: it is what the template writes, behind tokens that nobody renders or tokenises again."""
+"""What stands between two answers: it is what the template writes, behind tokens that nobody renders or
+tokenises again."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ CHATML = (
 )
 # In the manner of Llama 3: the tools stand in the first question, and a result is JSON.
 LLAMA = (
-    "<|begin_of_text|>{% for message in messages %}<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}"
+    "<|begin_of_text|>{% for message in messages %}<|start_header_id|>{{ 'ipython' if message.role == "
+    "'tool' else message.role }}"
     "<|end_header_id|>\n\n{% if loop.first %}" + _TOLD + "{% endif %}"
     "{{ message.content | tojson if message.role == 'tool' else message.content }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# In the manner of Qwen3: of answers before the last question the thinking part is left out, the last message has one.
+# In the manner of Qwen3: of answers before the last question the thinking part is left out, the last message
+# has one.
 THINKING = CHATML.replace(
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
     "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
@@ -42,31 +45,48 @@ THINKING = CHATML.replace(
     "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
 )
-# In the manner of Qwen3.5: thinking is opened for generation, and earlier answers have it left out, or empty behind the last question.
+# In the manner of Qwen3.5: thinking is opened for generation, and earlier answers have it left out, or empty
+# behind the last question.
 OPENING = CHATML.replace(
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
     "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
-    "{% if messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list | length == 0 %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list | length == 0 "
+    "%}<think>\n\n</think>\n\n{% endif %}"
     "{{ message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
 ).replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
-# In the manner of R1's distilled models: no tools, thinking is opened for generation and left out of every answer.
+# In the manner of R1's distilled models: no tools, thinking is opened for generation and left out of every
+# answer.
 R1 = (
     "<|begin_of_text|>{% for message in messages %}"
     "{% if message.role == 'user' %}<|start_header_id|>{{ message.content }}<|end_header_id|>"
     "{% else %}{{ message.content.split('</think>')[-1] }}<|eot_id|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<think>\n{% endif %}"
 )
-FAMILIES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "thinking": (THINKING, "<|im_end|>")}
+FAMILIES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "llama": (LLAMA, "<|eot_id|>"),
+    "thinking": (THINKING, "<|im_end|>"),
+}
 
 
 def tokenizer_of(template: str, end: str, forgets_case: bool = False) -> PreTrainedTokenizerFast:
     """A token for each character; `forgets_case`: what it decodes is not what it was made of."""
-    characters = Tokenizer(models.WordLevel({"<unk>": 0} | {c: 1 + i for i, c in enumerate(string.printable)}, unk_token="<unk>"))
+    characters = Tokenizer(
+        models.WordLevel({"<unk>": 0} | {c: 1 + i for i, c in enumerate(string.printable)}, unk_token="<unk>")
+    )
     characters.normalizer = normalizers.Lowercase() if forgets_case else None
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
-    special = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|other|>"]
+    special = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|other|>",
+    ]
     characters.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=end)
     tokenizer.chat_template = template
@@ -94,7 +114,8 @@ def test_a_conversation_that_grows_is_the_one_that_is_rendered_whole(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: str) -> None:
-    """Here no text is tokenised as it was written, and thinking parts are left out when a chat is rendered."""
+    """Here no text is tokenised as it was written, and thinking parts are left out when a chat is
+    rendered."""
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=True)
     template = TurnTemplate(tokenizer, [PRICE])
     template.check()
@@ -105,13 +126,21 @@ def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: 
     assert template.bridge_from(written, [result("x")]) == template.bridge([result("x")])
     # A turn that another token ended is closed as the template closes it.
     other = [*upper, tokenizer.convert_tokens_to_ids("<|other|>")]
-    assert template.bridge_from(other, [result("x")]) == [tokenizer.eos_token_id, *template.bridge([result("x")])]
+    assert template.bridge_from(other, [result("x")]) == [
+        tokenizer.eos_token_id,
+        *template.bridge([result("x")]),
+    ]
     assert template.read(other) == template.read(written)
 
 
-@pytest.mark.parametrize(("template", "end", "tools"), [(OPENING, "<|im_end|>", [PRICE]), (R1, "<|eot_id|>", None)])
-def test_templates_that_open_the_thinking_of_each_turn(template: str, end: str, tools: list[dict[str, object]] | None) -> None:
-    """What the model wrote stays behind the thinking that was opened for it, and the next turn begins in thinking too."""
+@pytest.mark.parametrize(
+    ("template", "end", "tools"), [(OPENING, "<|im_end|>", [PRICE]), (R1, "<|eot_id|>", None)]
+)
+def test_templates_that_open_the_thinking_of_each_turn(
+    template: str, end: str, tools: list[dict[str, object]] | None
+) -> None:
+    """What the model wrote stays behind the thinking that was opened for it, and the next turn begins in
+    thinking too."""
     tokenizer = tokenizer_of(template, end)
     turns = TurnTemplate(tokenizer, tools)
     turns.check()
@@ -124,7 +153,9 @@ def test_templates_that_open_the_thinking_of_each_turn(template: str, end: str, 
     assert grown.endswith("<think>\n")
     assert f"<think>\nso</think>4{end}" in grown
     # But for the thinking it is what the template writes.
-    rendered = tokenizer.decode(render_chat(tokenizer, user("price?") + assistant("4") + [message], for_generation=True, tools=tools))
+    rendered = tokenizer.decode(
+        render_chat(tokenizer, user("price?") + assistant("4") + [message], for_generation=True, tools=tools)
+    )
     plain = [re.sub("(?s)<think>\n?(so|\n)</think>(\n\n)?", "", text) for text in (grown, rendered)]
     assert plain[0] == plain[1]
 
@@ -135,7 +166,9 @@ def test_other_templates_do_not_open_it(template: str) -> None:
 
 
 def test_a_change_behind_the_thinking_is_still_one() -> None:
-    changed = OPENING.replace("{{ message.content.split", "{{ '' if loop.last else '.' }}{{ message.content.split")
+    changed = OPENING.replace(
+        "{{ message.content.split", "{{ '' if loop.last else '.' }}{{ message.content.split"
+    )
     with pytest.raises(ValueError, match="not append-only"):
         TurnTemplate(tokenizer_of(changed, "<|im_end|>"), [PRICE]).check()
 
@@ -145,10 +178,19 @@ def test_a_change_behind_the_thinking_is_still_one() -> None:
     [
         ("{{ messages | length }}" + CHATML, r"after '' .* tokens \['1'.* writes \['3'"),
         # Only the last result is shown.
-        (CHATML.replace("{{ message.content }}\n</tool", "{{ message.content if loop.last }}\n</tool"), "not append-only"),
+        (
+            CHATML.replace("{{ message.content }}\n</tool", "{{ message.content if loop.last }}\n</tool"),
+            "not append-only",
+        ),
         (CHATML.replace(_TOLD, ""), "leaves out 'price': it knows no tools"),
-        (CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} <|im_end|>"), "followed at once by the end token"),
-        ("{{ raise_exception('too many') if messages | length > 3 }}" + CHATML, "refuses messages of the roles"),
+        (
+            CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} <|im_end|>"),
+            "followed at once by the end token",
+        ),
+        (
+            "{{ raise_exception('too many') if messages | length > 3 }}" + CHATML,
+            "refuses messages of the roles",
+        ),
     ],
 )
 def test_templates_that_do_not_append_are_refused(template: str, said: str) -> None:
@@ -175,7 +217,9 @@ def test_no_text_of_a_tool_ends_a_turn() -> None:
 
 
 @pytest.mark.parametrize("limit", [16, 17, 40])
-@pytest.mark.parametrize("text", ["".join(map(str, range(60))), "é" * 100, "<|im_end|>" * 30, "a" * 1_000_000 + "z"], ids=len)
+@pytest.mark.parametrize(
+    "text", ["".join(map(str, range(60))), "é" * 100, "<|im_end|>" * 30, "a" * 1_000_000 + "z"], ids=len
+)
 def test_long_results_are_cut_in_their_middle(limit: int, text: str) -> None:
     tokenizer = tokenizer_of(*FAMILIES["chatml"])
     template = TurnTemplate(tokenizer, [PRICE], max_result_tokens=limit)
@@ -188,7 +232,9 @@ def test_long_results_are_cut_in_their_middle(limit: int, text: str) -> None:
     escaped = text.replace("<|", "< |")
     assert len(head) - len(tail) in (0, 1) or "é" in text
     assert "é" in text or (escaped.startswith(head) and escaped.endswith(tail))
-    assert template.bridge([result(text[:10])]) == TurnTemplate(tokenizer, [PRICE]).bridge([result(text[:10])])
+    assert template.bridge([result(text[:10])]) == TurnTemplate(tokenizer, [PRICE]).bridge(
+        [result(text[:10])]
+    )
 
 
 def test_calls_of_an_answer_and_json_are_no_matter_of_the_bridge() -> None:

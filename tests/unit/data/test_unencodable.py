@@ -1,4 +1,5 @@
-"""Half of a character is refused wherever it is in the data, with file, row and field, before anything reads it."""
+"""Half of a character is refused wherever it is in the data, with file, row and field, before anything reads
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ HALF = "a\ud800b"
 
 
 def json_lines(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")  # which escapes what it cannot write
+    # which escapes what it cannot write
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -31,18 +33,32 @@ def json_lines(path: Path, *rows: dict[str, Any]) -> str:
         (prompt_row() | {"prompt": HALF}, "column 'prompt': its text has half"),
         (prompt_row(data_source=HALF), "column 'data_source': its text has half"),
         (prompt_row(reward_model={"ground_truth": HALF}), "column 'reward_model': ground_truth has half"),
-        (prompt_row(reward_model={"ground_truth": ["5", {"a": [HALF]}]}), r"column 'reward_model': ground_truth\[1\]\.a\[0\] has half"),
-        (prompt_row(extra_info={"tests": [{HALF: 1}]}), r"column 'extra_info': the key 'a\\ud800b' of tests\[0\] has half"),
+        (
+            prompt_row(reward_model={"ground_truth": ["5", {"a": [HALF]}]}),
+            r"column 'reward_model': ground_truth\[1\]\.a\[0\] has half",
+        ),
+        (
+            prompt_row(extra_info={"tests": [{HALF: 1}]}),
+            r"column 'extra_info': the key 'a\\ud800b' of tests\[0\] has half",
+        ),
     ],
 )
-def test_in_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], where: str) -> None:
+def test_in_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], where: str
+) -> None:
     file = json_lines(tmp_path / "rows.jsonl", prompt_row(), row)
-    with pytest.raises(DataError, match=f"rows.jsonl, row 1, {where} of a character .a lone surrogate.*remove it"):
+    with pytest.raises(
+        DataError, match=f"rows.jsonl, row 1, {where} of a character .a lone surrogate.*remove it"
+    ):
         PromptDataset([file], tokenizer, DataConfig(max_prompt_length=60))
 
 
-def test_in_columns_of_other_names_and_not_in_those_that_nobody_reads(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    columns = PromptColumnsConfig(prompt="question", ground_truth="answer", data_source=None, extra_info="more")
+def test_in_columns_of_other_names_and_not_in_those_that_nobody_reads(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    columns = PromptColumnsConfig(
+        prompt="question", ground_truth="answer", data_source=None, extra_info="more"
+    )
     data = DataConfig(max_prompt_length=60, columns=columns)
     row = {"question": "a", "answer": "5", "more": {"index": 1}, "notes": HALF}
     assert len(PromptDataset([json_lines(tmp_path / "good.jsonl", row)], tokenizer, data)) == 1
@@ -53,10 +69,15 @@ def test_in_columns_of_other_names_and_not_in_those_that_nobody_reads(tmp_path: 
 
 
 def tool_chat(arguments: Any) -> list[dict[str, Any]]:
-    return user("a") + assistant("", tool_calls=[{"type": "function", "function": {"name": "price", "arguments": arguments}}])
+    return user("a") + assistant(
+        "", tool_calls=[{"type": "function", "function": {"name": "price", "arguments": arguments}}]
+    )
 
 
-PRICE = {"type": "function", "function": {"name": "price", "description": "", "parameters": {"type": "object"}}}
+PRICE = {
+    "type": "function",
+    "function": {"name": "price", "description": "", "parameters": {"type": "object"}},
+}
 
 
 @pytest.mark.parametrize(
@@ -66,24 +87,42 @@ PRICE = {"type": "function", "function": {"name": "price", "description": "", "p
             {"messages": tool_chat({"item": {"of": [HALF]}})},
             r"column 'messages': \[1\]\.tool_calls\[0\]\.function\.arguments\.item\.of\[0\]",
         ),
-        ({"messages": tool_chat(json.dumps({"item": HALF}))}, "column 'messages': message 1: .*item holds half of a character"),
-        ({"messages": user("a") + assistant("b", reasoning_content=HALF)}, r"column 'messages': \[1\]\.reasoning_content"),
         (
-            {"messages": tool_chat({"item": "b"}), "tools": [{"type": "function", "function": {"name": "price", "description": HALF}}]},
+            {"messages": tool_chat(json.dumps({"item": HALF}))},
+            "column 'messages': message 1: .*item holds half of a character",
+        ),
+        (
+            {"messages": user("a") + assistant("b", reasoning_content=HALF)},
+            r"column 'messages': \[1\]\.reasoning_content",
+        ),
+        (
+            {
+                "messages": tool_chat({"item": "b"}),
+                "tools": [{"type": "function", "function": {"name": "price", "description": HALF}}],
+            },
             r"column 'tools': \[0\]\.function\.description",
         ),
-        ({"messages": tool_chat({"item": "b"}), "tools": json.dumps([{**PRICE, "x": HALF}])}, r"column 'tools': .*\[0\]\.x holds half"),
+        (
+            {"messages": tool_chat({"item": "b"}), "tools": json.dumps([{**PRICE, "x": HALF}])},
+            r"column 'tools': .*\[0\]\.x holds half",
+        ),
     ],
 )
 def test_in_chats(tmp_path: Path, row: dict[str, Any], where: str) -> None:
     good = {"messages": tool_chat({"item": "b"}), "tools": [PRICE]}
     with pytest.raises(DataError, match=f"rows.jsonl, row 1, {where}"):
-        SFTDataset([json_lines(tmp_path / "rows.jsonl", good, row)], character_tokenizer(TOOLS_TEMPLATE), SFTDataConfig(max_length=200))
+        SFTDataset(
+            [json_lines(tmp_path / "rows.jsonl", good, row)],
+            character_tokenizer(TOOLS_TEMPLATE),
+            SFTDataConfig(max_length=200),
+        )
 
 
 def test_in_answers_with_a_column_of_their_own(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     data = SFTDataConfig(max_length=60, columns=ChatColumnsConfig(prompt="question", answer="answer"))
-    file = json_lines(tmp_path / "rows.jsonl", {"question": "a", "answer": "b"}, {"question": "a", "answer": HALF})
+    file = json_lines(
+        tmp_path / "rows.jsonl", {"question": "a", "answer": "b"}, {"question": "a", "answer": HALF}
+    )
     with pytest.raises(DataError, match="rows.jsonl, row 1, column 'answer': its text has half"):
         SFTDataset([file], tokenizer, data)
 
@@ -99,7 +138,10 @@ def test_in_what_a_caller_renders(tokenizer: PreTrainedTokenizerBase) -> None:
         ({"item": float("nan")}, "a call of 'price' has the arguments .*with NaN or an infinity"),
         ('{"item": NaN}', "message 1: found the text .*, which is not JSON .NaN is no number of JSON"),
         ({"item": [{"of": float("-inf")}]}, "with NaN or an infinity, which JSON does not have"),
-        ('{"item": 1, "item": 2}', "message 1: found the text .*, which is not JSON .the key 'item' stands in it twice"),
+        (
+            '{"item": 1, "item": 2}',
+            "message 1: found the text .*, which is not JSON .the key 'item' stands in it twice",
+        ),
     ],
 )
 def test_arguments_that_are_no_json(tmp_path: Path, arguments: Any, said: str) -> None:

@@ -1,4 +1,5 @@
-"""What runs a Dockerfile's instructions for tests of the CPU image does what Docker would, and refuses the unknown."""
+"""What runs a Dockerfile's instructions for tests of the CPU image does what Docker would, and refuses the
+unknown."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ def steps(tmp_path: Path, text: str, **build_args: str) -> DockerfileSteps:
     (context / "inner" / "__pycache__").mkdir(parents=True)
     (context / "left_out").mkdir()
     folder.mkdir()
-    for name in ("kept.txt", "inner/kept.txt", "inner/left_out", "inner/__pycache__/gone.pyc", "left_out/gone.txt"):
+    for name in (
+        "kept.txt",
+        "inner/kept.txt",
+        "inner/left_out",
+        "inner/__pycache__/gone.pyc",
+        "left_out/gone.txt",
+    ):
         (context / name).touch()
     (context / ".dockerignore").write_text("# a comment\nleft_out\n**/__pycache__\n")
     (context / "Dockerfile").write_text(text)
@@ -48,8 +55,20 @@ def test_steps_run_in_the_folder_with_variables_and_arguments(tmp_path: Path) ->
 
 def test_what_dockerignore_names_is_not_copied(tmp_path: Path) -> None:
     steps(tmp_path, STEPS).build()
-    made = {str(path.relative_to(tmp_path / "image")) for path in (tmp_path / "image").rglob("*") if path.is_file()}
-    assert made == {"bin/kept.txt", "said.txt", "kept.txt", "inner/kept.txt", "inner/left_out", "Dockerfile", ".dockerignore"}
+    made = {
+        str(path.relative_to(tmp_path / "image"))
+        for path in (tmp_path / "image").rglob("*")
+        if path.is_file()
+    }
+    assert made == {
+        "bin/kept.txt",
+        "said.txt",
+        "kept.txt",
+        "inner/kept.txt",
+        "inner/left_out",
+        "Dockerfile",
+        ".dockerignore",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The tables of versions, the requirement files and the Dockerfiles say the same, and what they say goes together."""
+"""The tables of versions, the requirement files and the Dockerfiles say the same, and what they say goes
+together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ ROOT = Path(__file__).parents[3]
 TABLE_HEAD = "| | CPU | CUDA |"
 # Not the same on both, for the reason in requirements/cuda.txt.
 DIFFERENT = {"numpy"}
-LINUX_312 = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platform": "linux", "platform_machine": "x86_64", "extra": ""}
+LINUX_312 = {
+    "python_version": "3.12",
+    "python_full_version": "3.12.3",
+    "sys_platform": "linux",
+    "platform_machine": "x86_64",
+    "extra": "",
+}
 
 
 class Row(NamedTuple):
@@ -89,7 +96,11 @@ def expected_table() -> dict[str, Row]:
 
 def test_every_table_of_versions_says_what_is_installed() -> None:
     """On whichever page it is."""
-    pages = [str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if TABLE_HEAD in page.read_text()]
+    pages = [
+        str(page.relative_to(ROOT))
+        for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+        if TABLE_HEAD in page.read_text()
+    ]
     assert "docs/versions.md" in pages
     for page in pages:
         assert version_table(page) == expected_table(), page
@@ -107,7 +118,8 @@ def test_the_lock_has_what_cuda_txt_asks_for() -> None:
 
 
 def test_the_lock_has_what_the_libraries_declare() -> None:
-    """By the metadata of what is installed here in the lock's version: all that SGLang, Megatron-Core, Ray and the others ask for."""
+    """By the metadata of what is installed here in the lock's version: all that SGLang, Megatron-Core, Ray
+    and the others ask for."""
     asked = 0
     problems = []
     for distribution in importlib.metadata.distributions():
@@ -126,8 +138,13 @@ def test_the_lock_has_what_the_libraries_declare() -> None:
 
 
 def test_the_page_shows_what_was_tested() -> None:
-    _, _, below = (ROOT / "docs" / "versions.md").read_text().partition("| | oldest | newest |\n|---|---|---|\n")
-    shown = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in below.partition("\n\n")[0].splitlines()]
+    _, _, below = (
+        (ROOT / "docs" / "versions.md").read_text().partition("| | oldest | newest |\n|---|---|---|\n")
+    )
+    shown = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in below.partition("\n\n")[0].splitlines()
+    ]
     names = ["python", "torch", "megatron-core", "transformers", "sglang", "ray", "numpy"]
     assert shown == [(name, *tested_versions()[name]) for name in names]
 
@@ -137,7 +154,11 @@ def test_megatrons_range_for_transformer_engine() -> None:
     declared = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
     (engine,) = {each.specifier for each in declared if each.name == "transformer-engine"}
     assert engine.contains(CUDA["transformer-engine"])
-    versions = {CUDA["transformer-engine"], CUDA["transformer-engine-cu13"], arguments("Dockerfile")["TRANSFORMER_ENGINE_VERSION"]}
+    versions = {
+        CUDA["transformer-engine"],
+        CUDA["transformer-engine-cu13"],
+        arguments("Dockerfile")["TRANSFORMER_ENGINE_VERSION"],
+    }
     assert len(versions) == 1
 
 
@@ -167,5 +188,7 @@ def test_what_runs_in_an_image_is_not_root(name: str) -> None:
 
 
 def test_the_gpu_image_has_a_health_check() -> None:
-    (check,) = [step["value"] for step in dockerfile("Dockerfile").structure if step["instruction"] == "HEALTHCHECK"]
+    (check,) = [
+        step["value"] for step in dockerfile("Dockerfile").structure if step["instruction"] == "HEALTHCHECK"
+    ]
     assert "raylet" in check

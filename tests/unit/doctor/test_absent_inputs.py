@@ -30,16 +30,35 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "model" / "config.json").write_text(json.dumps(ARCHITECTURE))
     (tmp_path / "train.parquet").unlink()
     values["trainer"]["output_dir"] = "/proc/of-a-cluster/run"
-    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
     return write_yaml(tmp_path / "run.yaml", values)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_config_json_is_enough_and_the_rest_is_listed(command: list[str], laptop: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, laptop, "checkpoint.resume=/shared/run/step_5", "device=cuda", "tracking.loggers=[swanlab]"]) == 0
+def test_a_config_json_is_enough_and_the_rest_is_listed(
+    command: list[str], laptop: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                *command,
+                laptop,
+                "checkpoint.resume=/shared/run/step_5",
+                "device=cuda",
+                "tracking.loggers=[swanlab]",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert err == ""
-    listed = [line.removeprefix("not on this machine: ") for line in out.splitlines() if line.startswith("not on this machine: ")]
+    listed = [
+        line.removeprefix("not on this machine: ")
+        for line in out.splitlines()
+        if line.startswith("not on this machine: ")
+    ]
     assert [line.partition(": ")[0] for line in listed] == [
         "data.train_files",
         "model.path",
@@ -57,7 +76,12 @@ def test_a_run_needs_all_of_it(laptop: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["train", laptop]) == 2
     err = capsys.readouterr().err
     assert "4 problems" in err
-    for said in ("data.train_files: there is no file", "has no weights", "has no tokenizer", "trainer.output_dir: "):
+    for said in (
+        "data.train_files: there is no file",
+        "has no weights",
+        "has no tokenizer",
+        "trainer.output_dir: ",
+    ):
         assert said in err
 
 
@@ -82,7 +106,9 @@ def test_data_that_are_here_are_read_where_the_weights_are_not(tmp_path: Path) -
 
 
 def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -> None:
-    found = load_checked_anywhere(PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]).absent
+    found = load_checked_anywhere(
+        PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]
+    ).absent
     assert [line for line in found if line.startswith("data.train_files: ")] == [
         "data.train_files: maker/rows is on the hub; `megarl train` fetches it",
         *(line for line in found if "there is no file 'far/away.parquet'" in line),
@@ -112,5 +138,10 @@ def test_where_all_inputs_are_here_the_run_needs_this_machine(tmp_path: Path) ->
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             load_checked_anywhere(PPOConfig, path, [override])
         elsewhere = load_checked_anywhere(PPOConfig, path, [override, "device=cuda"]).absent
-        assert [line.partition(":")[0] for line in elsewhere] == ["device", *(["tracking.loggers"] if "loggers" in override else [])]
-        assert load_checked_anywhere(PPOConfig, path, [override], starts_elsewhere=True).absent == elsewhere[1:]
+        assert [line.partition(":")[0] for line in elsewhere] == [
+            "device",
+            *(["tracking.loggers"] if "loggers" in override else []),
+        ]
+        assert (
+            load_checked_anywhere(PPOConfig, path, [override], starts_elsewhere=True).absent == elsewhere[1:]
+        )

@@ -60,7 +60,9 @@ def only(results: object) -> CheckResult:
 # Versions
 
 
-def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert only(software.judge(software.probe(), SGLANG)).status is Status.ok
     info = tmp_path / "ray-1.13.0.dist-info"
     info.mkdir()
@@ -76,10 +78,15 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
     found = software.probe()
     tested = tested_versions()
     assert only(software.judge(found, SGLANG)).message.endswith(": tested")
-    newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}  # the second is the same release
-    warning = only(software.judge(replace(found, python="3.13.2", versions={**found.versions, **newer}), SGLANG))
+    # the second is the same release
+    newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}
+    warning = only(
+        software.judge(replace(found, python="3.13.2", versions={**found.versions, **newer}), SGLANG)
+    )
     assert warning.status is Status.warning
-    of_python, of_numpy = (f"(tested {tested[name].oldest} to {tested[name].newest})" for name in ("python", "numpy"))
+    of_python, of_numpy = (
+        f"(tested {tested[name].oldest} to {tested[name].newest})" for name in ("python", "numpy")
+    )
     assert warning.message.endswith(f": untested with python 3.13 {of_python}, numpy 2.999.1 {of_numpy}")
     assert set(newer) <= set(tested)
     ours = {Requirement(name).name for name in REQUIRED | SGLANG | SGLANG_CPU}
@@ -88,7 +95,9 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
 
 def test_libraries_that_are_built_for_each_other() -> None:
     found = software.probe()
-    on_cpu = replace(found, versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}})
+    on_cpu = replace(
+        found, versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}}
+    )
     assert only(software.judge(on_cpu, SGLANG)).status is Status.ok  # make test-wheel runs such environments
     other_torch = replace(on_cpu, versions={**on_cpu.versions, "sglang-kernel": "0.4.7"})
     fault = only(software.judge(other_torch, SGLANG))
@@ -115,25 +124,44 @@ def test_gpus_of_a_good_node() -> None:
     ("used", "cuda", "needed", "peak", "status", "said"),
     [
         (4, "13.0", 8, 0, Status.error, "there are 2 GPUs here, and the placement has 8 on a node"),
-        (4, "14.1", 2, 0, Status.error, "torch is built for CUDA 14.1, but driver 580.65.06 carries CUDA 13.0 at most"),
+        (
+            4,
+            "14.1",
+            2,
+            0,
+            Status.error,
+            "torch is built for CUDA 14.1, but driver 580.65.06 carries CUDA 13.0 at most",
+        ),
         (4, None, 2, 0, Status.error, "torch is built without CUDA"),
         (9000, "13.0", 2, 0, Status.warning, "GPU 0 has 8.8 GiB of 79.6 GiB in use"),
         (4, "13.0", 2, 90 * GIB, Status.error, "the plan puts 90.0 GiB on one GPU, which has 79.6 GiB"),
     ],
 )
-def test_faults_of_gpus(used: int, cuda: str | None, needed: int, peak: int, status: Status, said: str) -> None:
-    fault = only(devices.judge(devices.parse(H100.format(used=used), OVERVIEW, cuda), needed=needed, wanted=True, peak=peak))
+def test_faults_of_gpus(
+    used: int, cuda: str | None, needed: int, peak: int, status: Status, said: str
+) -> None:
+    fault = only(
+        devices.judge(
+            devices.parse(H100.format(used=used), OVERVIEW, cuda), needed=needed, wanted=True, peak=peak
+        )
+    )
     assert (fault.status, fault.message) == (status, said)
 
 
 def test_a_driver_of_a_cluster_needs_no_gpu() -> None:
     found = only(devices.check(ExaminedRun(ray_address="10.0.0.1:6379"), devices.Gpus()))
-    assert (found.status, found.message) == (Status.ok, "none here: the run would be on those of the cluster's nodes")
+    assert (found.status, found.message) == (
+        Status.ok,
+        "none here: the run would be on those of the cluster's nodes",
+    )
 
 
 def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."\nexit 9\n')
+    program.write_text(
+        "#!/bin/sh\necho \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA "
+        'driver."\nexit 9\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     fault = only(devices.judge(devices.probe(), needed=1, wanted=True))
@@ -149,7 +177,10 @@ def test_shared_memory_of_a_container() -> None:
     fault = machine.judge_shared_memory("/dev/shm", total=64 * 2**20, free=64 * 2**20, needed=needed)
     assert fault.status is Status.error
     assert "--shm-size=1g" in (fault.remedy or "")
-    assert machine.judge_shared_memory("/dev/shm", total=GIB, free=needed - 1, needed=needed).status is Status.warning
+    assert (
+        machine.judge_shared_memory("/dev/shm", total=GIB, free=needed - 1, needed=needed).status
+        is Status.warning
+    )
     assert machine.judge_shared_memory("/dev/shm", total=GIB, free=needed, needed=needed).status is Status.ok
 
 
@@ -177,7 +208,10 @@ def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
     run = config(PlacementStrategy.fully_collocate)
     subject = ExaminedRun(config=run, plan=plan_placement(run), architectures=EVERY_ROLE, num_gpus=4)
     planned = only(machine.memory(subject)).facts["planned"]
-    assert planned - subject.processes_here * machine._PROCESS_BYTES == pytest.approx((14 + 14 + 2) * SIZE, rel=0.08)  # the critic's head
+    # the critic's head
+    assert planned - subject.processes_here * machine._PROCESS_BYTES == pytest.approx(
+        (14 + 14 + 2) * SIZE, rel=0.08
+    )
 
 
 def test_threads_against_cores() -> None:
@@ -185,25 +219,38 @@ def test_threads_against_cores() -> None:
     shared = machine.judge_threads(None, cores=4, processes=5, use_gpu=False, side_by_side=[1, 2, 8])
     assert (shared.status, shared.message.split(",")[0]) == (Status.ok, "1 to 4 in a process")
     fault = machine.judge_threads("8", cores=16, processes=4, use_gpu=False)
-    assert (fault.status, fault.message) == (Status.warning, "OMP_NUM_THREADS=8 in 4 processes is 32 threads on 16 cores")
+    assert (fault.status, fault.message) == (
+        Status.warning,
+        "OMP_NUM_THREADS=8 in 4 processes is 32 threads on 16 cores",
+    )
     assert "OMP_NUM_THREADS=4" in (fault.remedy or "")
     assert machine.judge_threads("many", cores=2, processes=1, use_gpu=False).status is Status.error
 
 
 def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
     found = machine.probe_clock()
-    assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)  # a container may forbid to ask
+    # a container may forbid to ask
+    assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)
     loose = machine.Clock(synchronised=False, max_error_s=16.0)
     assert machine.judge_clock(loose, num_nodes=1).status is Status.ok
     assert machine.judge_clock(loose, num_nodes=2).status is Status.warning
-    assert machine.judge_clock(machine.Clock(synchronised=True, max_error_s=0.004), num_nodes=2).message == "kept by NTP, within 4 ms"
+    assert (
+        machine.judge_clock(machine.Clock(synchronised=True, max_error_s=0.004), num_nodes=2).message
+        == "kept by NTP, within 4 ms"
+    )
 
 
 def test_variables_left_over_from_a_search_for_a_fault() -> None:
     assert only(machine.judge_environment({"NCCL_P2P_DISABLE": "0"})).status is Status.ok
     fault = only(machine.judge_environment({"CUDA_LAUNCH_BLOCKING": "1"}))
-    assert (fault.status, fault.remedy) == (Status.warning, "unset CUDA_LAUNCH_BLOCKING, unless you are looking for a fault")
-    assert "SGLang" in only(machine.judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})).message
+    assert (fault.status, fault.remedy) == (
+        Status.warning,
+        "unset CUDA_LAUNCH_BLOCKING, unless you are looking for a fault",
+    )
+    assert (
+        "SGLang"
+        in only(machine.judge_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})).message
+    )
 
 
 # Where checkpoints go
@@ -218,7 +265,9 @@ def test_the_disk_is_written_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    fault = only(storage.judge(storage.probe(tmp_path / "file" / "checkpoints", 2**20), num_nodes=1, one=0, most=0))
+    fault = only(
+        storage.judge(storage.probe(tmp_path / "file" / "checkpoints", 2**20), num_nodes=1, one=0, most=0)
+    )
     assert fault.status is Status.error
     assert "cannot be written: Not a directory" in fault.message
     assert "checkpoint.dir" in (fault.remedy or "")
@@ -237,7 +286,9 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
         ("ext4", 30 * GIB, 1, 2**20, Status.warning, "171 minutes"),
     ],
 )
-def test_room_and_speed_for_three_checkpoints(kind: str, free: int, num_nodes: int, speed: int, status: Status, said: str) -> None:
+def test_room_and_speed_for_three_checkpoints(
+    kind: str, free: int, num_nodes: int, speed: int, status: Status, said: str
+) -> None:
     disk = storage.Disk(folder="/runs", kind=kind, total=100 * GIB, free=free, speed=speed)
     found = only(storage.judge(disk, num_nodes=num_nodes, one=10 * GIB, most=3))
     assert found.status is status
@@ -265,16 +316,23 @@ def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_na
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    alone = network.start_rank("gloo", 0, ["2", "127.0.0.1", str(port), "0.5"], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, tmp_path)
+    alone = network.start_rank(
+        "gloo", 0, ["2", "127.0.0.1", str(port), "0.5"], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, tmp_path
+    )
     error = network.wait_for_ranks([alone], tmp_path, limit_s=120)
     assert error is not None
     assert error.startswith("rank 0: ")
     assert "imed out" in error
-    fault = network.judge_loopback(network.Loopback(backend="gloo", ranks=2, interface="lo", interfaces=("eth0", "lo"), error=error))
+    fault = network.judge_loopback(
+        network.Loopback(backend="gloo", ranks=2, interface="lo", interfaces=("eth0", "lo"), error=error)
+    )
     assert fault.status is Status.error
-    assert fault.message.startswith("gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: ")
-    assert "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of eth0, lo" in (
-        fault.remedy or ""
+    assert fault.message.startswith(
+        "gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: "
+    )
+    assert (
+        "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of "
+        "eth0, lo" in (fault.remedy or "")
     )
 
 
@@ -286,7 +344,11 @@ def test_ranks_that_hang_are_given_up(tmp_path: Path) -> None:
 
 def test_interfaces_as_nccl_reads_them() -> None:
     there = ("eth0", "ib0", "lo")
-    assert not [name for name in (None, "ib0", "ib", "=ib0", "^docker", "bond0,ib0") if network.judge_interface("nccl", name, there)]
+    assert not [
+        name
+        for name in (None, "ib0", "ib", "=ib0", "^docker", "bond0,ib0")
+        if network.judge_interface("nccl", name, there)
+    ]
     fault = network.judge_interface("gloo", "bond0", there)
     assert fault is not None
     assert "eth0, ib0, lo" in (fault.remedy or "")
@@ -322,19 +384,35 @@ def ray_cluster_findings(report: ClusterReport) -> list[CheckResult]:
     return list(ray_checks.judge_nodes(report, here()))
 
 
-def node(address: str, software: Software | None = None, offset: float = 0.0, error: str | None = None) -> NodeReport:
+def node(
+    address: str, software: Software | None = None, offset: float = 0.0, error: str | None = None
+) -> NodeReport:
     return NodeReport(address, {"CPU": 8.0}, software or (None if error else here()), offset, 0.001, error)
 
 
 def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
     old = here()._replace(python="3.10.4")
-    nodes = (node("10.0.0.1"), node("10.0.0.2", old), node("10.0.0.3", offset=-7.0), node("10.0.0.4", error="No module named 'megarl'"))
+    nodes = (
+        node("10.0.0.1"),
+        node("10.0.0.2", old),
+        node("10.0.0.3", offset=-7.0),
+        node("10.0.0.4", error="No module named 'megarl'"),
+    )
     whole = tuple(NodeResources(each.address, each.resources) for each in nodes)
     differs, absent, dead, skew = ray_cluster_findings(ClusterReport(nodes, whole, whole, ("10.0.0.9",)))
-    assert (differs.status, differs.message) == (Status.error, f"node 10.0.0.2 has python 3.10.4, and this one {here().python}")
-    assert (absent.status, absent.message) == (Status.error, "node 10.0.0.4 cannot start a worker: No module named 'megarl'")
+    assert (differs.status, differs.message) == (
+        Status.error,
+        f"node 10.0.0.2 has python 3.10.4, and this one {here().python}",
+    )
+    assert (absent.status, absent.message) == (
+        Status.error,
+        "node 10.0.0.4 cannot start a worker: No module named 'megarl'",
+    )
     assert (dead.status, dead.message) == (Status.warning, "node 10.0.0.9 was in the cluster and is dead")
-    assert (skew.status, skew.message) == (Status.warning, "the clocks of 10.0.0.3 and 10.0.0.1 are 7.00 s apart")
+    assert (skew.status, skew.message) == (
+        Status.warning,
+        "the clocks of 10.0.0.3 and 10.0.0.1 are 7.00 s apart",
+    )
 
 
 def test_another_nodes_limits_and_files_are_its_own() -> None:
@@ -356,7 +434,10 @@ def shards(tmp_path: Path) -> Path:
     """A model whose tensors lie in two files."""
     folder = model_folder(tmp_path / "model", num_hidden_layers=1)
     (folder / "model.safetensors").unlink()
-    tensors = {name: torch.zeros(meta.shape) for name, meta in manifest_of(read_architecture(str(folder)), torch.float32).items()}
+    tensors = {
+        name: torch.zeros(meta.shape)
+        for name, meta in manifest_of(read_architecture(str(folder)), torch.float32).items()
+    }
     files = {name: f"{'one' if number % 2 else 'two'}.safetensors" for number, name in enumerate(tensors)}
     for file in set(files.values()):
         save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
@@ -382,7 +463,10 @@ def test_a_shard_cut_off_absent_a_pointer_or_of_another_shape(shards: Path) -> N
     second.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "git lfs pull" in judged(shards).message
     save_file({"c": torch.zeros(64)}, second)
-    assert "two.safetensors: holds 'c', which model.safetensors.index.json places in None" in judged(shards).message
+    assert (
+        "two.safetensors: holds 'c', which model.safetensors.index.json places in None"
+        in judged(shards).message
+    )
     second.write_bytes(whole)
     fields = json.loads((shards / "config.json").read_text()) | {"vocab_size": 102}
     (shards / "config.json").write_text(json.dumps(fields))
@@ -394,8 +478,13 @@ def test_a_shard_cut_off_absent_a_pointer_or_of_another_shape(shards: Path) -> N
 
 @pytest.mark.parametrize("place", ["../outside.safetensors", "/outside.safetensors", 3, None])
 def test_an_index_that_names_no_file_of_its_folder(shards: Path, place: object) -> None:
-    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
-    assert f"places model.norm.weight in {place!r}, but only a file of this folder can be named" in judged(shards).message
+    (shards / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": place}})
+    )
+    assert (
+        f"places model.norm.weight in {place!r}, but only a file of this folder can be named"
+        in judged(shards).message
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -447,8 +536,19 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
 
 def test_the_worst_decides_and_a_remedy_stands_under_its_line() -> None:
     results = [good("a", "fine"), doubtful("b", "slow", "wait"), wrong("c", "broken", "mend it")]
-    assert [worst(results[:number]) for number in range(4)] == [Status.ok, Status.ok, Status.warning, Status.error]
+    assert [worst(results[:number]) for number in range(4)] == [
+        Status.ok,
+        Status.ok,
+        Status.warning,
+        Status.error,
+    ]
     console = Console(width=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(table(results))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
-    assert lines == ["ok       a  fine", "warning  b  slow", "            -> wait", "error    c  broken", "            -> mend it"]
+    assert lines == [
+        "ok       a  fine",
+        "warning  b  slow",
+        "            -> wait",
+        "error    c  broken",
+        "            -> mend it",
+    ]

@@ -1,4 +1,5 @@
-"""What `megarl check` says of tokenizers, chat templates and rows that can be used, though perhaps not as they are meant."""
+"""What `megarl check` says of tokenizers, chat templates and rows that can be used, though perhaps not as
+they are meant."""
 
 from __future__ import annotations
 
@@ -23,23 +24,30 @@ def config(tmp_path: Path) -> PPOConfig:
 
 
 def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> None:
-    """As in folders of base models, whose template is a chat model's: a policy that learns to write it does not stop."""
+    """As in folders of base models, whose template is a chat model's: a policy that learns to write it does
+    not stop."""
     actor = next(role for role in model_roles(config) if role.name == "actor")
     base = character_tokenizer(eos_token="<|pad|>")
     found = inputs.judge_tokenizer(actor, base)
     assert found.status is Status.warning
     end = base.convert_tokens_to_ids("<|end|>")
-    assert f"closes an answer with '<|end|>' ({end}), which ends no sample: the tokenizer ends with '<|pad|>'" in found.message
+    assert (
+        f"closes an answer with '<|end|>' ({end}), which ends no sample: the tokenizer ends with '<|pad|>'"
+        in found.message
+    )
     assert "generates until data.max_response_length" in found.message
     assert inputs.judge_tokenizer(actor, character_tokenizer()).status is Status.ok
-    (Path(actor.path) / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, base.eos_token_id]}))
+    (Path(actor.path) / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end, base.eos_token_id]})
+    )
     assert inputs.endless_turns(actor.path, base) is None
     assert inputs.judge_tokenizer(actor, base).status is Status.ok
 
 
 def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Path) -> None:
     good, evil = (
-        write(tmp_path / f"{name}.parquet", [prompt_row("a"), prompt_row(text)]) for name, text in (("a", "b"), ("b", "c<|end|>"))
+        write(tmp_path / f"{name}.parquet", [prompt_row("a"), prompt_row(text)])
+        for name, text in (("a", "b"), ("b", "c<|end|>"))
     )
     tokenizer = character_tokenizer(vocabulary_extra="<|>")
     results = inputs.data(replace(config, data=DataConfig(train_files=[good, evil])), tokenizer, [], 8)
@@ -73,9 +81,18 @@ class Game:
 @pytest.mark.parametrize(
     ("place", "line", "said"),
     [
-        ("start", "self.right = task.answer", "seed, memory, ground_truth; a column of your own belongs in extra_info (game.py:9), with"),
+        (
+            "start",
+            "self.right = task.answer",
+            "seed, memory, ground_truth; a column of your own belongs in extra_info (game.py:9), with",
+        ),
         ("start", "task.extra_info['shop']", "Game.start: KeyError: 'shop' (game.py:9), with"),
-        ("respond", "int(turn.text)", "in turn 1: ValueError: invalid literal for int() with base 10: 'I do not know.' (game.py:12), with"),
+        (
+            "respond",
+            "int(turn.text)",
+            "in turn 1: ValueError: invalid literal for int() with base 10: 'I do not know.' (game.py:12), "
+            "with",
+        ),
         ("respond", "while True: pass", "no end after 2 s, in a first turn, with"),
     ],
     ids=["attribute", "column", "answer", "no end"],
@@ -84,11 +101,15 @@ def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: s
     data = DataConfig(train_files=[write(tmp_path / "rows.parquet", [prompt_row("a"), prompt_row("b")])])
     agent = AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "game.py"), name="Game"))
     config = PPOConfig(data=data, agent=agent)
-    (tmp_path / "game.py").write_text(GAME.format(**dict.fromkeys(("start", "respond", "close"), "pass") | {place: line}))
+    (tmp_path / "game.py").write_text(
+        GAME.format(**dict.fromkeys(("start", "respond", "close"), "pass") | {place: line})
+    )
     found, tools = inputs.judge_agent(config, character_tokenizer(), limit_s=2.0 if "while" in line else 30.0)
     assert (found.check, found.status, tools) == (inputs.AGENT, Status.error, None)
     assert said in found.message
-    assert found.message.endswith(f", with the first row of {tmp_path / 'rows.parquet'} and the answer 'I do not know.'")
+    assert found.message.endswith(
+        f", with the first row of {tmp_path / 'rows.parquet'} and the answer 'I do not know.'"
+    )
     assert "megarl generate --environment" in (found.remedy or "")
 
 
@@ -96,7 +117,15 @@ def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(
     rows = write(tmp_path / "rows.parquet", [prompt_row("a")])
     (tmp_path / "game.py").write_text(GAME.format(start="pass", respond="pass", close="pass"))
     agent = AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "game.py"), name="Game"))
-    for file, does in ((rows, f"answers a first turn about the first row of {rows}"), (str(tmp_path / "absent.parquet"), "can be used")):
-        found, tools = inputs.judge_agent(PPOConfig(data=DataConfig(train_files=[file]), agent=agent), character_tokenizer())
+    for file, does in (
+        (rows, f"answers a first turn about the first row of {rows}"),
+        (str(tmp_path / "absent.parquet"), "can be used"),
+    ):
+        found, tools = inputs.judge_agent(
+            PPOConfig(data=DataConfig(train_files=[file]), agent=agent), character_tokenizer()
+        )
         assert (found.status, tools) == (Status.ok, None), found.message
-        assert f"the environment Game of {tmp_path / 'game.py'} {does}, and the chat template takes" in found.message
+        assert (
+            f"the environment Game of {tmp_path / 'game.py'} {does}, and the chat template takes"
+            in found.message
+        )

@@ -1,4 +1,5 @@
-"""What runs inside the ranks of the checkpoint's tests: training, a save into a whole role folder, a load, the next steps."""
+"""What runs inside the ranks of the checkpoint's tests: training, a save into a whole role folder, a load,
+the next steps."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Settings(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """losses: of the whole batch. state: what a checkpoint keeps, this rank's part of it (weights, masters, moments, RNG draws)."""
+    """losses: of the whole batch. state: what a checkpoint keeps, this rank's part of it (weights, masters,
+    moments, RNG draws)."""
 
     losses: list[float]
     statistics: list[tuple[float, float]]
@@ -58,8 +60,14 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
     statistics = []
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
-        metrics = engine.forward_backward(take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)
-        share = metrics["loss"].value if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0 else 0.0
+        metrics = engine.forward_backward(
+            take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss
+        )
+        share = (
+            metrics["loss"].value
+            if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0
+            else 0.0
+        )
         loss = torch.tensor(share, dtype=torch.float64)
         dist.all_reduce(loss)
         step = engine.step()
@@ -84,7 +92,10 @@ def draws() -> Tensors:
     import numpy as np
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    tracked = {f"tracked {name}": generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()}
+    tracked = {
+        f"tracked {name}": generator.clone()
+        for name, generator in get_cuda_rng_tracker().get_states().items()
+    }
     assert tracked
     return {
         **tracked,
@@ -109,8 +120,11 @@ def describe(settings: Settings) -> Description:
     )
 
 
-def save_whole(engine: MegatronEngine, settings: Settings, folder: Path, meanwhile: Callable[[], Any] = lambda: None) -> Any:
-    """A save with its manifest, as the driver makes it. Returns what `meanwhile` gave, which ran while the save was on its way."""
+def save_whole(
+    engine: MegatronEngine, settings: Settings, folder: Path, meanwhile: Callable[[], Any] = lambda: None
+) -> Any:
+    """A save with its manifest, as the driver makes it. Returns what `meanwhile` gave, which ran while the
+    save was on its way."""
     from megarl.engine.checkpoint import begin_save
 
     pending = begin_save(engine, folder)
@@ -119,7 +133,9 @@ def save_whole(engine: MegatronEngine, settings: Settings, folder: Path, meanwhi
     dist.all_gather_object(checksums, pending.finish())
     assert pending.is_written()
     if dist.get_rank() == 0:
-        write_manifest(folder, describe(settings), {name: value for part in checksums for name, value in part.items()})
+        write_manifest(
+            folder, describe(settings), {name: value for part in checksums for name, value in part.items()}
+        )
     dist.barrier()
     return result
 
@@ -146,8 +162,11 @@ def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: 
     return Saved(at_save, drawn, after)
 
 
-def load_and_train(settings: Settings, folder: Path, num_steps: int, num_after: int, again: Path | None = None) -> Saved:
-    """In a rank: an engine that has trained on something else, the load (and a save into `again`), the next steps."""
+def load_and_train(
+    settings: Settings, folder: Path, num_steps: int, num_after: int, again: Path | None = None
+) -> Saved:
+    """In a rank: an engine that has trained on something else, the load (and a save into `again`), the next
+    steps."""
     engine = open_engine(settings)
     train(engine, 1, first=90)
     from megarl.engine.checkpoint import load
@@ -159,7 +178,8 @@ def load_and_train(settings: Settings, folder: Path, num_steps: int, num_after: 
 
 
 def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list[str]:
-    """In a rank: a save of all that is in memory, and one of all that is not; the parts that are away after a load."""
+    """In a rank: a save of all that is in memory, and one of all that is not; the parts that are away after a
+    load."""
     engine = open_engine(settings)
     train(engine, 2)
     from megarl.engine.checkpoint import load
@@ -178,15 +198,21 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
 
 
 def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """In a rank: what Megatron reads into state dicts that it made, as (key, place, tensor), without those of padding."""
+    """In a rank: what Megatron reads into state dicts that it made, as (key, place, tensor), without those of
+    padding."""
     engine = open_engine(settings)
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.groups.data_context}
-    models = {f"model{number}": model.sharded_state_dict(metadata=metadata) for number, model in enumerate(engine._models)}
-    optimizer = engine.training_state().optimizer._optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
+    models = {
+        f"model{number}": model.sharded_state_dict(metadata=metadata)
+        for number, model in enumerate(engine._models)
+    }
+    optimizer = engine.training_state().optimizer._optimizer.sharded_state_dict(
+        models, is_loading=True, metadata=metadata
+    )
     wanted = {**models, "optimizer": optimizer}
     loaded = dist_checkpointing.load(wanted, str(folder))
     assert loaded["optimizer"]["optimizer"]["param_groups"][0]["step"] == 2
@@ -219,7 +245,8 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
 
 
 def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> list[tuple[str, bool]]:
-    """In a rank: of each folder, what is said, and whether the engine is as before; then the good one is loaded."""
+    """In a rank: of each folder, what is said, and whether the engine is as before; then the good one is
+    loaded."""
     engine = open_engine(settings)
     train(engine, 1, first=50)
     from megarl.engine.checkpoint import load
@@ -242,8 +269,8 @@ def refused_load(settings: Settings, folder: Path) -> str:
 
 
 def failing_saves(settings: Settings, folder: Path) -> list[str]:
-    """In a rank: what is said of saves into folders with a full disk in the place of one file, into none, and into one in a folder that
-    is gone; then one that is good."""
+    """In a rank: what is said of saves into folders with a full disk in the place of one file, into none, and
+    into one in a folder that is gone; then one that is good."""
     engine = open_engine(settings)
     train(engine, 1)
     full = {"items": "__1_0.distcp", "index": "..metadata.partial"}
@@ -254,7 +281,10 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
         (folder / "file").touch()
     dist.barrier()
     before = kept_state(engine)
-    lines = [failure_of(lambda name=name: save_whole(engine, settings, folder / name)) for name in (*full, "file", "gone/actor")]  # type: ignore[misc]
+    lines = [
+        failure_of(lambda name=name: save_whole(engine, settings, folder / name))
+        for name in (*full, "file", "gone/actor")
+    ]  # type: ignore[misc]
     assert same([before], [kept_state(engine)])
     save_whole(engine, settings, folder / "good")
     return lines

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 
-def relative_differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
-    """Name -> |got - want| / max(|want|, floor), in Euclidean norms taken in float64; the names must be the same."""
-    assert got.keys() == want.keys(), f"missing {sorted(want.keys() - got.keys())}, extra {sorted(got.keys() - want.keys())}"
+def relative_differences(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float = 0.0
+) -> dict[str, float]:
+    """Name -> |got - want| / max(|want|, floor), in Euclidean norms taken in float64; the names must be the
+    same."""
+    assert got.keys() == want.keys(), (
+        f"missing {sorted(want.keys() - got.keys())}, extra {sorted(got.keys() - want.keys())}"
+    )
     differences = {}
     for name, expected in want.items():
         assert got[name].shape == expected.shape, name
@@ -20,13 +25,17 @@ def relative_differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor], 
     return differences
 
 
-def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, floor: float = 0.0) -> None:
+def assert_same(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
+) -> None:
     """Every tensor within `tolerance`, as `relative_differences` measures it."""
     differences = relative_differences(got, want, floor)
     # `not <=`, so that NaN is a difference
     wrong = {name: difference for name, difference in differences.items() if not difference <= tolerance}
     worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
-    assert not wrong, f"{len(wrong)} of {len(differences)} tensors differ: " + ", ".join(f"{name} by {wrong[name]:.2e}" for name in worst)
+    assert not wrong, f"{len(wrong)} of {len(differences)} tensors differ: " + ", ".join(
+        f"{name} by {wrong[name]:.2e}" for name in worst
+    )
 
 
 def max_difference(got: Tensor, want: Tensor) -> float:

@@ -17,20 +17,27 @@ from tests.unit.weights.models import as_stored
 
 VOCAB_SIZE = 199  # of every example; odd, so that every tensor-parallel size pads it
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # no layout cuts them over more than two ranks
-# Each dense family with a tied embedding, and what that leaves out: an output layer of its own, frequencies that are not scaled.
+# Each dense family with a tied embedding, and what that leaves out: an output layer of its own, frequencies
+# that are not scaled.
 FAMILIES: dict[str, PretrainedConfig] = {
-    **{f"{family}-tied": example_config(family, **_HEADS, tie_word_embeddings=True) for family in DENSE_FAMILIES},
+    **{
+        f"{family}-tied": example_config(family, **_HEADS, tie_word_embeddings=True)
+        for family in DENSE_FAMILIES
+    },
     "qwen2": example_config("qwen2", **_HEADS),
     "llama2": example_config("llama", **_HEADS, rope_scaling=None, rope_theta=1e4),
 }
 # Each family with experts, where it can be with a dense layer between sparse ones.
-EXPERT_FAMILIES: dict[str, PretrainedConfig] = {family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES}
+EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
+    family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES
+}
 IDLE_EXPERT = 3
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
-    """Norms and biases are far from one and zero, and weights large enough for log-probs to differ by several nats. One expert's row of
-    each router is the mean of the others, which is hardly ever among the largest."""
+    """Norms and biases are far from one and zero, and weights large enough for log-probs to differ by several
+    nats. One expert's row of each router is the mean of the others, which is hardly ever among the largest.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config({**FAMILIES, **EXPERT_FAMILIES}[family], dtype=torch.float32)
     with torch.no_grad():
@@ -41,14 +48,17 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
                 parameter.normal_(std=0.1)
             elif name.endswith("mlp.gate.weight"):
                 parameter.normal_(std=0.3)
-                parameter[IDLE_EXPERT] = parameter[[row for row in range(len(parameter)) if row != IDLE_EXPERT]].mean(0)
+                parameter[IDLE_EXPERT] = parameter[
+                    [row for row in range(len(parameter)) if row != IDLE_EXPERT]
+                ].mean(0)
             else:
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
 
 
 def save_large_model(folder: Path) -> PreTrainedModel:
-    """55 million parameters (220 MB), many of them in tensors that are smaller than what glibc maps by themselves."""
+    """55 million parameters (220 MB), many of them in tensors that are smaller than what glibc maps by
+    themselves."""
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=512,
@@ -65,7 +75,8 @@ def save_large_model(folder: Path) -> PreTrainedModel:
 
 
 class Critic(torch.nn.Module):
-    """A Hugging Face trunk with a linear head; its parameters have the names that a critic's folder stores."""
+    """A Hugging Face trunk with a linear head; its parameters have the names that a critic's folder
+    stores."""
 
     def __init__(self, trunk: PreTrainedModel, head: Tensor) -> None:
         super().__init__()
@@ -77,7 +88,11 @@ class Critic(torch.nn.Module):
 def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
     """The language model's trunk with a random `score.weight` in place of its head."""
     folder.mkdir(exist_ok=True)
-    tensors = {name: value for name, value in load_file(lm_folder / "model.safetensors").items() if name != "lm_head.weight"}
+    tensors = {
+        name: value
+        for name, value in load_file(lm_folder / "model.safetensors").items()
+        if name != "lm_head.weight"
+    }
     hidden_size = tensors["model.norm.weight"].shape[0]
     tensors["score.weight"] = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * 0.3
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -105,7 +120,9 @@ def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
 
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda router, inputs, output, name=name: record(name, router, inputs[0]))
+            module.register_forward_hook(
+                lambda router, inputs, output, name=name: record(name, router, inputs[0])
+            )
     return recorded
 
 
@@ -118,11 +135,17 @@ class RouterLosses(NamedTuple):
 
 
 def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -> RouterLosses:
-    """Of all that was recorded, layer by layer: Hugging Face's load-balancing loss, which counts a token once for each of its experts; z
-    loss as in Zoph et al. 2022, equation 5."""
+    """Of all that was recorded, layer by layer: Hugging Face's load-balancing loss, which counts a token once
+    for each of its experts; z loss as in Zoph et al. 2022, equation 5."""
     layers = [torch.cat(parts) for parts in recorded.values()]
-    chosen = [layer.topk(num_experts_per_tok).indices.flatten().bincount(minlength=layer.shape[1]) for layer in layers]
-    balance = [load_balancing_loss_func((layer,), layer.shape[1], num_experts_per_tok) / num_experts_per_tok for layer in layers]
+    chosen = [
+        layer.topk(num_experts_per_tok).indices.flatten().bincount(minlength=layer.shape[1])
+        for layer in layers
+    ]
+    balance = [
+        load_balancing_loss_func((layer,), layer.shape[1], num_experts_per_tok) / num_experts_per_tok
+        for layer in layers
+    ]
     return RouterLosses(
         torch.stack(balance).mean(),
         torch.stack([layer.logsumexp(-1).square().mean() for layer in layers]).mean(),
@@ -136,8 +159,11 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk)  # type: ignore[union-attr]
 
 
-def make_batch(num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1) -> dict[str, Tensor]:
-    """Rows of different lengths: left-padded prompts, right-padded responses, one full row, one response of one token."""
+def make_batch(
+    num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1
+) -> dict[str, Tensor]:
+    """Rows of different lengths: left-padded prompts, right-padded responses, one full row, one response of
+    one token."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, shape: tuple[int, ...]) -> Tensor:
@@ -168,7 +194,8 @@ def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[st
 
 
 def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor]) -> Tensor:
-    """(B, R, ...): `of_row` maps token ids (1, L) to (L, ...); its output one before each response token, 0 where there is none."""
+    """(B, R, ...): `of_row` maps token ids (1, L) to (L, ...); its output one before each response token, 0
+    where there is none."""
     response_length = batch["response_mask"].shape[1]
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
@@ -181,13 +208,16 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
 
 
 def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """(B, R, V) logits that predict each response token, row by row through Hugging Face; zero where there is no token."""
+    """(B, R, V) logits that predict each response token, row by row through Hugging Face; zero where there is
+    no token."""
     return _at_predictors(batch, lambda ids: model(ids, use_cache=False).logits[0])
 
 
 def reference_values(critic: Critic, batch: dict[str, Tensor]) -> Tensor:
     """(B, R): the value before each response token is written; 0 where there is none."""
-    return _at_predictors(batch, lambda ids: critic.score(critic.model(ids, use_cache=False).last_hidden_state[0])[:, 0])
+    return _at_predictors(
+        batch, lambda ids: critic.score(critic.model(ids, use_cache=False).last_hidden_state[0])[:, 0]
+    )
 
 
 def scores_of(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:

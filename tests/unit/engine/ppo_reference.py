@@ -1,4 +1,5 @@
-"""One PPO step in plain PyTorch and Hugging Face, token by token in Python: what the engine's step must reproduce.
+"""One PPO step in plain PyTorch and Hugging Face, token by token in Python: what the engine's step must
+reproduce.
 
 It shares nothing with `megarl.algorithms`, nor with torch's optimizers.
 """
@@ -21,8 +22,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Adam's epsilon is not tiny: its first steps are lr * sign(g) nearly, and where g is rounding noise so is its sign.
-    With epsilon far above that noise the update is a smooth function of the gradient, and can be compared."""
+    """Adam's epsilon is not tiny: its first steps are lr * sign(g) nearly, and where g is rounding noise so
+    is its sign. With epsilon far above that noise the update is a smooth function of the gradient, and can be
+    compared."""
 
     temperature: float = 0.9
     beta: float = 0.05
@@ -83,9 +85,14 @@ class _AdamW:
         lr = settings.lr * min(1.0, self._count / settings.warmup_steps)
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             gradient = gradient * min(1.0, settings.clip_grad / norm)
-            for moments, beta, value in zip((self._first, self._second), settings.betas, (gradient, gradient**2), strict=True):
+            for moments, beta, value in zip(
+                (self._first, self._second), settings.betas, (gradient, gradient**2), strict=True
+            ):
                 moments[index] = beta * moments[index] + (1 - beta) * value
-            first, second = (m[index] / (1 - b**self._count) for m, b in zip((self._first, self._second), settings.betas, strict=True))
+            first, second = (
+                m[index] / (1 - b**self._count)
+                for m, b in zip((self._first, self._second), settings.betas, strict=True)
+            )
             if parameter.dim() > 1:
                 parameter.mul_(1 - lr * settings.weight_decay)
             parameter.sub_(lr * first / (second.sqrt() + settings.eps))
@@ -110,7 +117,9 @@ def _returns_and_advantages(
         for token in reversed(_valid(mask, row)):
             reward = (score if last else 0.0) - settings.beta * float(old[row, token] - ref[row, token])
             value = float(values[row, token])
-            advantage = reward + settings.gamma * next_value - value + settings.gamma * settings.lam * advantage
+            advantage = (
+                reward + settings.gamma * next_value - value + settings.gamma * settings.lam * advantage
+            )
             returns[row, token] = advantage + value
             advantages[row, token] = advantage
             found.append(advantage)
@@ -126,7 +135,9 @@ def _nearest_in(value: Tensor, low: float, high: float) -> float | None:
     return low if value < low else high if value > high else None
 
 
-def _actor_loss(new: Tensors, old: Tensor, advantages: Tensor, mask: Tensor, settings: Settings) -> tuple[Tensor, Tensor, float]:
+def _actor_loss(
+    new: Tensors, old: Tensor, advantages: Tensor, mask: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, float]:
     """The clipped policy loss without and with the entropy bonus, and the share of clipped tokens."""
     policy = torch.zeros(())
     entropy = torch.zeros(())
@@ -147,7 +158,9 @@ def _actor_loss(new: Tensors, old: Tensor, advantages: Tensor, mask: Tensor, set
     return policy / count, (policy - settings.entropy_coefficient * entropy) / count, clipped / count
 
 
-def _critic_loss(new: Tensor, old: Tensor, returns: Tensor, mask: Tensor, settings: Settings) -> tuple[Tensor, float]:
+def _critic_loss(
+    new: Tensor, old: Tensor, returns: Tensor, mask: Tensor, settings: Settings
+) -> tuple[Tensor, float]:
     total = torch.zeros(())
     clipped = 0
     count = 0
@@ -167,7 +180,8 @@ def _critic_loss(new: Tensor, old: Tensor, returns: Tensor, mask: Tensor, settin
 
 
 def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settings: Settings) -> Outcome:
-    """The whole step; `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the rows' outcomes."""
+    """The whole step; `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the rows'
+    outcomes."""
     actor = load_lm(Path(folders["lm"]))
     frozen = load_lm(Path(folders["reference"]))
     critic = load_critic(Path(folders["critic"]))
@@ -188,12 +202,19 @@ def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settin
     for _ in range(settings.epochs):
         for rows in map(list, settings.mini_batches):
             part = {key: value[rows] for key, value in batch.items()}
-            loss, clipped = _critic_loss(reference_values(critic, part), values[rows], returns[rows], mask[rows], settings)
+            loss, clipped = _critic_loss(
+                reference_values(critic, part), values[rows], returns[rows], mask[rows], settings
+            )
             critic_updates.append(Update(float(loss.detach()), critic_optimizer.step(loss), clipped))
-            policy, loss, clipped = _actor_loss(score(actor, part), old[rows], advantages[rows], mask[rows], settings)
+            policy, loss, clipped = _actor_loss(
+                score(actor, part), old[rows], advantages[rows], mask[rows], settings
+            )
             actor_updates.append(Update(float(policy.detach()), actor_optimizer.step(loss), clipped))
     with torch.no_grad():
         new_log_probs = score(actor, batch)["log_probs"]
         new_values = reference_values(critic, batch)
-    weights = [{name: parameter.detach() for name, parameter in model.named_parameters()} for model in (actor, critic)]
+    weights = [
+        {name: parameter.detach() for name, parameter in model.named_parameters()}
+        for model in (actor, critic)
+    ]
     return Outcome(*weights, actor_updates, critic_updates, new_log_probs, new_values)

@@ -1,4 +1,5 @@
-"""What runs inside the ranks of the engine's tests: an engine in a layout, and its shards brought back as Hugging Face tensors.
+"""What runs inside the ranks of the engine's tests: an engine in a layout, and its shards brought back as
+Hugging Face tensors.
 
 Megatron is imported inside functions, after the platform is active.
 """
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from megarl.engine.groups import ParallelGroups
 
 _TP, _PP, _VPP, _DP, _CP, _EP, _ETP = (
-    {f"{name}_parallel_size": 2} for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context", "expert", "expert_tensor")
+    {f"{name}_parallel_size": 2}
+    for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context", "expert", "expert_tensor")
 )  # each is 1 (or None) where it is left out
 LAYOUTS: dict[str, ParallelConfig] = {
     "TP1": ParallelConfig(),
@@ -81,7 +83,8 @@ def build(
     routing_replay: RoutingReplay = RoutingReplay.off,
     **spec: Any,
 ) -> MegatronEngine:
-    """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has several."""
+    """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has
+    several."""
     from megarl.engine.engine import MegatronEngine
 
     made = ModelSpec(
@@ -103,7 +106,8 @@ def build(
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:
-    """The rows of this data-parallel rank: dealt out in turn, so that replicas can have different numbers of them."""
+    """The rows of this data-parallel rank: dealt out in turn, so that replicas can have different numbers of
+    them."""
     return list(range(groups.data_rank, num_rows, groups.parallel.data_parallel_size))
 
 
@@ -117,7 +121,8 @@ def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Tensors:
 
 
 def join_rows(rows: Sequence[int], outputs: Mapping[str, Tensor] | None, num_rows: int) -> Tensors:
-    """Outputs (rows of this replica, on the last stage) -> (B, ...) on every rank, as a driver would collect them."""
+    """Outputs (rows of this replica, on the last stage) -> (B, ...) on every rank, as a driver would collect
+    them."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (list(rows), outputs))
     joined: Tensors = {}
@@ -132,9 +137,13 @@ def hf_weights(engine: MegatronEngine) -> Tensors:
 
 
 def hf_gradients(engine: MegatronEngine) -> Tensors:
-    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first. Of frozen parameters: 0."""
+    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first. Of
+    frozen parameters: 0."""
     for chunk in engine._chunks:
-        for buffers, group in ((chunk.buffers, engine.groups.data_context), (chunk.expert_parallel_buffers, engine.groups.expert_data)):
+        for buffers, group in (
+            (chunk.buffers, engine.groups.data_context),
+            (chunk.expert_parallel_buffers, engine.groups.expert_data),
+        ):
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 slices = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(slices, slices[group.rank()].clone(), group=group)
@@ -143,8 +152,8 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
-    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; all stages' experts on the first rank of all; nothing
-    elsewhere (all ranks must ask)."""
+    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; all stages' experts on the first
+    rank of all; nothing elsewhere (all ranks must ask)."""
     from megarl.weights.manifest import manifest_of
     from megarl.weights.plan import Part
     from megarl.weights.shards import Shards, held_slices
@@ -154,7 +163,11 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     layout = engine.layout
     shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
     own = {
-        (name, tensor_slice): torch.cat([region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))]).float().cpu()
+        (name, tensor_slice): torch.cat(
+            [region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))]
+        )
+        .float()
+        .cpu()
         for name, slices in held_slices(spec.architecture, layout, spec.head).items()
         if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
         for tensor_slice in slices
@@ -164,18 +177,26 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     dist.all_gather_object(gathered, own, group=engine.groups.tensor)
     gathered_experts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered_experts, experts)
-    parts = [*(gathered if layout.tensor_parallel_rank == 0 else ()), *(gathered_experts if dist.get_rank() == 0 else ())]
+    parts = [
+        *(gathered if layout.tensor_parallel_rank == 0 else ()),
+        *(gathered_experts if dist.get_rank() == 0 else ()),
+    ]
     tensors: Tensors = {}
     for (name, tensor_slice), elements in (item for part in parts for item in part.items()):
-        whole = tensors.setdefault(name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan))
+        whole = tensors.setdefault(
+            name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan)
+        )
         copy = whole[tensor_slice.index]
-        assert copy.isnan().all() or torch.equal(copy, elements.view(tensor_slice.shape)), f"copies of {name} differ"
+        assert copy.isnan().all() or torch.equal(copy, elements.view(tensor_slice.shape)), (
+            f"copies of {name} differ"
+        )
         copy.copy_(elements.view(tensor_slice.shape))
     return tensors
 
 
 def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
-    """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of tied weights."""
+    """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of
+    tied weights."""
     from megarl.models.mapping import Cut
     from megarl.models.tensor_table import OUTPUT_LAYER
     from megarl.weights.shard_layout import held_weights
@@ -187,10 +208,16 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
             mine = named[weight.megatron_name].contiguous()
             copies = [torch.empty_like(mine) for _ in range(groups.parallel.tensor_parallel_size)]
             dist.all_gather(copies, mine, group=groups.tensor)
-            assert all(torch.equal(copy, mine) for copy in copies), f"tensor-parallel ranks disagree on {weight.megatron_name}"
+            assert all(torch.equal(copy, mine) for copy in copies), (
+                f"tensor-parallel ranks disagree on {weight.megatron_name}"
+            )
     if architecture.tie_word_embeddings and engine.spec.head == "lm":
         ends: list[Any] = [None] * groups.parallel.pipeline_parallel_size
-        dist.all_gather_object(ends, named.get(OUTPUT_LAYER, named.get("embedding.word_embeddings.weight")), group=groups.pipeline)
+        dist.all_gather_object(
+            ends,
+            named.get(OUTPUT_LAYER, named.get("embedding.word_embeddings.weight")),
+            group=groups.pipeline,
+        )
         held = [end for end in (ends[0], ends[-1]) if end is not None]
         assert len(held) == 2
         assert torch.equal(*held), "the tied output layer is not the embedding"
@@ -208,7 +235,8 @@ def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
 
 
 def weighted_sum(keys: Sequence[str]) -> Callable[..., Any]:
-    """A loss of the engine: sum over outputs k of k * rows["weight/k"]. Linear, so that the reference is one line."""
+    """A loss of the engine: sum over outputs k of k * rows["weight/k"]. Linear, so that the reference is one
+    line."""
 
     def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value = sum((outputs[key] * rows[f"weight/{key}"]).sum() for key in keys)

@@ -1,4 +1,5 @@
-"""A checkpoint of an engine: what is loaded is what was there when the save began, in any layout, or an error that says what is wrong."""
+"""A checkpoint of an engine: what is loaded is what was there when the save began, in any layout, or an error
+that says what is wrong."""
 
 from __future__ import annotations
 
@@ -43,16 +44,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe"):
         save_model(family, folder / family)
     save_critic(folder / "qwen2-tied", folder / "critic")
-    return {name: str(folder / name) for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "critic")}
+    return {
+        name: str(folder / name)
+        for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "critic")
+    }
 
 
 def saved(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS) -> list[Saved]:
     return rank_pool.run(
-        train_and_save, world_size=settings.parallel.world_size, settings=settings, folder=folder, num_steps=steps, num_after=AFTER
+        train_and_save,
+        world_size=settings.parallel.world_size,
+        settings=settings,
+        folder=folder,
+        num_steps=steps,
+        num_after=AFTER,
     )
 
 
-def loaded(rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS, again: Path | None = None) -> list[Saved]:
+def loaded(
+    rank_pool: RankPool, settings: Settings, folder: Path, steps: int = STEPS, again: Path | None = None
+) -> list[Saved]:
     return rank_pool.run(
         load_and_train,
         world_size=settings.parallel.world_size,
@@ -75,9 +86,17 @@ SAME_LAYOUT = [
 
 @pytest.mark.parametrize(("layout", "model", "head", "dtype", "steps"), SAME_LAYOUT)
 def test_in_the_same_layout_it_goes_on_to_the_bit(
-    layout: str, model: str, head: str, dtype: torch.dtype, steps: int, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+    layout: str,
+    model: str,
+    head: str,
+    dtype: torch.dtype,
+    steps: int,
+    rank_pool: RankPool,
+    folders: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    """Also of a save before the first step, when Adam has no moments yet; and what was saved is the state of before `after`."""
+    """Also of a save before the first step, when Adam has no moments yet; and what was saved is the state of
+    before `after`."""
     settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
@@ -121,18 +140,27 @@ def test_in_another_layout_the_next_steps_agree(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """From the first layout to each other. What is saved there again is the same to the bit, and so is what goes on from that in the
-    first. The routers of one model are frozen: they have no moments."""
+    """From the first layout to each other. What is saved there again is the same to the bit, and so is what
+    goes on from that in the first. The routers of one model are frozen: they have no moments."""
     experts = ExpertsConfig(freeze_router=model == "qwen2_moe")
     source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, experts)
     want = saved(rank_pool, source, tmp_path / "source")
     stored = stored_tensors(tmp_path / "source")
-    assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {"param", "exp_avg", "exp_avg_sq"}
+    assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {
+        "param",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     of_routers = {name.startswith("optimizer.") for name in stored if name.endswith("router.weight")}
     assert of_routers == ({False} if experts.freeze_router else {False, True} if "moe" in model else set())
     for number, parallel in enumerate(others):
         again = tmp_path / str(number)
-        got = loaded(rank_pool, Settings(parallel, folders[model], head, dtype, experts), tmp_path / "source", again=again)
+        got = loaded(
+            rank_pool,
+            Settings(parallel, folders[model], head, dtype, experts),
+            tmp_path / "source",
+            again=again,
+        )
         assert same([stored_tensors(again)], [stored]), parallel
         for rank in got:
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -142,9 +170,17 @@ def test_in_another_layout_the_next_steps_agree(
         assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want], parallel
         assert same([rank.after.state for rank in back], [rank.after.state for rank in want]), parallel
     if "moe" in model:
-        other = Settings(ParallelConfig(), folders[model], head, dtype, ExpertsConfig(freeze_router=not experts.freeze_router))
+        other = Settings(
+            ParallelConfig(),
+            folders[model],
+            head,
+            dtype,
+            ExpertsConfig(freeze_router=not experts.freeze_router),
+        )
         (said,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "source")
-        assert said.endswith(f"it {'was frozen there' if experts.freeze_router else 'is frozen here'} (experts.freeze_router)")
+        assert said.endswith(
+            f"it {'was frozen there' if experts.freeze_router else 'is frozen here'} (experts.freeze_router)"
+        )
 
 
 def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -175,7 +211,11 @@ def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path:
         plain = tmp_path / f"{layout} plain"
         moved = tmp_path / f"{layout} moved"
         results = rank_pool.run(
-            save_what_is_offloaded, world_size=settings.parallel.world_size, settings=settings, plain=plain, moved=moved
+            save_what_is_offloaded,
+            world_size=settings.parallel.world_size,
+            settings=settings,
+            plain=plain,
+            moved=moved,
         )
         assert results == [["gradients", "optimizer", "parameters"]] * settings.parallel.world_size
         assert same([stored_tensors(plain)], [stored_tensors(moved)])
@@ -197,11 +237,18 @@ def test_megatron_loads_it_by_itself(rank_pool: RankPool, folders: dict[str, str
     assert all(found[key] >= stored[key].numel() for key in stored)
 
 
-def test_another_layout_keeps_its_random_numbers(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+def test_another_layout_keeps_its_random_numbers(
+    rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+) -> None:
     saved(rank_pool, Settings(LAYOUTS["TP1"], folders["qwen2"]), tmp_path / "actor")
     for layout, kept in (("TP1", False), ("DP2", True)):
         settings = Settings(LAYOUTS[layout], folders["qwen2"])
-        ranks = rank_pool.run(draws_around_a_load, world_size=settings.parallel.world_size, settings=settings, folder=tmp_path / "actor")
+        ranks = rank_pool.run(
+            draws_around_a_load,
+            world_size=settings.parallel.world_size,
+            settings=settings,
+            folder=tmp_path / "actor",
+        )
         assert ranks == [kept] * len(ranks)
 
 
@@ -226,7 +273,10 @@ def damage(folder: Path, kind: str) -> None:
         torch.save({"step_counts": Code()}, folder / "common.pt")
         manifest = json.loads((folder / "manifest.json").read_text())
         content = (folder / "common.pt").read_bytes()
-        manifest["files"]["common.pt"] = {"nbytes": len(content), "checksum": xxhash.xxh3_64_hexdigest(content)}
+        manifest["files"]["common.pt"] = {
+            "nbytes": len(content),
+            "checksum": xxhash.xxh3_64_hexdigest(content),
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest))
     else:
         (folder / "manifest.json").unlink()
@@ -247,15 +297,20 @@ DAMAGE = {
 }
 
 
-def test_damage_is_found_before_anything_is_loaded(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """On every rank the same line, that names the file and, where it is one, the tensor; the engine stays as it was."""
+def test_damage_is_found_before_anything_is_loaded(
+    rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """On every rank the same line, that names the file and, where it is one, the tensor; the engine stays as
+    it was."""
     settings = Settings(LAYOUTS["TP2"], folders["qwen2"])
     saved(rank_pool, settings, tmp_path / "good")
     for kind in DAMAGE:
         shutil.copytree(tmp_path / "good", tmp_path / kind)
         damage(tmp_path / kind, kind)
     damaged = [tmp_path / kind for kind in DAMAGE]
-    ranks = rank_pool.run(load_damaged, world_size=2, settings=settings, folders=damaged, good=tmp_path / "good")
+    ranks = rank_pool.run(
+        load_damaged, world_size=2, settings=settings, folders=damaged, good=tmp_path / "good"
+    )
     assert ranks[0] == ranks[1]
     for (kind, said), (line, untouched) in zip(DAMAGE.items(), ranks[0], strict=True):
         assert untouched, kind
@@ -270,12 +325,17 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
         Settings(LAYOUTS["TP1"], folders["critic"], "value"),
         Settings(LAYOUTS["TP1"], folders["qwen2"], dtype=torch.bfloat16),
     ]
-    lines = [rank_pool.run(refused_load, world_size=1, settings=settings, folder=tmp_path / "actor")[0] for settings in others]
+    lines = [
+        rank_pool.run(refused_load, world_size=1, settings=settings, folder=tmp_path / "actor")[0]
+        for settings in others
+    ]
     actor = tmp_path / "actor"
     assert lines == [
-        f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64); this model's has (4, 64, 128)",
+        f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64); this model's has "
+        f"(4, 64, 128)",
         f"{actor}: output_layer.weight has shape (256, 64); this model's has (1, 64)",
-        f"{actor}: embedding.word_embeddings.weight is torch.float32; this run has torch.bfloat16: set model.dtype",
+        f"{actor}: embedding.word_embeddings.weight is torch.float32; this run has torch.bfloat16: set "
+        f"model.dtype",
     ]
 
 

@@ -1,4 +1,5 @@
-"""Which tokens ranks have that share rows: every token once, all ranks as much work, and keys as causal attention wants them."""
+"""Which tokens ranks have that share rows: every token once, all ranks as much work, and keys as causal
+attention wants them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, promp
         place = ContextParallelRank(size, rank)
         own = own_tokens(lengths, place).tolist()
         found = pieces(lengths, prompts, place)
-        assert [piece.start for piece in found] == torch.tensor([0, *(piece.length for piece in found)]).cumsum(0)[:-1].tolist()
+        assert [piece.start for piece in found] == torch.tensor(
+            [0, *(piece.length for piece in found)]
+        ).cumsum(0)[:-1].tolist()
         seen = {
             own[piece.start + index]: [*piece.prompt, *piece.own[: len(piece.own) - piece.length + index + 1]]
             for piece in found

@@ -18,7 +18,8 @@ from tests.ranks import RankPool
 
 
 def megatron_source(module: str, attribute: str) -> str:
-    """The source of `attribute` as Megatron ships it, read from its file: an installed adaptation does not show."""
+    """The source of `attribute` as Megatron ships it, read from its file: an installed adaptation does not
+    show."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -34,12 +35,14 @@ def megatron_source(module: str, attribute: str) -> str:
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
 def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None:
     assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
-        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
+        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} "
+        f"({evidence.reason}): "
         "see whether its adaptation in cpu_adaptations.py is still needed"
     )
 
 
-# Runs in an interpreter of its own, where nothing is adapted. Prints the name of each check that came out as expected.
+# Runs in an interpreter of its own, where nothing is adapted. Prints the name of each check that came out as
+# expected.
 UNADAPTED = """
 import os, tempfile, warnings
 warnings.simplefilter("ignore")
@@ -122,7 +125,8 @@ LINEAR = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_froz
 
 
 def linear_parameters() -> dict[str, list[str]]:
-    """Names of the parameters that the adapted functions take, in order; each is also called with all of them by position."""
+    """Names of the parameters that the adapted functions take, in order; each is also called with all of them
+    by position."""
     from megarl.config.schema import Device
     from megarl.engine import platform
 
@@ -163,7 +167,9 @@ def clip(max_norm: float, total_norm: float) -> list[float]:
 
 def test_clipping_does_the_originals_arithmetic(rank_pool: RankPool) -> None:
     """Gradients times max_norm / (total_norm + 1e-6), where that is below one."""
-    assert rank_pool.run(clip, world_size=1, max_norm=1.0, total_norm=5.0)[0] == pytest.approx([0.6, 0.8], rel=1e-5)
+    assert rank_pool.run(clip, world_size=1, max_norm=1.0, total_norm=5.0)[0] == pytest.approx(
+        [0.6, 0.8], rel=1e-5
+    )
     assert rank_pool.run(clip, world_size=1, max_norm=6.0, total_norm=5.0)[0] == [3.0, 4.0]
 
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from megarl.engine import cpu_kernels
-from megarl.engine.cpu_kernels import MIN_ONEDNN_SIZE, gated_linear, linear, product, product_and_sum, product_over_rows
+from megarl.engine.cpu_kernels import (
+    MIN_ONEDNN_SIZE,
+    gated_linear,
+    linear,
+    product,
+    product_and_sum,
+    product_over_rows,
+)
 
 # M, K, N
 SMALL = (3, 5, 7)
@@ -35,7 +42,9 @@ def test_product(shape: tuple[int, int, int], transposed: bool, biased: bool):
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("by_onednn", [False, True])
-def test_product_over_rows(shape: tuple[int, int, int], wide: bool, by_onednn: bool, monkeypatch: pytest.MonkeyPatch):
+def test_product_over_rows(
+    shape: tuple[int, int, int], wide: bool, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+):
     """With either matrix the wider one, and either library, whatever this processor's is."""
     monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, few, many = shape
@@ -62,7 +71,9 @@ def test_product_and_sum(shape: tuple[int, int, int]):
 def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype, tolerance: float):
     rows, inner, columns = shape
     torch.manual_seed(0)
-    leaves = [torch.randn(size, dtype=dtype).requires_grad_() for size in ((rows, 2, inner), (2 * columns, inner))]
+    leaves = [
+        torch.randn(size, dtype=dtype).requires_grad_() for size in ((rows, 2, inner), (2 * columns, inner))
+    ]
     weight = torch.randn(rows, 2, columns, dtype=dtype)
     ours = gated_linear(*leaves)
     gradients = torch.autograd.grad((ours * weight).sum(), leaves)
@@ -82,7 +93,8 @@ def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype, tolerance
 def test_a_gradient_is_added_to_megatrons_buffer(
     gated: bool, embeds: bool, by_onednn: bool, of_half_precision: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is returned is no part of it: of an embedding's weight, whose own gradient Megatron adds to that, it is zero."""
+    """What is returned is no part of it: of an embedding's weight, whose own gradient Megatron adds to that,
+    it is zero."""
     monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, inner, columns = LARGE
     torch.manual_seed(0)
@@ -99,7 +111,9 @@ def test_a_gradient_is_added_to_megatrons_buffer(
     for passes in (1, 2):
         (returned,) = torch.autograd.grad(call().sum(), weight)
         added = (buffered.main_grad - before).double()
-        assert float((added - passes * reference.double()).norm() / reference.double().norm()) < (2e-2 if of_half_precision else 2e-5)
+        assert float((added - passes * reference.double()).norm() / reference.double().norm()) < (
+            2e-2 if of_half_precision else 2e-5
+        )
         assert buffered.grad_added_to_main_grad
         assert (returned.dtype, returned.shape) == (dtype, weight.shape)
         assert not embeds or not returned.any()
@@ -110,7 +124,10 @@ def test_a_gradient_is_added_to_megatrons_buffer(
 def test_linear_has_the_gradients_of_torch(shape: tuple[int, int, int], dtype: torch.dtype):
     rows, inner, columns = shape
     torch.manual_seed(0)
-    leaves = [torch.randn(size, dtype=dtype).requires_grad_() for size in ((rows, 2, inner), (columns, inner), (columns,))]
+    leaves = [
+        torch.randn(size, dtype=dtype).requires_grad_()
+        for size in ((rows, 2, inner), (columns, inner), (columns,))
+    ]
     weight = torch.randn(rows, 2, columns, dtype=dtype)
     ours = torch.autograd.grad((linear(*leaves) * weight).sum(), leaves)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -122,7 +139,8 @@ def test_linear_has_the_gradients_of_torch(shape: tuple[int, int, int], dtype: t
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
 def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> None:
-    """An expert without a token, a micro-batch without a row: its ranks must not fail where the others wait for them."""
+    """An expert without a token, a micro-batch without a row: its ranks must not fail where the others wait
+    for them."""
     hidden = torch.empty(shape, requires_grad=True)
     weight = torch.randn(5, 8, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)

@@ -1,4 +1,5 @@
-"""What the engine promises beside its numbers: bfloat16 with float32 masters, recomputation, and errors that say what to change."""
+"""What the engine promises beside its numbers: bfloat16 with float32 masters, recomputation, and errors that
+say what to change."""
 
 from __future__ import annotations
 
@@ -8,10 +9,28 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.config.schema import Device, OptimConfig, ParallelConfig, Recomputation, Recompute, RecomputeModule
+from megarl.config.schema import (
+    Device,
+    OptimConfig,
+    ParallelConfig,
+    Recomputation,
+    Recompute,
+    RecomputeModule,
+)
 from tests.ranks import RankPool
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_gradients, hf_weights, join_rows, merge, start, take
+from tests.unit.engine.rank_side import (
+    LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_gradients,
+    hf_weights,
+    join_rows,
+    merge,
+    start,
+    take,
+)
 
 FAMILY = "qwen2"
 
@@ -57,8 +76,9 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
 
 
 def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: str) -> None:
-    """Each update is an eighth of the distance between neighbouring bfloat16 numbers in [0.5, 1), so that it is lost when it is
-    added to them; twenty-four are three such distances, and the float32 masters keep them."""
+    """Each update is an eighth of the distance between neighbouring bfloat16 numbers in [0.5, 1), so that it
+    is lost when it is added to them; twenty-four are three such distances, and the float32 masters keep them.
+    """
     lr = 2.0**-8 / 8
     num_steps = 24
     runs: dict[torch.dtype, list[Trained]] = {
@@ -77,7 +97,9 @@ def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: s
     high = runs[torch.float32]
     assert low[0].dtypes == {torch.bfloat16}
     name = "model.norm.weight"  # near 1, above which neighbours are twice as far apart
-    before, after_one, after_all = (merge([getattr(rank, key) for rank in low])[name] for key in ("before", "after_one", "after_all"))
+    before, after_one, after_all = (
+        merge([getattr(rank, key) for rank in low])[name] for key in ("before", "after_one", "after_all")
+    )
     assert torch.equal(after_one, before)
     moved = (after_all - before).abs()
     assert float(moved.median()) > 0.5 * lr * num_steps
@@ -114,7 +136,9 @@ def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomput
     micro_batches = deal(7, 2)
     engine.forward_backward(make_batch(), micro_batches, negative_log_likelihood)
     assert all(number % len(micro_batches) == 0 for number in calls.values())
-    return Recomputed(hf_gradients(engine), {key: number // len(micro_batches) for key, number in calls.items()})
+    return Recomputed(
+        hf_gradients(engine), {key: number // len(micro_batches) for key, number in calls.items()}
+    )
 
 
 SELECTIVE = Recompute.selective
@@ -132,7 +156,13 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
     parallel = LAYOUTS[layout]
 
     def run(recomputation: Recomputation) -> list[Recomputed]:
-        return rank_pool.run(run_recompute, world_size=parallel.world_size, parallel=parallel, folder=folder, recomputation=recomputation)
+        return rank_pool.run(
+            run_recompute,
+            world_size=parallel.world_size,
+            parallel=parallel,
+            folder=folder,
+            recomputation=recomputation,
+        )
 
     kept = run(Recomputation())
     assert set(kept[0].calls.values()) == {1}
@@ -151,7 +181,8 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
 
 
 def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
-    """In a rank: how many tokens the MLPs of its first and its last layer are given, and the norm behind the last."""
+    """In a rank: how many tokens the MLPs of its first and its last layer are given, and the norm behind the
+    last."""
     engine = build(start(parallel), folder, optim=OptimConfig())
     decoder = engine._models[0].decoder
     counted = {}
@@ -162,7 +193,11 @@ def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
 
         return hook
 
-    for key, module in {"first": decoder.layers[0].mlp, "last": decoder.layers[-1].mlp, "norm": decoder.final_layernorm}.items():
+    for key, module in {
+        "first": decoder.layers[0].mlp,
+        "last": decoder.layers[-1].mlp,
+        "norm": decoder.final_layernorm,
+    }.items():
         if module is not None:
             module.register_forward_pre_hook(count(key))
     engine.forward_backward(make_batch(), [range(7)], negative_log_likelihood)
@@ -179,7 +214,10 @@ def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, f
     (alone,) = rank_pool.run(count_tokens, world_size=1, parallel=LAYOUTS["TP1"], folder=folder)
     assert alone == {"first": tokens, "last": predicting, "norm": predicting}
     stages = rank_pool.run(count_tokens, world_size=2, parallel=LAYOUTS["PP2"], folder=folder)
-    assert stages == [{"first": tokens, "last": tokens}, {"first": tokens, "last": predicting, "norm": predicting}]
+    assert stages == [
+        {"first": tokens, "last": tokens},
+        {"first": tokens, "last": predicting, "norm": predicting},
+    ]
     halves = rank_pool.run(count_tokens, world_size=2, parallel=LAYOUTS["TP2+SP"], folder=folder)
     assert halves[0] == halves[1]
     assert halves[0]["first"] == -(-tokens // 2)
@@ -227,12 +265,16 @@ def run_micro_batches(folder: str, count: int) -> None:
 
 
 def test_virtual_stages_want_a_multiple_of_the_stages(rank_pool: RankPool, folder: str) -> None:
-    with pytest.raises(AssertionError, match="ValueError: 3 micro-batches: .* must be a multiple of pipeline_parallel_size 2"):
+    with pytest.raises(
+        AssertionError, match="ValueError: 3 micro-batches: .* must be a multiple of pipeline_parallel_size 2"
+    ):
         rank_pool.run(run_micro_batches, world_size=2, folder=folder, count=3)
 
 
 def test_a_layout_of_another_size_than_the_world(rank_pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="needs 4 ranks, the process group has 2: tensor x context x pipeline x data"):
+    with pytest.raises(
+        AssertionError, match="needs 4 ranks, the process group has 2: tensor x context x pipeline x data"
+    ):
         rank_pool.run(start, world_size=2, parallel=LAYOUTS["TP2xPP2"])
 
 
@@ -246,5 +288,7 @@ def activate_both() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu(rank_pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="ValueError: device=cuda, but torch sees no GPU: use device=cpu or auto"):
+    with pytest.raises(
+        AssertionError, match="ValueError: device=cuda, but torch sees no GPU: use device=cpu or auto"
+    ):
         rank_pool.run(activate_both, world_size=1)

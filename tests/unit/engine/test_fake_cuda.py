@@ -12,6 +12,7 @@ from tests.unit.engine.test_cpu_adaptations import megatron_source
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
 def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None:
     assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
-        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
+        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} "
+        f"({evidence.reason}): "
         "see whether its adaptation in fake_cuda.py is still needed"
     )

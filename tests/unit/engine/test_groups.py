@@ -17,7 +17,10 @@ def limits(parallel: ParallelConfig) -> list[timedelta]:
     from megarl.engine import groups
 
     made = groups.initialize(parallel, seed=0, limit_s=90.0)
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in (made.tensor, made.pipeline, made.data)]
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout
+        for group in (made.tensor, made.pipeline, made.data)
+    ]
 
 
 def test_a_collective_waits_as_long_as_it_is_told(rank_pool: RankPool) -> None:

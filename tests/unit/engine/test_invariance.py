@@ -1,5 +1,5 @@
-"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas, packing, padding, shared
-prompts."""
+"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas,
+packing, padding, shared prompts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,26 @@ from megarl.config.schema import (
 from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
-from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_critic, save_model, scores_of, with_one_prompt
-from tests.unit.engine.rank_side import ALL_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+from tests.unit.engine.models import (
+    load_lm,
+    make_batch,
+    reference_logits,
+    save_critic,
+    save_model,
+    scores_of,
+    with_one_prompt,
+)
+from tests.unit.engine.rank_side import (
+    ALL_LAYOUTS,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    Tensors,
+    build,
+    hf_gradients,
+    merge,
+    start,
+    take,
+)
 
 FAMILY = "qwen2-tied"
 NUM_ROWS = 9
@@ -37,7 +55,8 @@ TOLERANCE = 1e-5  # of the tensor's norm
 FLOOR = 1e-4  # of the whole gradient's norm
 WAYS = ((True, False), (False, False), (True, True))  # packing, and shared prompts
 PROMPT_GROUPS = ((0, 5, 6, 3), (4, 2, 8))  # rows of one prompt
-ROUTERS = ExpertsConfig(aux_loss_coefficient=10.0, z_loss_coefficient=1.0)  # so that they make much of the routers' gradients
+# so that they make much of the routers' gradients
+ROUTERS = ExpertsConfig(aux_loss_coefficient=10.0, z_loss_coefficient=1.0)
 RECOMPUTED = {
     "whole layers": Recomputation(Recompute.full),
     "one layer of a stage": Recomputation(Recompute.full, num_layers=1),
@@ -62,7 +81,10 @@ class Result(NamedTuple):
 
 
 def by_hand(*micro_batches: tuple[int, ...]) -> BatchPlan:
-    return BatchPlan(ranks=(RankPlan(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),), num_rows=NUM_ROWS)
+    return BatchPlan(
+        ranks=(RankPlan(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),),
+        num_rows=NUM_ROWS,
+    )
 
 
 def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
@@ -105,11 +127,19 @@ def poison(batch: Tensors) -> Tensors:
     generator = torch.Generator().manual_seed(9)
     garbage = torch.randint(0, 199, batch["input_ids"].shape, generator=generator)
     nan = {key: torch.where(batch["response_mask"], batch[key], float("nan")) for key in LOSS_INPUTS}
-    return {**batch, **nan, "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], garbage)}
+    return {
+        **batch,
+        **nan,
+        "input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], garbage),
+    }
 
 
 def run_splits(
-    parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, splits: dict[str, Split], experts: ExpertsConfig
+    parallel: ParallelConfig,
+    folders: dict[str, str],
+    batch: Tensors,
+    splits: dict[str, Split],
+    experts: ExpertsConfig,
 ) -> dict[str, dict[str, Result]]:
     """In a rank: head -> split -> the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
@@ -117,7 +147,11 @@ def run_splits(
     for head, folder in folders.items():
         engines: dict[Any, Any] = {}
         for name, split in splits.items():
-            way = {"packing": split.packing, "share_prompts": split.share_prompts, "recomputation": split.recomputation}
+            way = {
+                "packing": split.packing,
+                "share_prompts": split.share_prompts,
+                "recomputation": split.recomputation,
+            }
             if (key := tuple(way.values())) not in engines:
                 engines[key] = build(groups, folder, head=head, optim=OptimConfig(), experts=experts, **way)
             engine = engines[key]
@@ -125,10 +159,17 @@ def run_splits(
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
             for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
                 part["response_mask"][list(rows)] &= not micro_batch.is_filler
-            metrics = engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch)) | engine.router_metrics()
+            metrics = (
+                engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
+                | engine.router_metrics()
+            )
             gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {})
-            results.setdefault(head, {})[name] = Result(hf_gradients(engine), values_of(merge_metrics(gathered)))
+            dist.all_gather_object(
+                gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {}
+            )
+            results.setdefault(head, {})[name] = Result(
+                hf_gradients(engine), values_of(merge_metrics(gathered))
+            )
     return results
 
 
@@ -173,7 +214,9 @@ def total_norm(gradients: Tensors) -> float:
     return float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
 
 
-def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: dict[str, Split]) -> dict[tuple[str, str], Result]:
+def run(
+    rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: dict[str, Split]
+) -> dict[tuple[str, str], Result]:
     """(head, split) -> the whole model's gradients."""
     ranks = rank_pool.run(
         run_splits,
@@ -185,19 +228,27 @@ def run(rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits:
         experts=setting.experts,
     )
     return {
-        (head, name): Result(merge([rank[head][name].gradients for rank in ranks]), ranks[0][head][name].metrics)
+        (head, name): Result(
+            merge([rank[head][name].gradients for rank in ranks]), ranks[0][head][name].metrics
+        )
         for head in setting.folders
         for name in splits
     }
 
 
 @pytest.mark.parametrize("layout", ["TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2", "CP2"])
-def test_gradient_and_metrics_do_not_depend_on_the_split(setting: Setting, layout: str, rank_pool: RankPool) -> None:
+def test_gradient_and_metrics_do_not_depend_on_the_split(
+    setting: Setting, layout: str, rank_pool: RankPool
+) -> None:
     lengths = setting.batch["attention_mask"].sum(1).tolist()
     parallel = ALL_LAYOUTS[layout]
     splits = splits_of(parallel, lengths)
     if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
-        assert any(micro_batch.is_filler for rank in splits["one row each"].plan.ranks for micro_batch in rank.micro_batches)
+        assert any(
+            micro_batch.is_filler
+            for rank in splits["one row each"].plan.ranks
+            for micro_batch in rank.micro_batches
+        )
     assert_all_alike(setting, run(rank_pool, setting, parallel, splits))
 
 
@@ -210,7 +261,8 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
 
 @pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])
 def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, rank_pool: RankPool) -> None:
-    """Nor on which activations are computed again: in a pipeline, a micro-batch's backward pass comes after the next one's forward."""
+    """Nor on which activations are computed again: in a pipeline, a micro-batch's backward pass comes after
+    the next one's forward."""
     assert with_experts.whole["lm"].metrics["aux_loss"] > 1.1
     lengths = with_experts.batch["attention_mask"].sum(1).tolist()
     parallel = EXPERT_LAYOUTS[layout]
@@ -218,7 +270,10 @@ def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, ran
     names = ("one row each", "two rows each, padded", "all rows, shared", "a budget of 40 tokens, shared")
     splits = {name: every[name] for name in names if name in every}
     if parallel.pipeline_parallel_size > 1:
-        splits |= {how: splits["one row each"]._replace(recomputation=recomputed) for how, recomputed in RECOMPUTED.items()}
+        splits |= {
+            how: splits["one row each"]._replace(recomputation=recomputed)
+            for how, recomputed in RECOMPUTED.items()
+        }
     assert_all_alike(with_experts, run(rank_pool, with_experts, parallel, splits))
 
 

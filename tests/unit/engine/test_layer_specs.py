@@ -1,5 +1,5 @@
-"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With stubs of Transformer
-Engine's modules, which have its parameters where it has them."""
+"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With
+stubs of Transformer Engine's modules, which have its parameters where it has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ import torch
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers, OptimConfig, ParallelConfig
 from tests.ranks import RankPool
-from tests.unit.engine.checkpoint_side import Saved, Settings, load_and_train, same, stored_tensors, train, train_and_save
+from tests.unit.engine.checkpoint_side import (
+    Saved,
+    Settings,
+    load_and_train,
+    same,
+    stored_tensors,
+    train,
+    train_and_save,
+)
 from tests.unit.engine.models import save_critic, save_model
 from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS, Tensors, build, hf_weights, start
 
@@ -39,7 +47,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (Layers.transformer_engine, DType.float32, True, True, Layers.transformer_engine),
     ],
 )
-def test_the_choice_of_layers(asked: Layers, dtype: DType, on_cuda: bool, installed: bool, expected: Layers) -> None:
+def test_the_choice_of_layers(
+    asked: Layers, dtype: DType, on_cuda: bool, installed: bool, expected: Layers
+) -> None:
     choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=installed)
     assert choice.layers is expected
     assert choice.why
@@ -57,7 +67,8 @@ def ask_for(asked: Layers, on_cuda: bool) -> LayerChoice | str:
 
 
 @pytest.mark.parametrize(
-    ("on_cuda", "says"), [(False, "this process is on a CPU"), (True, "transformer_engine.pytorch cannot be imported")]
+    ("on_cuda", "says"),
+    [(False, "this process is on a CPU"), (True, "transformer_engine.pytorch cannot be imported")],
 )
 def test_layers_that_cannot_be_had_are_refused(on_cuda: bool, says: str, rank_pool: RankPool) -> None:
     (got,) = rank_pool.run(ask_for, world_size=1, asked=Layers.transformer_engine, on_cuda=on_cuda)
@@ -79,7 +90,11 @@ def names_of_experts(names: list[str]) -> list[str]:
 def test_experts_have_one_name_grouped_or_not(rank_pool: RankPool) -> None:
     """Transformer Engine's grouped product numbers its weights, Megatron's local experts are modules."""
     layer = "decoder.layers.1.mlp."
-    names = [f"{layer}experts.linear_fc1.weight3", f"{layer}experts.local_experts.3.linear_fc1.weight", f"{layer}router.weight"]
+    names = [
+        f"{layer}experts.linear_fc1.weight3",
+        f"{layer}experts.local_experts.3.linear_fc1.weight",
+        f"{layer}router.weight",
+    ]
     (found,) = rank_pool.run(names_of_experts, world_size=1, names=names)
     expert = "decoder.layers.5.mlp.experts.local_experts.11.linear_fc1.weight"
     assert found == [expert, expert, "decoder.layers.5.mlp.router.weight"]
@@ -100,20 +115,34 @@ def train_with(stubs: bool, settings: Settings) -> Trained:
     from tests.unit.engine import transformer_engine_stubs
 
     transformer_engine_stubs.install(stubs)
-    # With data parallelism a rank's share of the gradients depends on the order of the parameters, and so do the norm's last bits.
+    # With data parallelism a rank's share of the gradients depends on the order of the parameters, and so do
+    # the norm's last bits.
     clip_grad = 0.0 if settings.parallel.data_parallel_size > 1 else 1.0
     optim = OptimConfig(lr=1e-2, clip_grad=clip_grad)
-    engine = build(start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=optim)
+    engine = build(
+        start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=optim
+    )
     transformer_engine_stubs.install(False)
     named = dict(pair for model in engine._models for pair in model.canonical_parameters())
-    cut = {name: parameter.partition_dim for name, parameter in named.items() if getattr(parameter, "tensor_model_parallel", False)}
+    cut = {
+        name: parameter.partition_dim
+        for name, parameter in named.items()
+        if getattr(parameter, "tensor_model_parallel", False)
+    }
     loaded = {name: value.clone() for name, value in engine.parameters().items()}
     steps = train(engine, 2)
-    real_names = {re.sub(r"\d+", "N", name) for model in engine._models for name, _ in model.named_parameters()}
+    real_names = {
+        re.sub(r"\d+", "N", name) for model in engine._models for name, _ in model.named_parameters()
+    }
     return Trained(real_names, loaded, cut, steps.statistics, steps.losses, hf_weights(engine))
 
 
-CASES = [("TP1", "qwen2", "lm"), ("TP2+SP", "qwen3-tied", "lm"), ("PP2xVPP2", "critic", "value"), ("TP2+SPxDP2", "qwen2", "lm")]
+CASES = [
+    ("TP1", "qwen2", "lm"),
+    ("TP2+SP", "qwen3-tied", "lm"),
+    ("PP2xVPP2", "critic", "value"),
+    ("TP2+SPxDP2", "qwen2", "lm"),
+]
 
 
 @pytest.mark.parametrize(("layout", "model", "head"), CASES)
@@ -122,7 +151,8 @@ def test_parameters_have_one_name_and_training_is_the_same(
 ) -> None:
     settings = Settings({**LAYOUTS, **MIXED_LAYOUTS}[layout], folders[model], head)
     local, fused = (
-        rank_pool.run(train_with, world_size=settings.parallel.world_size, stubs=stubs, settings=settings) for stubs in (False, True)
+        rank_pool.run(train_with, world_size=settings.parallel.world_size, stubs=stubs, settings=settings)
+        for stubs in (False, True)
     )
     assert "decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names
     assert "decoder.layers.N.input_layernorm.weight" not in fused[0].real_names
@@ -134,12 +164,16 @@ def test_parameters_have_one_name_and_training_is_the_same(
             assert one.statistics == [pytest.approx(each, rel=1e-6) for each in other.statistics]
         else:  # the norm is summed by name, whatever the order of the parameters
             assert one.statistics == other.statistics
-            assert any(norm > 1 for norm, _ in one.statistics), "nothing is clipped, so the norm has no effect"
+            assert any(norm > 1 for norm, _ in one.statistics), (
+                "nothing is clipped, so the norm has no effect"
+            )
     for part in ("parameters", "weights"):
         assert same([getattr(rank, part) for rank in local], [getattr(rank, part) for rank in fused]), part
 
 
-def with_layers(stubs: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any) -> Saved:
+def with_layers(
+    stubs: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any
+) -> Saved:
     """In a rank: `run` on an engine of these layers."""
     start(settings.parallel)
     from tests.unit.engine import transformer_engine_stubs
@@ -152,17 +186,27 @@ def with_layers(stubs: bool, run: Callable[..., Saved], settings: Settings, fold
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "head", "dtype"), [("TP2xPP2", "qwen3-tied", "lm", torch.bfloat16), ("TP2+SP", "critic", "value", torch.float32)]
+    ("layout", "model", "head", "dtype"),
+    [("TP2xPP2", "qwen3-tied", "lm", torch.bfloat16), ("TP2+SP", "critic", "value", torch.float32)],
 )
 def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
-    layout: str, model: str, head: str, dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+    layout: str,
+    model: str,
+    head: str,
+    dtype: torch.dtype,
+    rank_pool: RankPool,
+    folders: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    """What is stored is the same, so that conversion reads it alike; the other layers hold the same after a load, and go on from it."""
+    """What is stored is the same, so that conversion reads it alike; the other layers hold the same after a
+    load, and go on from it."""
     settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
     ranks = settings.parallel.world_size
     places = {stubs: tmp_path / str(stubs) for stubs in (False, True)}
     saved = {
-        stubs: rank_pool.run(with_layers, world_size=ranks, stubs=stubs, run=train_and_save, settings=settings, folder=folder)
+        stubs: rank_pool.run(
+            with_layers, world_size=ranks, stubs=stubs, run=train_and_save, settings=settings, folder=folder
+        )
         for stubs, folder in places.items()
     }
     stored = stored_tensors(places[False])
@@ -170,7 +214,13 @@ def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     for stubs, folder in places.items():
         again = tmp_path / f"{stubs} again"
         loaded = rank_pool.run(
-            with_layers, world_size=ranks, stubs=not stubs, run=load_and_train, settings=settings, folder=folder, again=again
+            with_layers,
+            world_size=ranks,
+            stubs=not stubs,
+            run=load_and_train,
+            settings=settings,
+            folder=folder,
+            again=again,
         )
         assert same([stored_tensors(again)], [stored])
         for one, other in zip(loaded, saved[stubs], strict=True):

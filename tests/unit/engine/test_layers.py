@@ -47,12 +47,20 @@ class Heads(NamedTuple):
 
 def make_heads(tokens: int, num_heads: int) -> Heads:
     generator = torch.Generator().manual_seed(tokens)
-    shapes = ((tokens, num_heads, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (tokens, num_heads * DIM))
+    shapes = (
+        (tokens, num_heads, DIM),
+        (tokens, GROUPS, DIM),
+        (tokens, GROUPS, DIM),
+        (tokens, num_heads * DIM),
+    )
     return Heads(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
-def dense_attention(heads: Heads, lengths: list[int], scale: float, prompt_of: Sequence[int | None] = ()) -> Attended:
-    """float64, one (T, T) mask over all sequences: a token sees those of its own sequence up to itself, and all of the one it continues."""
+def dense_attention(
+    heads: Heads, lengths: list[int], scale: float, prompt_of: Sequence[int | None] = ()
+) -> Attended:
+    """float64, one (T, T) mask over all sequences: a token sees those of its own sequence up to itself, and
+    all of the one it continues."""
     query, key, value = (tensor.double().requires_grad_() for tensor in heads[:3])
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     token = torch.arange(len(sequence))
@@ -83,7 +91,8 @@ def slow_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's `varlen_attn`, which has no kernel on a CPU, a sequence at a time. Refuses what the kernel would."""
+    """torch's `varlen_attn`, which has no kernel on a CPU, a sequence at a time. Refuses what the kernel
+    would."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert type(max_q) is type(max_k) is int
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
@@ -92,15 +101,23 @@ def slow_varlen_attn(
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     lengths = (cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist())
     mixed = []
-    for queries, keys, values in zip(query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True):
-        mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))  # causal at the lower right
+    for queries, keys, values in zip(
+        query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True
+    ):
+        # causal at the lower right
+        mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
         sequence = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
-        mixed.append(F.scaled_dot_product_attention(*sequence, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        mixed.append(
+            F.scaled_dot_product_attention(*sequence, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[
+                0
+            ].transpose(0, 1)
+        )
     return torch.cat(mixed)
 
 
 def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended:
-    """In a rank. padded: sequences of one length only, as a batch (S, b, ...). varlen: as on CUDA, but for the kernel."""
+    """In a rank. padded: sequences of one length only, as a batch (S, b, ...). varlen: as on CUDA, but for
+    the kernel."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -146,7 +163,9 @@ UNEVEN = [5, 1, 9, 130, 2, 200, 8, 64]
     ],
 )
 @pytest.mark.parametrize("num_heads", [HEADS, GROUPS])
-def test_attention_stays_inside_its_sequence(lengths: list[int], way: str, num_heads: int, rank_pool: RankPool) -> None:
+def test_attention_stays_inside_its_sequence(
+    lengths: list[int], way: str, num_heads: int, rank_pool: RankPool
+) -> None:
     heads = make_heads(sum(lengths), num_heads)
     scale = 0.3
     (got,) = rank_pool.run(attend, world_size=1, heads=heads, lengths=lengths, scale=scale, way=way)
@@ -155,8 +174,9 @@ def test_attention_stays_inside_its_sequence(lengths: list[int], way: str, num_h
 
 
 class SlowVarlenOperators:
-    """The operators of torch's `varlen_attn`, which have no kernel on a CPU, a sequence at a time. Their backward pass makes the weights
-    again from a log-sum-exp that it is given, as flash attention's does, and knows of the forward pass nothing else."""
+    """The operators of torch's `varlen_attn`, which have no kernel on a CPU, a sequence at a time. Their
+    backward pass makes the weights again from a log-sum-exp that it is given, as flash attention's does, and
+    knows of the forward pass nothing else."""
 
     def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Any:
         output = torch.empty_like(query)
@@ -167,7 +187,14 @@ class SlowVarlenOperators:
         return output, log_sum, torch.tensor(7)
 
     def _varlen_attn_backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor, *bounds: Any
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
+        *bounds: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         *bounds, state, scale = bounds
         assert int(state) == 7
@@ -175,9 +202,15 @@ class SlowVarlenOperators:
         for queries, keys, scores, values in self._sequences(query, key, value, *bounds, scale):
             weights = (scores - log_sum[:, queries, None]).exp()
             grad = gradient[queries].transpose(0, 1)
-            inner = weights * (grad @ values.transpose(1, 2) - (gradient * output).sum(-1)[queries].t()[..., None]) * scale
+            inner = (
+                weights
+                * (grad @ values.transpose(1, 2) - (gradient * output).sum(-1)[queries].t()[..., None])
+                * scale
+            )
             repeats = query.shape[1] // key.shape[1]
-            totals[0][queries] = (inner @ key[keys].transpose(0, 1).repeat_interleave(repeats, 0)).transpose(0, 1)
+            totals[0][queries] = (inner @ key[keys].transpose(0, 1).repeat_interleave(repeats, 0)).transpose(
+                0, 1
+            )
             of_keys = inner.transpose(1, 2) @ query[queries].transpose(0, 1)
             for total, part in zip(totals[1:], (of_keys, weights.transpose(1, 2) @ grad), strict=True):
                 total[keys] = part.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
@@ -185,20 +218,40 @@ class SlowVarlenOperators:
 
     @staticmethod
     def _sequences(
-        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        causal: bool,
+        scale: float,
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Queries, keys, their scores (heads, q, k) with the causal mask at the lower right, and values (heads, k, D)."""
-        assert (cu_q.dtype, cu_k.dtype, max_q, max_k) == (torch.int32, torch.int32, int(cu_q.diff().max()), int(cu_k.diff().max()))
+        """Queries, keys, their scores (heads, q, k) with the causal mask at the lower right, and values
+        (heads, k, D)."""
+        assert (cu_q.dtype, cu_k.dtype, max_q, max_k) == (
+            torch.int32,
+            torch.int32,
+            int(cu_q.diff().max()),
+            int(cu_k.diff().max()),
+        )
         repeats = query.shape[1] // key.shape[1]
         for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-            heads = [tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key[k0:k1], value[k0:k1])]
+            heads = [
+                tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key[k0:k1], value[k0:k1])
+            ]
             scores = query[q0:q1].transpose(0, 1) @ heads[0].transpose(1, 2) * scale
             if causal:
-                scores = scores.masked_fill(~torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - q1 + q0), float("-inf"))
+                scores = scores.masked_fill(
+                    ~torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - q1 + q0), float("-inf")
+                )
             yield slice(q0, q1), slice(k0, k1), scores, heads[1]
 
 
-def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str) -> Attended:
+def attend_sharing(
+    heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
+) -> Attended:
     """In a rank. varlen, mask: as on CUDA in bfloat16 and in float32, but for the kernels."""
     from megarl.engine import platform
 
@@ -227,8 +280,11 @@ def attend_sharing(heads: Heads, lengths: list[int], prompt_of: list[int | None]
     return Attended(mixed.detach(), query.grad, key.grad, value.grad)
 
 
-def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str) -> Attended:
-    """In one process, what each of three ranks that share the rows does with its own queries. varlen: as on CUDA, but for the kernel."""
+def attend_among_ranks(
+    heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
+) -> Attended:
+    """In one process, what each of three ranks that share the rows does with its own queries. varlen: as on
+    CUDA, but for the kernel."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -238,13 +294,19 @@ def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | N
     from megarl.engine.packed_rows import PackedRows, attention_plan
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
-    ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, ContextParallelRank(3, rank)) for rank in range(3)]
+    ranks = [
+        PackedRows(lengths, torch.device("cpu"), prompt_of, ContextParallelRank(3, rank)) for rank in range(3)
+    ]
     padded = ranks[0].lengths
     owned = [own_tokens(padded, packed.place) for packed in ranks]
     starts = torch.tensor([0, *padded]).cumsum(0).tolist()
-    real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+    real = torch.cat(
+        [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    )
     given = [tensor.clone().requires_grad_() for tensor in heads[:3]]
-    query, key, value = (torch.randn(sum(padded), *tensor.shape[1:]).index_copy(0, real, tensor) for tensor in given)
+    query, key, value = (
+        torch.randn(sum(padded), *tensor.shape[1:]).index_copy(0, real, tensor) for tensor in given
+    )
     key, value = (tensor[torch.cat(owned)] for tensor in (key, value))
     whole = torch.zeros(sum(padded), heads.weight.shape[1])
     with mock.patch.object(layers, "varlen_attn", slow_varlen_attn):
@@ -259,7 +321,8 @@ def attend_among_ranks(heads: Heads, lengths: list[int], prompt_of: list[int | N
 
 
 SHARING: list[tuple[list[int], list[int | None]]] = [
-    ([5, 9, 1, 30, 7, 64, 2, 3, 8, 6], [None, 0, 0, 0, None, None, 5, 5, 5, None]),  # the last is what pads the batch
+    # the last is what pads the batch
+    ([5, 9, 1, 30, 7, 64, 2, 3, 8, 6], [None, 0, 0, 0, None, None, 5, 5, 5, None]),
     ([1, 1, 1], [None, 0, 0]),
     ([130, 200], [None, 0]),
 ]
@@ -273,7 +336,9 @@ def test_responses_attend_to_the_prompt_they_share(
 ) -> None:
     heads = make_heads(sum(lengths), num_heads)
     scale = 0.3
-    (got,) = rank_pool.run(attend_sharing, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
+    (got,) = rank_pool.run(
+        attend_sharing, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way
+    )
     for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
 
@@ -285,7 +350,15 @@ def test_ranks_that_share_rows_attend_to_all_that_stands_before(
 ) -> None:
     heads = make_heads(sum(lengths), HEADS)
     scale = 0.3
-    (got,) = rank_pool.run(attend_among_ranks, world_size=1, heads=heads, lengths=lengths, prompt_of=prompt_of, scale=scale, way=way)
+    (got,) = rank_pool.run(
+        attend_among_ranks,
+        world_size=1,
+        heads=heads,
+        lengths=lengths,
+        prompt_of=prompt_of,
+        scale=scale,
+        way=way,
+    )
     for key, value in dense_attention(heads, lengths, scale, prompt_of)._asdict().items():
         assert max_difference(getattr(got, key), value) < 1e-5, key
 
@@ -312,15 +385,20 @@ def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     platform.activate(Device.cpu)
     from megarl.engine.layers import RMSNorm
 
-    layer = RMSNorm(SimpleNamespace(params_dtype=hidden.dtype, sequence_parallel=True), hidden.shape[-1], eps=eps)
-    assert layer.weight.sequence_parallel is True  # Megatron sums such gradients over the ranks that share the tokens
+    layer = RMSNorm(
+        SimpleNamespace(params_dtype=hidden.dtype, sequence_parallel=True), hidden.shape[-1], eps=eps
+    )
+    # Megatron sums such gradients over the ranks that share the tokens
+    assert layer.weight.sequence_parallel is True
     with torch.no_grad():
         layer.weight.copy_(weight)
     return layer(hidden).detach()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.0)])
-def test_rms_norm_rounds_as_hugging_face_does(dtype: torch.dtype, tolerance: float, rank_pool: RankPool) -> None:
+def test_rms_norm_rounds_as_hugging_face_does(
+    dtype: torch.dtype, tolerance: float, rank_pool: RankPool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(50, 64, generator=generator) * 3).to(dtype)
     hidden[0] *= 1e-3  # where eps matters
@@ -343,7 +421,12 @@ def frequencies(architecture: Architecture) -> Tensor:
 
 
 def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool, tmp_path: Path) -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     config = LlamaConfig(
         hidden_size=4096,
         num_attention_heads=32,

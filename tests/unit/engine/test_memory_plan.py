@@ -39,15 +39,19 @@ TOLERANCE = 0.1
 
 
 class Allocated(NamedTuple):
-    """Bytes, of each part of PARTS: as the engine counts what it moves, and the change of the process's resident memory."""
+    """Bytes, of each part of PARTS: as the engine counts what it moves, and the change of the process's
+    resident memory."""
 
     moved: list[int]
     given_back: list[int]
     stage: int
 
 
-def allocated(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool) -> Allocated:
-    """In a rank. Pages that were never written are no memory of the process, so where that is asked a step is made first."""
+def allocated(
+    folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool
+) -> Allocated:
+    """In a rank. Pages that were never written are no memory of the process, so where that is asked a step is
+    made first."""
     groups = start(parallel)
     engine = build(groups, folder, optim=optim, dtype=dtype)
     from megarl.engine.offload import StatePart
@@ -65,7 +69,9 @@ def allocated(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, 
     return Allocated(moved, given_back, groups.pipeline_rank)
 
 
-def predicted(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: DType, stage: int) -> list[int]:
+def predicted(
+    folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: DType, stage: int
+) -> list[int]:
     model = ModelRole(
         row=role_named("actor"),
         path=folder,
@@ -78,19 +84,31 @@ def predicted(folder: str, parallel: ParallelConfig, optim: OptimConfig | None, 
     return [state.parameters, state.gradients, state.optimizer]
 
 
-@pytest.mark.parametrize(("layout", "family"), [("TP2", "qwen2"), ("PP2", "qwen2-tied"), ("DP2", "qwen2"), ("PP2xVPP2", "qwen2")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [("TP2", "qwen2"), ("PP2", "qwen2-tied"), ("DP2", "qwen2"), ("PP2xVPP2", "qwen2")]
+)
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
-def test_every_rank_holds_what_was_planned(layout: str, family: str, dtype: DType, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_every_rank_holds_what_was_planned(
+    layout: str, family: str, dtype: DType, rank_pool: RankPool, tmp_path: Path
+) -> None:
     save_model(family, tmp_path / "model")
     folder = str(tmp_path / "model")
     parallel = LAYOUTS[layout]
     optim = OptimConfig(lr=1e-3)
     torch_dtype = getattr(torch, dtype.value)
     ranks = rank_pool.run(
-        allocated, world_size=parallel.world_size, folder=folder, parallel=parallel, optim=optim, dtype=torch_dtype, trained=False
+        allocated,
+        world_size=parallel.world_size,
+        folder=folder,
+        parallel=parallel,
+        optim=optim,
+        dtype=torch_dtype,
+        trained=False,
     )
     for rank in ranks:
-        assert rank.moved == pytest.approx(predicted(folder, parallel, optim, dtype, rank.stage), rel=TOLERANCE)
+        assert rank.moved == pytest.approx(
+            predicted(folder, parallel, optim, dtype, rank.stage), rel=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -106,20 +124,31 @@ def test_resident_memory_falls_by_what_was_planned(trains: bool, rank_pool: Rank
         assert given_back == pytest.approx(size, rel=TOLERANCE, abs=2e6), (rank, expected)
 
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
 ROWS = 2
 ROW_TOKENS = 512
 CHUNK_TOKENS = 256
 
 
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
-    """In a rank: bytes that torch has at most beside its state while a micro-batch, or one for each pipeline stage, is trained.
+    """In a rank: bytes that torch has at most beside its state while a micro-batch, or one for each pipeline
+    stage, is trained.
 
-    The profiler knows the order of events in several threads not to the microsecond, and a tensor that seems to be freed too late is
-    counted too long: the least of a few measurements is the nearest.
+    The profiler knows the order of events in several threads not to the microsecond, and a tensor that seems
+    to be freed too late is counted too long: the least of a few measurements is the nearest.
     """
     groups = start(parallel)
-    settings = {"dtype": torch.bfloat16, "recomputation": Recomputation(recompute), "chunk_tokens": CHUNK_TOKENS}
+    settings = {
+        "dtype": torch.bfloat16,
+        "recomputation": Recomputation(recompute),
+        "chunk_tokens": CHUNK_TOKENS,
+    }
     engine = build(groups, folder, optim=OptimConfig(lr=1e-3), **settings)
     stages = parallel.pipeline_parallel_size
     mask = torch.ones(ROWS * stages, ROW_TOKENS, dtype=torch.long)
@@ -128,7 +157,9 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
     engine.forward_backward(batch, micro_batches, negative_log_likelihood)
     peaks = []
     for _ in range(5):  # all ranks as often: they wait for each other
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             engine.forward_backward(batch, micro_batches, negative_log_likelihood)
         changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         held = most = 0
@@ -140,19 +171,32 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
 
 
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
-@pytest.mark.parametrize(("layout", "family"), [("TP1", "qwen2"), ("TP1", "qwen3-tied"), ("TP2+SP", "qwen2"), ("PP2", "qwen2")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [("TP1", "qwen2"), ("TP1", "qwen3-tied"), ("TP2+SP", "qwen2"), ("PP2", "qwen2")]
+)
 def test_activations_are_estimated_from_above_and_not_far(
     layout: str, family: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """Of a stage that is computed again, the sum counts the head and a layer, which are not in memory together."""
-    shape = type(FAMILIES[family])(max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE)
+    """Of a stage that is computed again, the sum counts the head and a layer, which are not in memory
+    together."""
+    shape = type(FAMILIES[family])(
+        max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE
+    )
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     folder = str(tmp_path / "model")
     parallel = LAYOUTS[layout]
-    measured = rank_pool.run(peak_of_training, world_size=parallel.world_size, folder=folder, parallel=parallel, recompute=recompute)
+    measured = rank_pool.run(
+        peak_of_training,
+        world_size=parallel.world_size,
+        folder=folder,
+        parallel=parallel,
+        recompute=recompute,
+    )
     config = SFTConfig(
         model=ModelConfig(path=folder),
-        actor=ActorConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=ROWS * ROW_TOKENS), recompute=recompute),
+        actor=ActorConfig(
+            parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=ROWS * ROW_TOKENS), recompute=recompute
+        ),
         engine=EngineConfig(log_prob_chunk_tokens=CHUNK_TOKENS),
         trainer=SFTTrainerConfig(samples_per_step=ROWS * parallel.pipeline_parallel_size),
         data=SFTDataConfig(max_length=ROW_TOKENS),
@@ -162,4 +206,7 @@ def test_activations_are_estimated_from_above_and_not_far(
     for rank, device in zip(measured, devices, strict=True):
         estimate = max(usages["actor"].activations for usages in device.phases.values())
         # A hundredth for the order of events, see above.
-        assert 0.99 * rank <= estimate <= (1.3 if recompute is Recompute.none else 2.2) * rank, (measured, estimate)
+        assert 0.99 * rank <= estimate <= (1.3 if recompute is Recompute.none else 2.2) * rank, (
+            measured,
+            estimate,
+        )

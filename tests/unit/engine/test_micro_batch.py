@@ -11,7 +11,8 @@ from torch import Tensor
 from megarl.config.schema import Device
 from tests.ranks import RankPool
 
-# P = 3, R = 3. MappingRow 0: prompt 5 6, response 7 8. MappingRow 1: prompt 1 2 3, response 4. 9 stands where there is no token.
+# P = 3, R = 3. MappingRow 0: prompt 5 6, response 7 8. MappingRow 1: prompt 1 2 3, response 4. 9 stands where
+# there is no token.
 BATCH = {
     "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
     "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
@@ -25,14 +26,26 @@ BATCH = {
 
 # Rows 0 and 2 have the prompt 5 6, which is padded with other tokens, and row 3 has it without a response.
 ONE_PROMPT = {
-    "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]),
-    "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]),
-    "response_mask": torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3]),
+    "input_ids": torch.tensor(
+        [[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]
+    ),
+    "attention_mask": torch.tensor(
+        [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]
+    ),
+    "response_mask": torch.tensor(
+        [[True, True, False], [True, False, False], [True, True, True], [False] * 3]
+    ),
 }
 
 
 def make(
-    batch: dict[str, Tensor], rows: list[int], packing: bool, share_prompts: bool, ends: bool, cut: tuple[int, int], place: tuple[int, int]
+    batch: dict[str, Tensor],
+    rows: list[int],
+    packing: bool,
+    share_prompts: bool,
+    ends: bool,
+    cut: tuple[int, int],
+    place: tuple[int, int],
 ) -> dict[str, Any]:
     """In a rank: the micro-batch as plain values."""
     from megarl.engine import platform
@@ -42,8 +55,18 @@ def make(
     from megarl.engine.micro_batch import SequenceSlice, make_micro_batch
 
     options = {"packing": packing, "share_prompts": share_prompts, "ends_with_predictors": ends}
-    made = make_micro_batch(batch, rows, device=torch.device("cpu"), cut=SequenceSlice(*cut), place=ContextParallelRank(*place), **options)
-    plain = {key: getattr(made, key).tolist() for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")}
+    made = make_micro_batch(
+        batch,
+        rows,
+        device=torch.device("cpu"),
+        cut=SequenceSlice(*cut),
+        place=ContextParallelRank(*place),
+        **options,
+    )
+    plain = {
+        key: getattr(made, key).tolist()
+        for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")
+    }
     assert made.num_counted == made.counts.sum()
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
@@ -72,11 +95,13 @@ def made(
 
 
 def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
-    """Of four chunks of each row the first rank has the outer two, the second the inner two: here chunks of a token, and no padding."""
+    """Of four chunks of each row the first rank has the outer two, the second the inner two: here chunks of a
+    token, and no padding."""
     outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank)) for rank in range(2))
     assert outer["tokens"] == [[5, 8, 1, 4]]
     assert outer["positions"] == [[0, 3, 0, 3]]
-    assert outer["predictors"] == outer["targets"] == outer["cells"] == []  # a last token predicts nothing here
+    # a last token predicts nothing here
+    assert outer["predictors"] == outer["targets"] == outer["cells"] == []
     assert outer["scattered"] == [[0.0] * 3] * 2
     assert inner["tokens"] == [[6, 7, 2, 3]]
     assert inner["positions"] == [[1, 2, 1, 2]]
@@ -87,7 +112,8 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
 
 
 def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> None:
-    """Each row is padded to 6 tokens, and the whole to 18, so that each of three ranks has a multiple of 3."""
+    """Each row is padded to 6 tokens, and the whole to 18, so that each of three ranks has a multiple of
+    3."""
     third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), cut=(3, 0))
     assert third["boundaries"] == [0, 6, 12, 18]
     assert third["tokens"] == [[5, 0, 1, 0, 0, 0]]
@@ -95,13 +121,16 @@ def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> No
 
 
 def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
-    """The prompt 1 2 3 and the responses 4 and 7 8 are cut each by itself: a response's first token is predicted by the prompt's last."""
+    """The prompt 1 2 3 and the responses 4 and 7 8 are cut each by itself: a response's first token is
+    predicted by the prompt's last."""
     batch = {
         **BATCH,
         "input_ids": torch.tensor([[1, 2, 3, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
     }
-    outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2))
+    outer, inner = (
+        made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2)
+    )
     assert outer["tokens"] == [[1, 0, 7, 0, 4, 0]]
     assert outer["counts"] == [[2, 0, 1, 0, 1, 0]]  # what pads never counts
     assert inner["tokens"] == [[2, 3, 8, 0, 0, 0]]
@@ -112,7 +141,9 @@ def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
 
 
 def test_ranks_cannot_share_rows_that_are_not_packed(rank_pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="context_parallel_size 2 cuts rows that are packed: use engine.packing=true"):
+    with pytest.raises(
+        AssertionError, match="context_parallel_size 2 cuts rows that are packed: use engine.packing=true"
+    ):
         made(rank_pool, rows=[0, 1], packing=False, place=(2, 0))
 
 
@@ -158,21 +189,28 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
 
 
 def test_the_last_layer_ends_with_what_predicts(rank_pool: RankPool) -> None:
-    """Above, the tokens 1, 2, 4, 5 and 9 predict one, 1 two of them. Over two ranks the 12 tokens are cut behind token 5, and the second,
-    which has token 9 alone, goes on with as many as the first: its own first token stands in three times."""
+    """Above, the tokens 1, 2, 4, 5 and 9 predict one, 1 two of them. Over two ranks the 12 tokens are cut
+    behind token 5, and the second, which has token 9 alone, goes on with as many as the first: its own first
+    token stands in three times."""
     one = made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, batch=ONE_PROMPT)
     assert one["predicting"] == [1, 2, 4, 5, 9]
     assert one["predictors"] == [0, 1, 4, 0, 2, 3]
-    first, second = (made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, cut=(2, rank), batch=ONE_PROMPT) for rank in range(2))
+    first, second = (
+        made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, cut=(2, rank), batch=ONE_PROMPT)
+        for rank in range(2)
+    )
     assert first["predicting"] == [1, 2, 4, 5]
     assert second["predicting"] == [3, 0, 0, 0]
     assert first["predictors"] == second["predictors"] == [0, 1, 4, 0, 2, 3]
     assert first["targets"] == second["targets"] == one["targets"] == [7, 8, 4, 4, 3, 2]
-    assert made(rank_pool, rows=[0, 1], packing=False, ends=True)["predictors"] == [2, 4, 5]  # padded: as it was
+    # padded: as it was
+    assert made(rank_pool, rows=[0, 1], packing=False, ends=True)["predictors"] == [2, 4, 5]
 
 
 def test_a_rank_that_predicts_nothing_goes_on_with_a_token(rank_pool: RankPool) -> None:
-    outer, inner = (made(rank_pool, rows=[0, 1], packing=True, ends=True, place=(2, rank)) for rank in range(2))
+    outer, inner = (
+        made(rank_pool, rows=[0, 1], packing=True, ends=True, place=(2, rank)) for rank in range(2)
+    )
     assert (outer["predicting"], outer["predictors"]) == ([0], [])
     assert (inner["predicting"], inner["predictors"]) == ([0, 1, 3], [0, 1, 2])
 

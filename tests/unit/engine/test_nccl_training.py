@@ -1,4 +1,5 @@
-"""Megatron trains over the emulation of NCCL as it does over gloo, to the bit: no order of its calls needs what gloo forgives."""
+"""Megatron trains over the emulation of NCCL as it does over gloo, to the bit: no order of its calls needs
+what gloo forgives."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     micro_batches = deal(len(batch["input_ids"]), 2)
     losses: list[float] = []
 
-    def negative_log_likelihood(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    def negative_log_likelihood(
+        outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Any]]:
         loss = -outputs["log_probs"].sum()
         losses.append(float(loss.detach()))
         return loss, {}
@@ -65,10 +68,14 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     assert bool(made) == (backend == BACKEND)
     change_default_group("gloo", rendezvous + "-after")
     assert num_live_communicators() == 0
-    return Trained(losses, grad_norms, digest.hexdigest(), sum(group.num_pair_communicators for group in made))
+    return Trained(
+        losses, grad_norms, digest.hexdigest(), sum(group.num_pair_communicators for group in made)
+    )
 
 
-@pytest.mark.parametrize(("layout", "has_pairs"), [("TP2xPP2", False), ("CP2xPP2", False), ("PP2xVPP2", True)])
+@pytest.mark.parametrize(
+    ("layout", "has_pairs"), [("TP2xPP2", False), ("CP2xPP2", False), ("PP2xVPP2", True)]
+)
 def test_steps_are_those_over_gloo(layout: str, has_pairs: bool, rank_pool: RankPool, tmp_path: Path) -> None:
     """Between virtual stages Megatron sends without coalescing."""
     parallel = ALL_LAYOUTS[layout]

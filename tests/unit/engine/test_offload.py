@@ -15,7 +15,17 @@ from megarl.machine.usage import trim_heap
 from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_large_model, save_model
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, merge, replica_rows, start, take
+from tests.unit.engine.rank_side import (
+    LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_weights,
+    merge,
+    replica_rows,
+    start,
+    take,
+)
 
 NUM_STEPS = 3
 NUM_ROWS = 8
@@ -42,8 +52,11 @@ class Trained(NamedTuple):
     weights: Tensors
 
 
-def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]) -> Trained:
-    """In a rank: steps with a scoring pass after each; `away`: the parts that leave, call by call, and come back, after each step."""
+def train(
+    parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
+) -> Trained:
+    """In a rank: steps with a scoring pass after each; `away`: the parts that leave, call by call, and come
+    back, after each step."""
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=1e-2, warmup_steps=2), dtype=dtype)
     from megarl.engine.offload import StatePart
@@ -55,7 +68,9 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple
     losses = []
     scores = None
     for _ in range(NUM_STEPS):
-        losses += [metric.value for metric in engine.forward_backward(batch, cut, negative_log_likelihood).values()]
+        losses += [
+            metric.value for metric in engine.forward_backward(batch, cut, negative_log_likelihood).values()
+        ]
         step = engine.step()
         statistics.append((step.grad_norm, step.lr))
         for parts in away:
@@ -80,9 +95,14 @@ LAYOUT_CASES = [
 def test_a_run_with_everything_moved_between_its_steps_is_the_same(
     layout: str, family: str, rank_pool: RankPool, folders: dict[str, str]
 ) -> None:
-    settings: dict[str, Any] = {"parallel": LAYOUTS[layout], "folder": folders[family], "dtype": torch.float32}
+    settings: dict[str, Any] = {
+        "parallel": LAYOUTS[layout],
+        "folder": folders[family],
+        "dtype": torch.float32,
+    }
     plain, moved = (
-        rank_pool.run(train, world_size=LAYOUTS[layout].world_size, away=away, **settings) for away in ((), (PARTS[:2], PARTS[2:], PARTS))
+        rank_pool.run(train, world_size=LAYOUTS[layout].world_size, away=away, **settings)
+        for away in ((), (PARTS[:2], PARTS[2:], PARTS))
     )
     for before, after in zip(plain, moved, strict=True):
         assert (before.statistics, before.losses) == (after.statistics, after.losses)
@@ -94,18 +114,26 @@ def test_a_run_with_everything_moved_between_its_steps_is_the_same(
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
-@pytest.mark.parametrize("away", [(("optimizer",),), (("parameters",),), (("gradients",),), (("parameters",), ("optimizer",))])
+@pytest.mark.parametrize(
+    "away", [(("optimizer",),), (("parameters",),), (("gradients",),), (("parameters",), ("optimizer",))]
+)
 def test_parts_move_alone_and_in_any_order_with_masters_of_their_own(
     away: tuple[tuple[str, ...], ...], rank_pool: RankPool, folders: dict[str, str]
 ) -> None:
-    settings: dict[str, Any] = {"parallel": LAYOUTS["DP2"], "folder": folders["qwen2"], "dtype": torch.bfloat16}
+    settings: dict[str, Any] = {
+        "parallel": LAYOUTS["DP2"],
+        "folder": folders["qwen2"],
+        "dtype": torch.bfloat16,
+    }
     plain, moved = (rank_pool.run(train, world_size=2, away=each, **settings) for each in ((), away))
     for before, after in zip(plain, moved, strict=True):
         assert before.statistics == after.statistics
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
 
 
-def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]) -> Trained:
+def train_as_on_cuda(
+    parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
+) -> Trained:
     """With the buffers that are pinned on CUDA in place of files."""
     from megarl.engine import offload
 
@@ -123,7 +151,8 @@ def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, 
     finally:
         offload._new_host_buffer = of_cpu
     used = [host_buffer for host_buffer in made if host_buffer._places]
-    assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})  # one of each part that is kept
+    # one of each part that is kept
+    assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})
     for host_buffer in used:
         exact = sum(place.numel() for place in host_buffer._places)
         assert exact <= host_buffer._buffer.numel() < exact + 512 * len(host_buffer._places)
@@ -131,7 +160,9 @@ def train_as_on_cuda(parallel: ParallelConfig, folder: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_waits_in_one_buffer_of_each_part_is_the_same(dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str]) -> None:
+def test_what_waits_in_one_buffer_of_each_part_is_the_same(
+    dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str]
+) -> None:
     settings: dict[str, Any] = {"parallel": LAYOUTS["DP2"], "folder": folders["qwen2"], "dtype": dtype}
     plain = rank_pool.run(train, world_size=2, away=(), **settings)
     moved = rank_pool.run(train_as_on_cuda, world_size=2, away=(PARTS[:2], PARTS), **settings)
@@ -153,7 +184,8 @@ class Memory(NamedTuple):
 
 
 def measure(folder: str, optim: OptimConfig | None) -> Memory:
-    """In a rank: the change of its resident memory. One step is made first, so that the moments have been written."""
+    """In a rank: the change of its resident memory. One step is made first, so that the moments have been
+    written."""
     engine = build(start(ParallelConfig()), folder, optim=optim)
     from megarl.engine.offload import StatePart
 
@@ -183,7 +215,9 @@ def test_memory_goes_back_to_the_system(trains: bool, rank_pool: RankPool, large
 
     parameters = num_parameters(read_architecture(large))
     assert parameters > 50e6
-    (memory,) = rank_pool.run(measure, world_size=1, folder=large, optim=OptimConfig(lr=1e-3) if trains else None)
+    (memory,) = rank_pool.run(
+        measure, world_size=1, folder=large, optim=OptimConfig(lr=1e-3) if trains else None
+    )
     expected = parameters * 4 * (4 if trains else 1)  # weights; gradients and two moments
     assert expected <= memory.reported < expected * 1.01  # buffers are padded
     assert memory.given_back > 0.8 * memory.reported, memory
@@ -201,7 +235,10 @@ def use_what_is_away(folder: str) -> list[str]:
     engine.step()
     calls = {
         StatePart.parameters: (lambda: engine.forward(batch, [[0, 1]]), engine.parameters),
-        StatePart.gradients: (engine.gradients, lambda: engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)),
+        StatePart.gradients: (
+            engine.gradients,
+            lambda: engine.forward_backward(batch, [[0, 1]], negative_log_likelihood),
+        ),
         StatePart.optimizer: (engine.step,),
     }
     said = []
@@ -260,7 +297,9 @@ def fill_the_disk(folder: str) -> tuple[str, bool]:
     return message, torch.equal(before["log_probs"], after["log_probs"])
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_model_whole(rank_pool: RankPool, folders: dict[str, str]) -> None:
+def test_a_full_disk_is_an_error_that_leaves_the_model_whole(
+    rank_pool: RankPool, folders: dict[str, str]
+) -> None:
     message, same = rank_pool.run(fill_the_disk, world_size=1, folder=folders["qwen2"])[0]
     assert "too large; set TMPDIR to a folder with room" in message
     assert same

@@ -21,7 +21,8 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3-tied"])  # tests/unit/engine/test_parity.py has all of them
+# tests/unit/engine/test_parity.py has all of them
+@pytest.fixture(scope="module", params=["qwen2", "qwen3-tied"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Compared]:
     return make_family(request.param, tmp_path_factory.mktemp(request.param))
 

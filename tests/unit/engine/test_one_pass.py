@@ -1,4 +1,5 @@
-"""Old log-probs of the training pass itself give the update that those of a pass before it give, in every layout."""
+"""Old log-probs of the training pass itself give the update that those of a pass before it give, in every
+layout."""
 
 from __future__ import annotations
 
@@ -25,13 +26,26 @@ from megarl.config.schema import (
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_gradients, join_rows, merge, replica_rows, start, take
+from tests.unit.engine.rank_side import (
+    LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_gradients,
+    join_rows,
+    merge,
+    replica_rows,
+    start,
+    take,
+)
 
 TOLERANCE = 1e-5  # of a tensor's norm, and of a metric
 CORRECTIONS = {
     "no correction": RolloutCorrectionConfig(),
     "a weight for each token": RolloutCorrectionConfig(level=CorrectionLevel.token, high=1.1),
-    "a weight for each response": RolloutCorrectionConfig(level=CorrectionLevel.sequence, kind=CorrectionKind.mask, low=0.5, high=1.5),
+    "a weight for each response": RolloutCorrectionConfig(
+        level=CorrectionLevel.sequence, kind=CorrectionKind.mask, low=0.5, high=1.5
+    ),
 }
 
 
@@ -41,7 +55,8 @@ class Pass(NamedTuple):
 
 
 def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, Pass]]:
-    """In a rank: correction -> with old log-probs of a pass before, and without. The gradients are the stage's."""
+    """In a rank: correction -> with old log-probs of a pass before, and without. The gradients are the
+    stage's."""
     groups = start(LAYOUTS[layout])
     engine = build(groups, folder, optim=OptimConfig())
     num_rows = len(batch["input_ids"])
@@ -52,7 +67,9 @@ def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, 
     def train(correction: RolloutCorrectionConfig, **extra: torch.Tensor) -> Pass:
         kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
         counts = MiniBatchCounts.of(batch["response_mask"])
-        loss = ActorLoss(algorithm=AlgorithmConfig(kl=kl, rollout_correction=correction), counts=counts, with_entropy=True)
+        loss = ActorLoss(
+            algorithm=AlgorithmConfig(kl=kl, rollout_correction=correction), counts=counts, with_entropy=True
+        )
         metrics = engine.forward_backward(take({**batch, **extra}, rows), micro_batches, loss, loss.extras)
         gathered: list[Any] = [None] * groups.parallel.world_size
         dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
@@ -75,23 +92,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2+SP", "PP2", "PP2xVPP2"])
-def test_one_pass_gives_the_gradient_and_metrics_of_two(layout: str, folder: Path, rank_pool: RankPool) -> None:
+def test_one_pass_gives_the_gradient_and_metrics_of_two(
+    layout: str, folder: Path, rank_pool: RankPool
+) -> None:
     batch = make_batch(num_rows=8)
     batch["response_mask"][0, 2:4] = False  # what a tool wrote
     generator = torch.Generator().manual_seed(3)
-    batch |= {key: torch.randn(batch["response_mask"].shape, generator=generator) for key in ("noise", "advantages", "ref_noise")}
-    with torch.no_grad():
-        batch["ref_log_prob"] = scores_of(reference_logits(load_lm(folder), batch), batch)["log_probs"] + 0.2 * batch["ref_noise"]
-    batch = {
-        key: value.masked_fill(~batch["response_mask"], torch.nan) if value.is_floating_point() else value for key, value in batch.items()
+    batch |= {
+        key: torch.randn(batch["response_mask"].shape, generator=generator)
+        for key in ("noise", "advantages", "ref_noise")
     }
-    ranks = rank_pool.run(run_both, world_size=LAYOUTS[layout].world_size, layout=layout, folder=str(folder), batch=batch)
+    with torch.no_grad():
+        batch["ref_log_prob"] = (
+            scores_of(reference_logits(load_lm(folder), batch), batch)["log_probs"] + 0.2 * batch["ref_noise"]
+        )
+    batch = {
+        key: value.masked_fill(~batch["response_mask"], torch.nan) if value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    ranks = rank_pool.run(
+        run_both, world_size=LAYOUTS[layout].world_size, layout=layout, folder=str(folder), batch=batch
+    )
     seen = set()
     for name in CORRECTIONS:
         two, one = ([rank[name][number] for rank in ranks] for number in (0, 1))
-        assert_same(merge([each.gradients for each in one]), merge([each.gradients for each in two]), TOLERANCE, floor=1e-4)
+        assert_same(
+            merge([each.gradients for each in one]),
+            merge([each.gradients for each in two]),
+            TOLERANCE,
+            floor=1e-4,
+        )
         assert one[0].metrics == pytest.approx(two[0].metrics, rel=TOLERANCE, abs=TOLERANCE)
-        assert (one[0].metrics["actor/ratio_min"], one[0].metrics["actor/ratio_max"], one[0].metrics["actor/approx_kl"]) == (1.0, 1.0, 0.0)
+        assert (
+            one[0].metrics["actor/ratio_min"],
+            one[0].metrics["actor/ratio_max"],
+            one[0].metrics["actor/approx_kl"],
+        ) == (1.0, 1.0, 0.0)
         assert one[0].metrics["actor/entropy"] > 0
         seen.add(round(one[0].metrics["actor/pg_loss"], 4))
     assert len(seen) == len(CORRECTIONS)

@@ -1,4 +1,5 @@
-"""The optimizer's schedule, clipping, and what it does with a gradient that is not finite, against numbers worked out by hand."""
+"""The optimizer's schedule, clipping, and what it does with a gradient that is not finite, against numbers
+worked out by hand."""
 
 from __future__ import annotations
 
@@ -52,12 +53,18 @@ def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int)
         statistics.append(engine.step())
         if step == 0:
             after_first = hf_weights(engine)
-    return Steps([each.lr for each in statistics], [each.grad_norm for each in statistics], before, after_first)
+    return Steps(
+        [each.lr for each in statistics], [each.grad_norm for each in statistics], before, after_first
+    )
 
 
-def steps(rank_pool: RankPool, folder: str, *, total_steps: int = 100, num_steps: int = 1, **optim: Any) -> Steps:
+def steps(
+    rank_pool: RankPool, folder: str, *, total_steps: int = 100, num_steps: int = 1, **optim: Any
+) -> Steps:
     config = OptimConfig(**{"lr": LR, "weight_decay": 0.0, **optim})
-    return rank_pool.run(run_steps, world_size=1, folder=folder, optim=config, total_steps=total_steps, num_steps=num_steps)[0]
+    return rank_pool.run(
+        run_steps, world_size=1, folder=folder, optim=config, total_steps=total_steps, num_steps=num_steps
+    )[0]
 
 
 WARM_UP = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
@@ -67,7 +74,8 @@ WARM_UP = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
     ("decay", "after_warm_up"),
     [
         (Decay.constant, [1e-3] * 7),
-        (Decay.linear, [8.5e-4, 7e-4, 5.5e-4, 4e-4, 2.5e-4, 1e-4, 1e-4]),  # down by 9e-4 in six updates, then flat
+        # down by 9e-4 in six updates, then flat
+        (Decay.linear, [8.5e-4, 7e-4, 5.5e-4, 4e-4, 2.5e-4, 1e-4, 1e-4]),
         (
             Decay.cosine,
             [
@@ -82,13 +90,16 @@ WARM_UP = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
         ),
     ],
 )
-def test_warm_up_of_four_and_decay_until_update_ten(decay: Decay, after_warm_up: list[float], rank_pool: RankPool, folder: str) -> None:
+def test_warm_up_of_four_and_decay_until_update_ten(
+    decay: Decay, after_warm_up: list[float], rank_pool: RankPool, folder: str
+) -> None:
     got = steps(rank_pool, folder, total_steps=10, num_steps=11, warmup_steps=4, decay=decay, min_lr=MIN_LR)
     assert got.lrs == pytest.approx([*WARM_UP, *after_warm_up], rel=1e-6)
 
 
 def test_first_update_uses_the_rate_it_reports(rank_pool: RankPool, folder: str) -> None:
-    """Adam's first step is the rate times the gradient's sign: a quarter of the rate while warming up over four."""
+    """Adam's first step is the rate times the gradient's sign: a quarter of the rate while warming up over
+    four."""
     got = steps(rank_pool, folder, warmup_steps=4, eps=1e-12, clip_grad=0.0)
     change = (got.after_first["model.norm.weight"] - got.before["model.norm.weight"]).abs()
     torch.testing.assert_close(change, torch.full_like(change, LR / 4), rtol=1e-3, atol=0.0)
@@ -108,7 +119,8 @@ def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) ->
     assert loose.grad_norms == clipped.grad_norms == free.grad_norms  # before clipping
     # As one vector: a single tensor's change is too near the rounding of the weights.
     changes = [
-        torch.cat([(run.after_first[name] - run.before[name]).flatten().double() for name in run.before]) for run in (free, loose, clipped)
+        torch.cat([(run.after_first[name] - run.before[name]).flatten().double() for name in run.before])
+        for run in (free, loose, clipped)
     ]
     assert torch.equal(changes[1], changes[0])
     assert float(changes[0].norm()) == pytest.approx(norm * 1e-3, rel=1e-3)
@@ -158,9 +170,13 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layout", ["TP2xPP2", "DP2"])
-def test_divergence_is_raised_on_every_rank_and_changes_nothing(layout: str, value: float, rank_pool: RankPool, folder: str) -> None:
+def test_divergence_is_raised_on_every_rank_and_changes_nothing(
+    layout: str, value: float, rank_pool: RankPool, folder: str
+) -> None:
     parallel = LAYOUTS[layout]
-    ranks = rank_pool.run(run_divergence, world_size=parallel.world_size, parallel=parallel, folder=folder, value=value)
+    ranks = rank_pool.run(
+        run_divergence, world_size=parallel.world_size, parallel=parallel, folder=folder, value=value
+    )
     before = merge([rank.before for rank in ranks])
     after = merge([rank.after for rank in ranks])
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -1,6 +1,8 @@
-"""Communication of replicas beside computation, as on CUDA: nothing is another number, and nobody reads what has not arrived.
+"""Communication of replicas beside computation, as on CUDA: nothing is another number, and nobody reads what
+has not arrived.
 
-gloo's collectives are delayed as far as they may be: what is begun happens when somebody waits for it, and not before.
+gloo's collectives are delayed as far as they may be: what is begun happens when somebody waits for it, and
+not before.
 """
 
 from __future__ import annotations
@@ -94,14 +96,23 @@ class Read(NamedTuple):
     moved: Tensors
 
 
-def mean_square(outputs: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+def mean_square(
+    outputs: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     values = outputs["values"] if "values" in outputs else outputs["log_probs"]
     return (values - 1).square().sum() / 40, {}
 
 
 def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: Recompute) -> Read:
     """In a rank."""
-    engine = build(start(parallel), folder, head=head, optim=UNCLIPPED, recomputation=Recomputation(recompute), total_optimizer_steps=8)
+    engine = build(
+        start(parallel),
+        folder,
+        head=head,
+        optim=UNCLIPPED,
+        recomputation=Recomputation(recompute),
+        total_optimizer_steps=8,
+    )
     from megarl.engine.offload import StatePart
 
     batch = make_batch(8)
@@ -118,7 +129,9 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     places = engine.training_state().places
     stored = {
         str(number): places.host_copy(parameter, 0, parameter.numel())
-        for number, parameter in enumerate(parameter for model in engine._models for parameter in model.parameters())
+        for number, parameter in enumerate(
+            parameter for model in engine._models for parameter in model.parameters()
+        )
     }
     step(2)
     scores = engine.forward(batch, deal(8, 2)) or {}
@@ -146,16 +159,25 @@ def train_overlapped(**arguments: Any) -> tuple[Read, list[str]]:
         ("PP2xVPP2xDP2", "lm", Recompute.none),
     ],
 )
-def test_overlap_changes_no_number(layout: str, head: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_overlap_changes_no_number(
+    layout: str, head: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path
+) -> None:
     save_model("qwen2-tied", tmp_path / "lm")
     save_critic(tmp_path / "lm", tmp_path / "value")
     layouts = {
         **MIXED_LAYOUTS,
         "DP2": ParallelConfig(data_parallel_size=2),
-        "PP2xVPP2xDP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+        "PP2xVPP2xDP2": ParallelConfig(
+            pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2
+        ),
     }
     parallel = layouts[layout]
-    arguments: dict[str, Any] = {"parallel": parallel, "folder": str(tmp_path / head), "head": head, "recompute": recompute}
+    arguments: dict[str, Any] = {
+        "parallel": parallel,
+        "folder": str(tmp_path / head),
+        "head": head,
+        "recompute": recompute,
+    }
     plain = rank_pool.run(train_and_read, world_size=parallel.world_size, **arguments)
     late = rank_pool.run(train_overlapped, world_size=parallel.world_size, **arguments)
     for _, begun in late:

@@ -1,4 +1,5 @@
-"""The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and critic."""
+"""The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and
+critic."""
 
 from __future__ import annotations
 
@@ -73,26 +74,32 @@ CASES = {
     "policy": Case("lm", {"share_prompts": True}, ("log_probs", "entropy")),
     "policy with experts": Case(
         "lm",
-        {"share_prompts": True, "experts": ExpertsConfig(aux_loss_coefficient=AUX_COEFFICIENT, z_loss_coefficient=Z_COEFFICIENT)},
+        {
+            "share_prompts": True,
+            "experts": ExpertsConfig(aux_loss_coefficient=AUX_COEFFICIENT, z_loss_coefficient=Z_COEFFICIENT),
+        },
         ("log_probs", "entropy"),
     ),
     "policy at a temperature": Case("lm", {"temperature": TEMPERATURE}, ("log_probs", "entropy")),
     "critic": Case("critic", {"head": "value", "share_prompts": True}, ("values",)),
     "critic with frozen routers": Case(
-        "critic", {"head": "value", "share_prompts": True, "experts": ExpertsConfig(freeze_router=True)}, ("values",)
+        "critic",
+        {"head": "value", "share_prompts": True, "experts": ExpertsConfig(freeze_router=True)},
+        ("values",),
     ),
     "critic without a stored head": Case("lm", {"head": "value"}, ("values",)),
 }
 
 
-OF_EXPERTS = ("policy with experts", "critic with frozen routers")  # what else differs is nothing of the layers
+# what else differs is nothing of the layers
+OF_EXPERTS = ("policy with experts", "critic with frozen routers")
 OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
 WITH_LOGITS = ("policy", "policy with experts")
 
 
 class Compared(NamedTuple):
-    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm; of an engine also the weights
-    after a step."""
+    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm;
+    of an engine also the weights after a step."""
 
     outputs: Tensors
     gradients: Tensors
@@ -102,18 +109,20 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry. In every layout rows of one prompt meet in a
-    micro-batch."""
+    """A weight per token and output, so that no two gradients are the same by symmetry. In every layout rows
+    of one prompt meet in a micro-batch."""
     batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
     for key in ("log_probs", "entropy", "values"):
-        batch[f"weight/{key}"] = torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+        batch[f"weight/{key}"] = (
+            torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
+        )
     return batch
 
 
 def with_logits(engine: Any) -> Any:
-    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch. Each rank that
-    shares rows adds those of its tokens."""
+    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch.
+    Each rank that shares rows adds those of its tokens."""
     score = engine._score
 
     def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
@@ -125,14 +134,20 @@ def with_logits(engine: Any) -> Any:
         cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
         cells[micro_batch.cells] = logits
         dist.all_reduce(cells, group=engine.groups.context)
-        return {**score(micro_batch, hidden, extras), "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1)}
+        return {
+            **score(micro_batch, hidden, extras),
+            "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1),
+        }
 
     engine._score = scores
     return engine
 
 
-def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]) -> dict[str, Compared]:
-    """In a rank: the named cases. Outputs are those of the whole batch; gradients those of the rank's stage."""
+def run_engine(
+    parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]
+) -> dict[str, Compared]:
+    """In a rank: the named cases. Outputs are those of the whole batch; gradients those of the rank's
+    stage."""
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
@@ -168,16 +183,24 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
         if "experts" in case.spec and case.spec["experts"].aux_loss_coefficient:
             losses = router_losses(recorded, model.config.num_experts_per_tok)
             loss = loss + len(recorded) * (AUX_COEFFICIENT * losses.aux_loss + Z_COEFFICIENT * losses.z_loss)
-            routers = {"aux_loss": losses.aux_loss.item(), "z_loss": losses.z_loss.item(), "expert_share/max": losses.largest_share}
+            routers = {
+                "aux_loss": losses.aux_loss.item(),
+                "z_loss": losses.z_loss.item(),
+                "expert_share/max": losses.largest_share,
+            }
         loss.backward()
-        for parameter in (value for key, value in model.named_parameters() if key.endswith("mlp.gate.weight")):
+        for parameter in (
+            value for key, value in model.named_parameters() if key.endswith("mlp.gate.weight")
+        ):
             if "frozen" in name:
                 parameter.grad.zero_()
         gradients = gradients_of(model)
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         if name in WITH_LOGITS:
             outputs["logits"] = logits
-        results[name] = Compared({key: value.detach() for key, value in outputs.items()}, gradients, float(norm), routers=routers)
+        results[name] = Compared(
+            {key: value.detach() for key, value in outputs.items()}, gradients, float(norm), routers=routers
+        )
     return results
 
 
@@ -205,14 +228,21 @@ def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str,
 
 @pytest.mark.parametrize("reference", ["qwen3-tied"], indirect=True)
 @pytest.mark.parametrize("layout", [*MIXED_LAYOUTS, *CONTEXT_LAYOUTS])
-def test_replicas_of_a_cut_model_and_ranks_that_share_rows(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+def test_replicas_of_a_cut_model_and_ranks_that_share_rows(
+    reference: Reference, layout: str, rank_pool: RankPool
+) -> None:
     compare(reference, ALL_LAYOUTS[layout], rank_pool)
 
 
 @pytest.mark.parametrize(
     ("reference", "layout"),
     [("qwen3_moe", layout) for layout in EXPERT_LAYOUTS]
-    + [(family, layout) for family in EXPERT_FAMILIES if family != "qwen3_moe" for layout in list(EXPERT_LAYOUTS)[:2]],
+    + [
+        (family, layout)
+        for family in EXPERT_FAMILIES
+        if family != "qwen3_moe"
+        for layout in list(EXPERT_LAYOUTS)[:2]
+    ],
     indirect=["reference"],
 )
 def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None:
@@ -229,7 +259,8 @@ def test_one_expert_has_no_tokens(reference: Reference) -> None:
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
-    """Logits, log-probs, entropy and values; every parameter's gradient; the norm, which needs shards told from copies."""
+    """Logits, log-probs, entropy and values; every parameter's gradient; the norm, which needs shards told
+    from copies."""
     ranks = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
@@ -245,7 +276,9 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
         assert weights.keys() == gradients.keys()  # and copies agree to the bit
         if "frozen" in name:
             stored = load_file(Path(reference.folders[CASES[name].folder]) / "model.safetensors")
-            routers = [key for key in weights if key.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))]
+            routers = [
+                key for key in weights if key.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
+            ]
             assert routers
             assert all(torch.equal(weights[key], stored[key]) for key in routers)
             assert not torch.equal(weights["model.norm.weight"], stored["model.norm.weight"])
@@ -254,7 +287,9 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
             for key, value in want.outputs.items():
                 assert max_difference(rank[name].outputs[key], value) <= OUTPUT_TOLERANCE, (name, key)
             assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=1e-5), name
-            assert {key: rank[name].routers[key] for key in want.routers} == pytest.approx(want.routers, rel=1e-5), name
+            assert {key: rank[name].routers[key] for key in want.routers} == pytest.approx(
+                want.routers, rel=1e-5
+            ), name
 
 
 def test_reference_is_not_trivial(reference: Reference) -> None:
@@ -264,5 +299,8 @@ def test_reference_is_not_trivial(reference: Reference) -> None:
     assert float(reference.results["critic"].outputs["values"][mask].std()) > 0.5
     for name in ("policy", "critic"):
         result = reference.results[name]
-        assert all(float(gradient.norm()) > 10 * GRADIENT_FLOOR * result.grad_norm for gradient in result.gradients.values()), name
+        assert all(
+            float(gradient.norm()) > 10 * GRADIENT_FLOOR * result.grad_norm
+            for gradient in result.gradients.values()
+        ), name
     assert not reference.results["critic without a stored head"].outputs["values"].any()

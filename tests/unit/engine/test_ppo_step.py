@@ -1,4 +1,5 @@
-"""One full PPO step on the engine gives the weights of a plain PyTorch and Hugging Face step, in every layout."""
+"""One full PPO step on the engine gives the weights of a plain PyTorch and Hugging Face step, in every
+layout."""
 
 from __future__ import annotations
 
@@ -29,16 +30,29 @@ from tests.unit.engine import ppo_reference
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import load_critic, load_lm, make_batch, save_critic, save_model
 from tests.unit.engine.ppo_reference import Outcome, Settings, Update
-from tests.unit.engine.rank_side import LAYOUTS, Tensors, build, deal, hf_weights, join_rows, merge, replica_rows, start, take
+from tests.unit.engine.rank_side import (
+    LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_weights,
+    join_rows,
+    merge,
+    replica_rows,
+    start,
+    take,
+)
 
-# Of the norm of each tensor's change. The change is less than a tenth of the weight, so weights are held to 1e-5 and better.
+# Of the norm of each tensor's change. The change is less than a tenth of the weight, so weights are held to
+# 1e-5 and better.
 CHANGE_TOLERANCE = 1e-4
 SCORES = (1.0, -0.5, 0.0, 2.0, 0.3, -1.0, 0.7, 0.1)
 SETTINGS = Settings()
 
 
 def batch_with_hole() -> Tensors:
-    """MappingRow 0 has two tokens in the middle of its response that the model did not write, as after a tool call."""
+    """MappingRow 0 has two tokens in the middle of its response that the model did not write, as after a tool
+    call."""
     batch = make_batch(num_rows=8)
     batch["response_mask"][0, 3:5] = False
     return batch
@@ -59,14 +73,23 @@ def add_advantages(batch: Tensors) -> Tensors:
     config = algorithm()
     mask = batch["response_mask"]
     rewards, _ = apply_kl_penalty(
-        place_scores(SCORES, mask), batch["old_log_probs"], batch["ref_log_prob"], mask, config.kl.coefficient, config.kl.estimator
+        place_scores(SCORES, mask),
+        batch["old_log_probs"],
+        batch["ref_log_prob"],
+        mask,
+        config.kl.coefficient,
+        config.kl.estimator,
     )
-    inputs = AdvantageInputs(token_level_rewards=rewards, response_mask=mask, uid=np.arange(len(mask)), values=batch["values"])
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards, response_mask=mask, uid=np.arange(len(mask)), values=batch["values"]
+    )
     advantages, returns = ADVANTAGE_ESTIMATORS[config.advantage.estimator](inputs, config.advantage)
     return {**batch, "advantages": advantages, "returns": returns}
 
 
-def update(engine: Any, batch: Tensors, rows: list[int], loss: Any, prefix: str, names: tuple[str, str]) -> Update:
+def update(
+    engine: Any, batch: Tensors, rows: list[int], loss: Any, prefix: str, names: tuple[str, str]
+) -> Update:
     """One optimizer step on the mini-batch `rows`, two micro-batches on each replica."""
     local = rows[engine.groups.data_rank :: engine.groups.parallel.data_parallel_size]
     metrics = engine.forward_backward(take(batch, local), deal(len(local), 2), loss)
@@ -114,10 +137,21 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
         for mini_batch in map(list, SETTINGS.mini_batches):
             counts = MiniBatchCounts.of(batch["response_mask"][mini_batch])
             critic_loss = CriticLoss(value_loss=config.value_loss, counts=counts)
-            critic_updates.append(update(critic, batch, mini_batch, critic_loss, "critic", ("vf_loss", "vf_clipfrac")))
+            critic_updates.append(
+                update(critic, batch, mini_batch, critic_loss, "critic", ("vf_loss", "vf_clipfrac"))
+            )
             actor_loss = ActorLoss(algorithm=config, counts=counts)
-            actor_updates.append(update(actor, batch, mini_batch, actor_loss, "actor", ("pg_loss", "pg_clipfrac")))
-    return Outcome(hf_weights(actor), hf_weights(critic), actor_updates, critic_updates, score(actor, "log_probs"), score(critic, "values"))
+            actor_updates.append(
+                update(actor, batch, mini_batch, actor_loss, "actor", ("pg_loss", "pg_clipfrac"))
+            )
+    return Outcome(
+        hf_weights(actor),
+        hf_weights(critic),
+        actor_updates,
+        critic_updates,
+        score(actor, "log_probs"),
+        score(critic, "values"),
+    )
 
 
 class Reference(NamedTuple):
@@ -145,14 +179,18 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     save_critic(folder / "lm", folder / "critic")
     folders = {key: str(folder / key) for key in ("lm", "reference", "critic")}
     models = (load_lm(folder / "lm"), load_critic(folder / "critic"))
-    before = tuple({name: parameter.detach() for name, parameter in model.named_parameters()} for model in models)
+    before = tuple(
+        {name: parameter.detach() for name, parameter in model.named_parameters()} for model in models
+    )
     batch = batch_with_hole()
     after = ppo_reference.run(folders, batch, SCORES, SETTINGS)
     return Reference(folders, batch, before, after)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_gives_the_weights_of_the_reference(reference: Reference, layout: str, rank_pool: RankPool) -> None:
+def test_step_gives_the_weights_of_the_reference(
+    reference: Reference, layout: str, rank_pool: RankPool
+) -> None:
     parallel = LAYOUTS[layout]
     want = reference.after
     ranks: list[Outcome] = rank_pool.run(
@@ -171,7 +209,8 @@ def test_step_gives_the_weights_of_the_reference(reference: Reference, layout: s
     for rank in ranks:
         np.testing.assert_allclose(rank.actor_updates, want.actor_updates, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(rank.critic_updates, want.critic_updates, rtol=1e-4, atol=1e-5)
-        # A tied output layer on another stage than its embedding is a copy: were it stale, this would show it.
+        # A tied output layer on another stage than its embedding is a copy: were it stale, this would show
+        # it.
         assert max_difference(rank.log_probs, want.log_probs) <= 1e-4
         assert max_difference(rank.values, want.values) <= 1e-4
 
@@ -184,8 +223,13 @@ def test_every_part_of_the_step_is_active(reference: Reference) -> None:
         assert updates[0].clipped == 0.0  # nothing has moved yet
         assert any(0.1 < step.clipped < 0.9 for step in updates)
     for before, weights in zip(reference.before, (after.actor, after.critic), strict=True):
-        assert all(1e-4 < float((weights[name] - before[name]).norm() / before[name].norm()) < 0.1 for name in before)
+        assert all(
+            1e-4 < float((weights[name] - before[name]).norm() / before[name].norm()) < 0.1 for name in before
+        )
     unseen = sorted(set(range(199)) - set(reference.batch["input_ids"].flatten().tolist()))
     embedding = "model.embed_tokens.weight"
-    decayed = reference.before[1][embedding][unseen] * (1 - SETTINGS.lr * SETTINGS.weight_decay) ** (SETTINGS.num_updates - 0.5)
-    torch.testing.assert_close(after.critic[embedding][unseen], decayed, rtol=1e-5, atol=1e-7)  # the first step warms up at lr / 2
+    decayed = reference.before[1][embedding][unseen] * (1 - SETTINGS.lr * SETTINGS.weight_decay) ** (
+        SETTINGS.num_updates - 0.5
+    )
+    # the first step warms up at lr / 2
+    torch.testing.assert_close(after.critic[embedding][unseen], decayed, rtol=1e-5, atol=1e-7)

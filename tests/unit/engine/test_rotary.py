@@ -1,4 +1,5 @@
-"""The rotary embedding of packed sequences. `test_cpu_adaptations` compares its numbers with Megatron's loop."""
+"""The rotary embedding of packed sequences. `test_cpu_adaptations` compares its numbers with Megatron's
+loop."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from megarl.engine.rotary import rotary_packed
 
 
 def test_nothing_is_asked_of_the_device() -> None:
-    """A meta tensor has a shape and no numbers: to read one raises an error, as it would be a wait for the device on CUDA."""
+    """A meta tensor has a shape and no numbers: to read one raises an error, as it would be a wait for the
+    device on CUDA."""
     heads = torch.empty(12, 2, 8, device="meta", requires_grad=True)
     boundaries = torch.empty(4, dtype=torch.int32, device="meta")
     frequencies = torch.empty(7, 1, 1, 8, device="meta")
@@ -20,7 +22,9 @@ def test_nothing_is_asked_of_the_device() -> None:
 
 
 def test_the_gradient_is_turned_back() -> None:
-    heads = torch.randn(5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    heads = torch.randn(
+        5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
     frequencies = torch.arange(3, dtype=torch.float64)[:, None, None, None].expand(-1, 1, 1, 4) * 0.3
     assert torch.autograd.gradcheck(lambda heads: rotary_packed(heads, boundaries, frequencies), [heads])

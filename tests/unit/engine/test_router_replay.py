@@ -1,5 +1,5 @@
-"""Experts that are chosen before a pass, by the trainer's own scoring or by an engine: Hugging Face's, in whose routers one token in a
-hundred goes elsewhere."""
+"""Experts that are chosen before a pass, by the trainer's own scoring or by an engine: Hugging Face's, in
+whose routers one token in a hundred goes elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,25 @@ from transformers import PreTrainedModel
 
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
-from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute, RecomputeModule, RoutingReplay
+from megarl.config.schema import (
+    OptimConfig,
+    ParallelConfig,
+    Recomputation,
+    Recompute,
+    RecomputeModule,
+    RoutingReplay,
+)
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
-from tests.unit.engine.models import gradients_of, load_lm, make_batch, reference_logits, save_model, scores_of, with_one_prompt
+from tests.unit.engine.models import (
+    gradients_of,
+    load_lm,
+    make_batch,
+    reference_logits,
+    save_model,
+    scores_of,
+    with_one_prompt,
+)
 from tests.unit.engine.rank_side import (
     EXPERT_LAYOUTS,
     Tensors,
@@ -75,7 +90,8 @@ def weighted_batch() -> Tensors:
 
 @contextmanager
 def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[list[Tensor]]]:
-    """For each row that the model sees the experts of each layer, (tokens, K); of the row ROW, where it is disturbed, others at PLACE."""
+    """For each row that the model sees the experts of each layer, (tokens, K); of the row ROW, where it is
+    disturbed, others at PLACE."""
     rows: list[list[Tensor]] = []
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
@@ -86,7 +102,8 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         if disturbed and len(rows) == ROW + 1:
             experts = experts.clone()
             scores = scores.clone()
-            experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]  # the next best
+            # the next best
+            experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]
             own = logits[PLACE].softmax(-1)[experts[PLACE]]
             scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
         rows[-1].append(experts)
@@ -120,30 +137,46 @@ class Setting(NamedTuple):
 def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
     save_model(request.param, folder := tmp_path_factory.mktemp(request.param))
     batch = weighted_batch()
-    return Setting(str(folder), batch, *(run_reference(folder, batch, disturbed) for disturbed in (False, True)))
+    return Setting(
+        str(folder), batch, *(run_reference(folder, batch, disturbed) for disturbed in (False, True))
+    )
 
 
 def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, Tensor]:
-    """By the row of the batch, on every rank, as a driver would collect and deal them: the last stage has them."""
+    """By the row of the batch, on every rank, as a driver would collect and deal them: the last stage has
+    them."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True)))
+    dist.all_gather_object(
+        gathered, None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True))
+    )
     return {row: routes for part in gathered if part is not None for row, routes in part.items()}
 
 
-def run_engine(parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation) -> Replayed:
+def run_engine(
+    parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation
+) -> Replayed:
     """In a rank. Outputs are those of the whole batch; gradients those of the rank's stage."""
     groups = start(parallel)
     rows = replica_rows(groups, NUM_ROWS)
     part = take(batch, rows)
     micro_batches = deal(len(rows), 2)
     plain, replaying = (
-        build(groups, folder, optim=OptimConfig(), share_prompts=True, recomputation=recomputation, routing_replay=replay)
+        build(
+            groups,
+            folder,
+            optim=OptimConfig(),
+            share_prompts=True,
+            recomputation=recomputation,
+            routing_replay=replay,
+        )
         for replay in (RoutingReplay.off, RoutingReplay.trainer)
     )
 
     def outputs(engine: Any, columns: dict[str, Any]) -> Tensors:
         scores = engine.forward(columns, micro_batches)
-        tensors = None if scores is None else {key: value for key, value in scores.items() if key != ROUTED_EXPERTS}
+        tensors = (
+            None if scores is None else {key: value for key, value in scores.items() if key != ROUTED_EXPERTS}
+        )
         return join_rows(rows, tensors, NUM_ROWS)
 
     def gradients(engine: Any, columns: dict[str, Any]) -> Tensors:
@@ -193,8 +226,11 @@ CASES = [
     indirect=["setting"],
     ids=lambda value: value.how.value if isinstance(value, Recomputation) else value,
 )
-def test_routes_are_replayed(setting: Setting, layout: str, recomputation: Recomputation, rank_pool: RankPool) -> None:
-    """Bit for bit by the engine's own; by those of another whose routers send a token elsewhere, outputs and gradients are that one's."""
+def test_routes_are_replayed(
+    setting: Setting, layout: str, recomputation: Recomputation, rank_pool: RankPool
+) -> None:
+    """Bit for bit by the engine's own; by those of another whose routers send a token elsewhere, outputs and
+    gradients are that one's."""
     ranks: list[Replayed] = rank_pool.run(
         run_engine,
         world_size=LAYOUTS[layout].world_size,
@@ -206,13 +242,27 @@ def test_routes_are_replayed(setting: Setting, layout: str, recomputation: Recom
     )
     for rank in ranks:
         for row, routes in enumerate(setting.plain.routes):
-            assert torch.equal(rank.routes[row].view(-1, 2).sort().values, routes.view(-1, 2).sort().values), row
+            assert torch.equal(
+                rank.routes[row].view(-1, 2).sort().values, routes.view(-1, 2).sort().values
+            ), row
         assert torch.equal(rank.again["log_probs"], rank.own["log_probs"])
         assert max_difference(rank.given["log_probs"], setting.disturbed.log_probs) <= 1e-5
-        assert float((rank.own["log_probs"] - setting.disturbed.log_probs)[setting.batch["response_mask"]].abs().mean()) > 1e-3
+        assert (
+            float(
+                (rank.own["log_probs"] - setting.disturbed.log_probs)[setting.batch["response_mask"]]
+                .abs()
+                .mean()
+            )
+            > 1e-3
+        )
         for name, gradient in rank.own_gradients.items():
             assert torch.equal(rank.again_gradients[name], gradient), name
-    assert_same(merge([rank.given_gradients for rank in ranks]), setting.disturbed.gradients, 1e-4, floor=1e-5 * norm(setting.disturbed))
+    assert_same(
+        merge([rank.given_gradients for rank in ranks]),
+        setting.disturbed.gradients,
+        1e-4,
+        floor=1e-5 * norm(setting.disturbed),
+    )
 
 
 def norm(of: Routed) -> float:
@@ -221,7 +271,9 @@ def norm(of: Routed) -> float:
 
 def test_a_token_in_a_hundred_matters(setting: Setting) -> None:
     """What would hide a mistake. Later tokens of its row go elsewhere too, as in an engine."""
-    differ = [not torch.equal(*rows) for rows in zip(setting.plain.routes, setting.disturbed.routes, strict=True)]
+    differ = [
+        not torch.equal(*rows) for rows in zip(setting.plain.routes, setting.disturbed.routes, strict=True)
+    ]
     assert differ == [row == ROW for row in range(NUM_ROWS)]
     assert 90 < int(setting.batch["attention_mask"].sum()) < 130
     changed = {

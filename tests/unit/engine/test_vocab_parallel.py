@@ -51,14 +51,22 @@ CASES = {
 }
 
 
-def make_inputs(scale: float = 1.0, tokens: int = TOKENS, log_prob: float = 1.0, entropy: float = 1.0) -> Inputs:
+def make_inputs(
+    scale: float = 1.0, tokens: int = TOKENS, log_prob: float = 1.0, entropy: float = 1.0
+) -> Inputs:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     targets = torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator)
-    return Inputs(draw(tokens, HIDDEN) * scale, draw(VOCAB_SIZE, HIDDEN), targets, draw(tokens) * log_prob, draw(tokens) * entropy)
+    return Inputs(
+        draw(tokens, HIDDEN) * scale,
+        draw(VOCAB_SIZE, HIDDEN),
+        targets,
+        draw(tokens) * log_prob,
+        draw(tokens) * entropy,
+    )
 
 
 def reference(inputs: Inputs, case: Case) -> Scored:
@@ -71,7 +79,9 @@ def reference(inputs: Inputs, case: Case) -> Scored:
     return Scored(log_probs.detach(), entropy.detach(), hidden.grad, weight.grad)
 
 
-def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torch.float32) -> dict[str, Scored]:
+def run_scores(
+    inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torch.float32
+) -> dict[str, Scored]:
     """In a rank of a tensor-parallel group that is the whole world."""
     from megarl.engine import platform
 
@@ -100,7 +110,8 @@ def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torc
             )
             assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
             loss = (scores.log_probs * inputs.log_prob_weight).sum()
-            if inputs.entropy_weight.any():  # else the entropy gets no gradient at all, as when no loss uses it
+            # else the entropy gets no gradient at all, as when no loss uses it
+            if inputs.entropy_weight.any():
                 loss = loss + (scores.entropy * inputs.entropy_weight).sum()
             loss.backward()
         dist.all_reduce(hidden.grad)
@@ -108,7 +119,9 @@ def run_scores(inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torc
         dist.all_gather(gradients, weight.grad if weight.grad is not None else torch.zeros_like(weight))
         whole = torch.cat(gradients)
         assert not whole[VOCAB_SIZE:].any(), "padding has a gradient"
-        results[name] = Scored(scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, whole[:VOCAB_SIZE])
+        results[name] = Scored(
+            scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, whole[:VOCAB_SIZE]
+        )
     return results
 
 
@@ -123,7 +136,8 @@ def test_scores_and_gradients(size: int, rank_pool: RankPool) -> None:
 
 
 def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
-    """In a rank: extras -> all scores, and the gradient with respect to the hidden states of the log-probs."""
+    """In a rank: extras -> all scores, and the gradient with respect to the hidden states of the
+    log-probs."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -132,12 +146,21 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
     rank = dist.get_rank()
     size = dist.get_world_size()
     rows = -(-VOCAB_SIZE // size)
-    weight = torch.nn.functional.pad(inputs.weight, (0, 0, 0, rows * size - VOCAB_SIZE))[rank * rows : (rank + 1) * rows]
+    weight = torch.nn.functional.pad(inputs.weight, (0, 0, 0, rows * size - VOCAB_SIZE))[
+        rank * rows : (rank + 1) * rows
+    ]
     found = {}
     for extras in ((), ("entropy",), ("sum_pi_squared",), ("entropy", "sum_pi_squared")):
         hidden = inputs.hidden.clone().requires_grad_()
         scores = token_scores(
-            hidden, weight, inputs.targets, vocab_size=VOCAB_SIZE, temperature=0.7, chunk_tokens=7, group=dist.group.WORLD, extras=extras
+            hidden,
+            weight,
+            inputs.targets,
+            vocab_size=VOCAB_SIZE,
+            temperature=0.7,
+            chunk_tokens=7,
+            group=dist.group.WORLD,
+            extras=extras,
         )
         (scores.log_probs * inputs.log_prob_weight).sum().backward()
         dist.all_reduce(hidden.grad)
@@ -155,9 +178,15 @@ def test_extras_are_made_where_they_are_asked_for(size: int, rank_pool: RankPool
         for extras, (log_probs, entropy, sum_pi_squared, gradient) in found.items():
             assert max_difference(log_probs, want.log_probs) <= TOLERANCE
             assert max_difference(gradient, want.hidden_grad) <= TOLERANCE
-            assert (entropy is None, sum_pi_squared is None) == ("entropy" not in extras, "sum_pi_squared" not in extras)
+            assert (entropy is None, sum_pi_squared is None) == (
+                "entropy" not in extras,
+                "sum_pi_squared" not in extras,
+            )
             assert entropy is None or max_difference(entropy, want.entropy) <= TOLERANCE
-            assert sum_pi_squared is None or max_difference(sum_pi_squared, probabilities.square().sum(1)) <= TOLERANCE
+            assert (
+                sum_pi_squared is None
+                or max_difference(sum_pi_squared, probabilities.square().sum(1)) <= TOLERANCE
+            )
 
 
 def test_logits_in_the_thousands(rank_pool: RankPool) -> None:
@@ -175,7 +204,9 @@ def test_logits_in_the_thousands(rank_pool: RankPool) -> None:
 
 
 def test_no_token(rank_pool: RankPool) -> None:
-    (results,) = rank_pool.run(run_scores, world_size=1, inputs=make_inputs(tokens=0), cases={"empty": Case(chunk_tokens=4)})
+    (results,) = rank_pool.run(
+        run_scores, world_size=1, inputs=make_inputs(tokens=0), cases={"empty": Case(chunk_tokens=4)}
+    )
     assert results["empty"].log_probs.shape == (0,)
     assert not results["empty"].weight_grad.any()
 
@@ -184,10 +215,15 @@ def test_bfloat16_weights_give_float32_scores(rank_pool: RankPool) -> None:
     """Products are rounded to bfloat16 (8 bits), everything after them is float32."""
     inputs = make_inputs()
     want = reference(inputs, Case())
-    (results,) = rank_pool.run(run_scores, world_size=1, inputs=inputs, cases={"bf16": Case(chunk_tokens=7)}, dtype=torch.bfloat16)
+    (results,) = rank_pool.run(
+        run_scores, world_size=1, inputs=inputs, cases={"bf16": Case(chunk_tokens=7)}, dtype=torch.bfloat16
+    )
     assert max_difference(results["bf16"].log_probs, want.log_probs) < 0.1
     assert results["bf16"].weight_grad.dtype == torch.bfloat16
-    assert float((results["bf16"].weight_grad.double() - want.weight_grad).norm() / want.weight_grad.norm()) < 0.02
+    assert (
+        float((results["bf16"].weight_grad.double() - want.weight_grad).norm() / want.weight_grad.norm())
+        < 0.02
+    )
 
 
 def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
@@ -221,5 +257,7 @@ def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
 def test_logits_of_one_chunk_at_most_are_kept_for_the_backward_pass(rank_pool: RankPool) -> None:
     tokens = 256
     chunk = 16
-    (largest,) = rank_pool.run(largest_saved_tensor, world_size=1, inputs=make_inputs(tokens=tokens), chunk_tokens=chunk)
+    (largest,) = rank_pool.run(
+        largest_saved_tensor, world_size=1, inputs=make_inputs(tokens=tokens), chunk_tokens=chunk
+    )
     assert largest <= chunk * VOCAB_SIZE

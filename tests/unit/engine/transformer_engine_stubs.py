@@ -1,4 +1,5 @@
-"""Modules with the names, shapes and places of Transformer Engine's parameters, which run on a CPU: for what depends on nothing else of it.
+"""Modules with the names, shapes and places of Transformer Engine's parameters, which run on a CPU: for what
+depends on nothing else of it.
 
 They compute as the local layers do, to the bit, so that whatever differs is a name or a place.
 """
@@ -40,7 +41,8 @@ class StandInNorm(RMSNorm):
 
 
 class StandInNormColumn(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's weight is `layer_norm_weight`, on every rank; the fused kernel is two here."""
+    """TELayerNormColumnParallelLinear: the norm's weight is `layer_norm_weight`, on every rank; the fused
+    kernel is two here."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
@@ -68,7 +70,9 @@ class StandInNormColumn(ColumnParallelLinear):
 class StandInAttention(AttentionCore):
     """TEDotProductAttention: nothing of it is stored."""
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         return {}
 
 
@@ -96,7 +100,9 @@ class StandIns:
     def activation_func(self) -> None:
         return None
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
         """Experts one after the other: no test here has any."""
         return SequentialMLP, MLPSubmodules(linear_fc1=StandInColumn, linear_fc2=StandInRow)
 

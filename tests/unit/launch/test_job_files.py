@@ -1,4 +1,5 @@
-"""What a job takes along: the code that git knows, the checked configuration, and paths that hold elsewhere."""
+"""What a job takes along: the code that git knows, the checked configuration, and paths that hold
+elsewhere."""
 
 from __future__ import annotations
 
@@ -52,18 +53,29 @@ def config(*functions: str) -> PPOConfig:
 
 def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
-    package = job_files.pack(config("rewards/count.py", str(tmp_path / "elsewhere.py")), job := tmp_path / "job", here)
+    package = job_files.pack(
+        config("rewards/count.py", str(tmp_path / "elsewhere.py")), job := tmp_path / "job", here
+    )
     outside = Path("outside", *tmp_path.resolve().parts[1:], "elsewhere.py")
     names = {str(file.relative_to(job)) for file in job.rglob("*") if file.is_file()}
     of_megarl = {name for name in names if name.startswith("megarl/")}
-    assert names - of_megarl == {"run.yaml", "rewards/count.py", "rewards/neighbour.py", "notes.txt", str(outside)}
+    assert names - of_megarl == {
+        "run.yaml",
+        "rewards/count.py",
+        "rewards/neighbour.py",
+        "notes.txt",
+        str(outside),
+    }
     assert {"megarl/__main__.py", "megarl/cli/run/train.py"} <= of_megarl
     assert package.num_files == len(names)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == str(here / "model")
     assert found.data.train_files == [str(here / "train.parquet"), "/data/more.parquet"]
     assert found.trainer.output_dir == str(here / "outputs/run")
-    assert [function.path for function in found.reward.functions] == [str(job / "rewards/count.py"), str(job / outside)]
+    assert [function.path for function in found.reward.functions] == [
+        str(job / "rewards/count.py"),
+        str(job / outside),
+    ]
     assert found.checkpoint.resume == "auto"
 
 
@@ -105,7 +117,9 @@ def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Pa
 
 
 def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: Path, tmp_path: Path) -> None:
-    path = write_yaml(tmp_path / "run.yaml", {"model": {"path": "model"}, "data": {"train_files": ["train.parquet"]}})
+    path = write_yaml(
+        tmp_path / "run.yaml", {"model": {"path": "model"}, "data": {"train_files": ["train.parquet"]}}
+    )
     given = read_config(PPOConfig, path).required()
     job_files.pack(given, job := tmp_path / "job", here)
     found = read_config(PPOConfig, str(job / "run.yaml")).required()
@@ -113,7 +127,8 @@ def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: P
 
 
 def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> None:
-    """The job's Python has the standard library alone, as that of a head whose Ray was started from another environment."""
+    """The job's Python has the standard library alone, as that of a head whose Ray was started from another
+    environment."""
     assert missing_packages() == []
     job_files.pack(config(), job := tmp_path / "job", here)
     command = [sys.executable, "-S", "-m", "megarl.launch.job", "train", "run.yaml"]
@@ -125,18 +140,27 @@ def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> N
     assert "Install megarl there" in ended.stderr
 
 
-def test_too_much_is_refused_with_what_is_large(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_is_refused_with_what_is_large(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
     monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
     (here / "large.bin").write_bytes(bytes(200_000))
-    with pytest.raises(ConfigError, match=r"more than 0.1: name in .gitignore .* the largest are .*large.bin"):
+    with pytest.raises(
+        ConfigError, match=r"more than 0.1: name in .gitignore .* the largest are .*large.bin"
+    ):
         job_files.pack(config(), tmp_path / "job", here)
 
 
 def test_every_key_of_a_path_is_known() -> None:
     """A new one must be given a place in a job: code that goes along, or a file that all nodes see."""
     words = ("path", "dir", "files", "folder", "file", "function")
-    keys = {key for schema in (PPOConfig, SFTConfig) for key in leaves(schema) if key.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in words}
+    keys = {
+        key
+        for schema in (PPOConfig, SFTConfig)
+        for key in leaves(schema)
+        if key.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in words
+    }
     assert keys | {"checkpoint.resume"} == job_files.SHARED | job_files.CODE
 
 

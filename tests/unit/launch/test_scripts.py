@@ -1,4 +1,5 @@
-"""The launchers that no test can run for real, as far as it goes: syntax, the commands that they make up, fields, sizes."""
+"""The launchers that no test can run for real, as far as it goes: syntax, the commands that they make up,
+fields, sizes."""
 
 from __future__ import annotations
 
@@ -30,16 +31,56 @@ SPEC_FIELDS = {
         "entrypointNumCpus",
         "entrypointNumGpus",
     ),
-    *("entrypointResources", "jobId", "managedBy", "metadata", "preRunningDeadlineSeconds", "rayClusterSpec", "runtimeEnvYAML"),
-    *("shutdownAfterJobFinishes", "submissionMode", "submitterConfig", "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished"),
+    *(
+        "entrypointResources",
+        "jobId",
+        "managedBy",
+        "metadata",
+        "preRunningDeadlineSeconds",
+        "rayClusterSpec",
+        "runtimeEnvYAML",
+    ),
+    *(
+        "shutdownAfterJobFinishes",
+        "submissionMode",
+        "submitterConfig",
+        "submitterPodTemplate",
+        "suspend",
+        "ttlSecondsAfterFinished",
+    ),
 }
 CLUSTER_FIELDS = {
-    *("authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "headServiceAnnotations"),
+    *(
+        "authOptions",
+        "autoscalerOptions",
+        "enableInTreeAutoscaling",
+        "gcsFaultToleranceOptions",
+        "headGroupSpec",
+        "headServiceAnnotations",
+    ),
     *("managedBy", "rayVersion", "suspend", "upgradeStrategy", "workerGroupSpecs"),
 }
-HEAD_FIELDS = {"enableIngress", "headService", "labels", "rayStartParams", "resources", "serviceType", "template"}
+HEAD_FIELDS = {
+    "enableIngress",
+    "headService",
+    "labels",
+    "rayStartParams",
+    "resources",
+    "serviceType",
+    "template",
+}
 WORKER_FIELDS = {
-    *("groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams", "replicas", "resources"),
+    *(
+        "groupName",
+        "idleTimeoutSeconds",
+        "labels",
+        "maxReplicas",
+        "minReplicas",
+        "numOfHosts",
+        "rayStartParams",
+        "replicas",
+        "resources",
+    ),
     *("scaleStrategy", "suspend", "template"),
 }
 
@@ -47,7 +88,9 @@ WORKER_FIELDS = {
 def test_the_script_of_slurm_has_no_fault() -> None:
     assert subprocess.run(["bash", "-n", SLURM], check=False, capture_output=True).stderr == b""
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    found = subprocess.run([shellcheck, "--severity=style", SLURM], check=False, capture_output=True, text=True)
+    found = subprocess.run(
+        [shellcheck, "--severity=style", SLURM], check=False, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout
 
 
@@ -62,13 +105,24 @@ def test_several_processes_of_torchrun_on_a_node_are_told_that_one_is_enough(
 
 
 def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: str) -> tuple[int, list[str]]:
-    """Runs the batch script as Slurm would, with commands that only note what they are asked; its status, srun's words."""
-    for name, body in {"scontrol": 'printf "node7\\nnode8\\n"', "srun": f'echo "$@" > {tmp_path}/asked; {srun}'}.items():
+    """Runs the batch script as Slurm would, with commands that only note what they are asked; its status,
+    srun's words."""
+    for name, body in {
+        "scontrol": 'printf "node7\\nnode8\\n"',
+        "srun": f'echo "$@" > {tmp_path}/asked; {srun}',
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    of_slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "4217"}
+    of_slurm = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "4217",
+    }
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **of_slurm, **environment}
-    done = subprocess.run(["bash", SLURM, *arguments], env=env, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["bash", SLURM, *arguments], env=env, check=False, capture_output=True, text=True, timeout=30
+    )
     asked = tmp_path / "asked"
     return done.returncode, shlex.split(asked.read_text()) if asked.exists() else []
 
@@ -97,7 +151,10 @@ def test_slurm_gives_the_status_of_the_run(tmp_path: Path) -> None:
 
 
 def test_slurm_hands_sigterm_on_and_waits_for_the_run_to_save(tmp_path: Path) -> None:
-    saving = f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 143' TERM; kill -TERM $PPID; while true; do sleep 0.1; done"
+    saving = (
+        f"trap 'sleep 0.5; echo saved > {tmp_path}/saved; exit 143' TERM; kill -TERM $PPID; while "
+        f"true; do sleep 0.1; done"
+    )
     assert slurm(tmp_path, "run.yaml", srun=saving)[0] == 143
     assert (tmp_path / "saved").exists()
 
@@ -117,9 +174,15 @@ def test_the_ray_job_has_only_fields_that_there_are(job: dict[str, Any]) -> None
     assert all(group.keys() <= WORKER_FIELDS for group in cluster["workerGroupSpecs"])
     for pod in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
-        assert {mount["name"] for container in pod["template"]["spec"]["containers"] for mount in container["volumeMounts"]} == volumes
+        assert {
+            mount["name"]
+            for container in pod["template"]["spec"]["containers"]
+            for mount in container["volumeMounts"]
+        } == volumes
         assert all(isinstance(value, str) for value in pod["rayStartParams"].values())
-    assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "cpu.txt").read_text().replace("ray[default]", "ray")
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "cpu.txt").read_text().replace(
+        "ray[default]", "ray"
+    )
     assert isinstance(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"], str)
 
 

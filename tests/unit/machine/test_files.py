@@ -1,4 +1,5 @@
-"""A file and a folder that are replaced whole: whenever the writer is killed, readers find the old one or the new one."""
+"""A file and a folder that are replaced whole: whenever the writer is killed, readers find the old one or the
+new one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 
 from megarl.machine.files import whole_folder, write_whole
 
-# Ends itself with SIGKILL before, between, or after the renames; the argument is how many are done before. Or stays in the block.
+# Ends itself with SIGKILL before, between, or after the renames; the argument is how many are done before. Or
+# stays in the block.
 _WRITER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -55,7 +57,9 @@ write_whole(Path(sys.argv[1]), "new")
 
 
 def start(folder: Path, moment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", _WRITER, str(folder), moment], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(folder), moment], stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.fixture
@@ -88,7 +92,10 @@ def test_a_file_is_replaced_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_file_whose_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "summary"
     path.write_text("old")
-    assert subprocess.run([sys.executable, "-c", _FILE_WRITER, str(path)], check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", _FILE_WRITER, str(path)], check=False).returncode
+        == -signal.SIGKILL
+    )
     assert path.read_text() == "old"
     write_whole(path, "newer")  # what the killed one left is in nobody's way
     assert path.read_text() == "newer"
@@ -148,7 +155,8 @@ def test_an_old_one_without_its_successor_comes_back(folder: Path) -> None:
 
 
 def test_two_writers(folder: Path) -> None:
-    """The second is refused while the first lives; what the first leaves when it is killed does not stop the next."""
+    """The second is refused while the first lives; what the first leaves when it is killed does not stop the
+    next."""
     writer = start(folder, "stay")
     assert writer.stdout is not None
     assert writer.stdout.readline() == "here\n"

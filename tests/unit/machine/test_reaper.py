@@ -1,4 +1,5 @@
-"""Nothing outlives its owner: children, and grandchildren in sessions of their own. Plain processes, no Ray."""
+"""Nothing outlives its owner: children, and grandchildren in sessions of their own. Plain processes, no
+Ray."""
 
 import os
 import signal
@@ -26,7 +27,9 @@ time.sleep(600)
 
 
 def start_owner(owner: str, kind: str) -> tuple[subprocess.Popen, psutil.Process]:
-    process = subprocess.Popen([sys.executable, "-c", OWNER_SCRIPT, owner, kind], stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER_SCRIPT, owner, kind], stdout=subprocess.PIPE, text=True, process_group=0
+    )
     assert process.stdout is not None
     return process, psutil.Process(int(process.stdout.readline()))
 
@@ -52,7 +55,9 @@ time.sleep(600)
 
 def test_semaphores_go_with_a_killed_owner_whose_tracker_is_killed_too() -> None:
     """Ray kills the children of a worker that ends, of which the tracker is one."""
-    owner = subprocess.Popen([sys.executable, "-c", SEMAPHORE_SCRIPT, uuid.uuid4().hex], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", SEMAPHORE_SCRIPT, uuid.uuid4().hex], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     tracker, name = owner.stdout.readline().split()
     file = Path(f"/dev/shm/sem.{name.removeprefix('/')}")

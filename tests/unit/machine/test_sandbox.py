@@ -1,4 +1,5 @@
-"""Programs that try to get out of the sandbox, on every level; docs/sandbox.md has the table of what happened, which a test writes.
+"""Programs that try to get out of the sandbox, on every level; docs/sandbox.md has the table of what
+happened, which a test writes.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/machine/test_sandbox.py
 """
@@ -23,7 +24,15 @@ import pytest
 
 import megarl
 from megarl.machine import sandbox, sandbox_program, system_calls
-from megarl.machine.sandbox import Finished, Level, SandboxError, SandboxLimits, run_program, strongest, why_not
+from megarl.machine.sandbox import (
+    Finished,
+    Level,
+    SandboxError,
+    SandboxLimits,
+    run_program,
+    strongest,
+    why_not,
+)
 from megarl.machine.sandbox_session import SandboxSession
 from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD, OF_KERNEL, OF_ROOT
 
@@ -31,7 +40,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
 MODULE = "megarl.machine.sandbox_program"  # in the command line of every process of a sandbox
 STRONG = [level for level in Level if level is not Level.process]
 KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
-LIMITS = SandboxLimits(memory_mb=256, cpu_s=0, wall_s=4.0, output_kb=16)  # of the processor a second is given beyond
+# of the processor a second is given beyond
+LIMITS = SandboxLimits(memory_mb=256, cpu_s=0, wall_s=4.0, output_kb=16)
 
 
 def needs(level: Level) -> None:
@@ -48,7 +58,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
     os.environ["MEGARL_TEST_SECRET"] = "hunter2"
     kept = ctypes.create_string_buffer(b"hunter2")
     machine = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-    calls = {"userfaultfd": (323, 282), "perf_event_open": (298, 241), "bpf": (321, 280), "add_key": (248, 217)}
+    calls = {
+        "userfaultfd": (323, 282),
+        "perf_event_open": (298, 241),
+        "bpf": (321, 280),
+        "add_key": (248, 217),
+    }
     with ExitStack() as stack:
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         unix, dgram, abstract = (stack.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in KINDS)
@@ -81,7 +96,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
 def system_v_objects() -> Iterator[dict[str, int]]:
     """Shared memory, a message queue and a semaphore of this process."""
     libc = ctypes.CDLL(None, use_errno=True)
-    made = {"shm": libc.shmget(0, 4096, 0o1600), "queue": libc.msgget(0, 0o1600), "semaphore": libc.semget(0, 1, 0o1600)}
+    made = {
+        "shm": libc.shmget(0, 4096, 0o1600),
+        "queue": libc.msgget(0, 0o1600),
+        "semaphore": libc.semget(0, 1, 0o1600),
+    }
     assert min(made.values()) >= 0
     try:
         yield made
@@ -100,8 +119,12 @@ def outcomes(target: dict[str, object]) -> dict[Level, dict[str, Finished]]:
 
     levels = [level for level in Level if level is Level.process or not why_not(level)]
     with ThreadPoolExecutor(4) as pool:
-        futures = {level: {attack: pool.submit(attempt, attack, level) for attack in ATTACKS} for level in levels}
-        finished = {level: {attack: future.result() for attack, future in of.items()} for level, of in futures.items()}
+        futures = {
+            level: {attack: pool.submit(attempt, attack, level) for attack in ATTACKS} for level in levels
+        }
+        finished = {
+            level: {attack: future.result() for attack, future in of.items()} for level, of in futures.items()
+        }
     for path in Path("/tmp").glob(f"*-{os.getpid()}"):
         path.unlink()
     return finished
@@ -118,7 +141,8 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
     finished = outcomes[level][attack]
     assert not got_out(finished), finished
     assert finished.status != 0
-    if attack == "compute for ever":  # the kernel ends it, which bubblewrap and unshare tell in their own ways
+    # the kernel ends it, which bubblewrap and unshare tell in their own ways
+    if attack == "compute for ever":
         assert finished.ended in ("time", "itself"), finished
     elif attack in BY_LIMITS:
         assert finished.ended == ("output" if attack == "print without end" else "time"), finished
@@ -127,8 +151,11 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
         assert re.search(r"Error\b", finished.errors), finished  # it was refused, and went no further
 
 
-def test_the_attacks_are_none_where_nothing_is_in_their_way(outcomes: dict[Level, dict[str, Finished]]) -> None:
-    """Else they would prove nothing. Root may do more than others; and a limit of memory holds without a sandbox."""
+def test_the_attacks_are_none_where_nothing_is_in_their_way(
+    outcomes: dict[Level, dict[str, Finished]],
+) -> None:
+    """Else they would prove nothing. Root may do more than others; and a limit of memory holds without a
+    sandbox."""
     stopped = {attack for attack, finished in outcomes[Level.process].items() if not got_out(finished)}
     always = {
         "read an inherited variable",
@@ -154,12 +181,21 @@ def test_there_are_enough_attacks() -> None:
 
 def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[str, Finished]]) -> None:
     run = Path(str(target["run"]))
-    assert {path.name for path in run.iterdir()} - {"new.txt", "spare.txt"} == {"secret.txt", "socket", "dgram"}
+    assert {path.name for path in run.iterdir()} - {"new.txt", "spare.txt"} == {
+        "secret.txt",
+        "socket",
+        "dgram",
+    }
     left = sandbox_processes()
     deadline = time.monotonic() + 10  # what outlived a call without a sandbox ends by itself
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left) and time.monotonic() < deadline:
+    while (
+        any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
-    assert not [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def sandbox_processes() -> list[psutil.Process]:
@@ -192,11 +228,16 @@ time.sleep(600)
     assert finished.ended == "time"
     assert session.run(program).finished.ended == "time"
     session.close()
-    assert [process.pid for process in sandbox_processes() if process.pid not in before and ancestors(process) & {1, os.getpid()}] == []
+    assert [
+        process.pid
+        for process in sandbox_processes()
+        if process.pid not in before and ancestors(process) & {1, os.getpid()}
+    ] == []
 
 
 def ancestors(process: psutil.Process) -> set[int]:
-    """Return this process, and process 1 where it has lost its parent; empty for one that has ended meanwhile."""
+    """Return this process, and process 1 where it has lost its parent; empty for one that has ended
+    meanwhile."""
     try:
         orphaned = {1} if process.ppid() == 1 else set()
         return orphaned | ({os.getpid()} & {parent.pid for parent in process.parents()})
@@ -209,7 +250,10 @@ def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) 
         needs(level)
     if os.geteuid():
         pytest.skip("the page says what root's programs could do without a sandbox")
-    lines = ["| what a program tries | " + " | ".join(level.value for level in Level) + " |", "|---" * (len(Level) + 1) + "|"]
+    lines = [
+        "| what a program tries | " + " | ".join(level.value for level in Level) + " |",
+        "|---" * (len(Level) + 1) + "|",
+    ]
     for attack in ATTACKS:
         cells = ("**done**" if got_out(outcomes[level][attack]) else "stopped" for level in Level)
         lines.append(f"| {attack} | " + " | ".join(cells) + " |")
@@ -219,12 +263,15 @@ def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) 
     if os.environ.get("MEGARL_WRITE_PAGES"):
         PAGE.write_text(block.sub(lambda found: found[1] + table + found[3], text), encoding="utf-8")
     else:
-        assert block.search(text)[2] == table, f"{PAGE}: if the new one is right, this test writes it with MEGARL_WRITE_PAGES=1"
+        assert block.search(text)[2] == table, (
+            f"{PAGE}: if the new one is right, this test writes it with MEGARL_WRITE_PAGES=1"
+        )
 
 
 @pytest.mark.parametrize("level", Level)
 def test_a_program_works(level: Level) -> None:
-    """Standard library, threads, an event loop, standard input, an error with its line, a status of its own."""
+    """Standard library, threads, an event loop, standard input, an error with its line, a status of its
+    own."""
     needs(level)
     program = """
 import asyncio, fractions, json, random, sys, threading, zoneinfo
@@ -238,7 +285,10 @@ raise ValueError("meant")
     assert finished.output.splitlines()[:1] == ["1/3"]
     assert finished.output.splitlines()[1].startswith("7 __main__ [")
     assert finished.errors.splitlines()[0] == "Traceback (most recent call last):"
-    assert '  File "<program>", line 7, in <module>\n    raise ValueError("meant")\nValueError: meant' in finished.errors
+    assert (
+        '  File "<program>", line 7, in <module>\n    raise ValueError("meant")\nValueError: meant'
+        in finished.errors
+    )
     assert MODULE not in finished.errors
     assert str(sandbox_program.__file__) not in finished.errors
     assert (finished.status, finished.ended) == (1, "itself")
@@ -247,7 +297,9 @@ raise ValueError("meant")
 
 
 @pytest.mark.parametrize("level", Level)
-def test_a_session_keeps_what_programs_leave_until_one_is_ended(level: Level, target: dict[str, object]) -> None:
+def test_a_session_keeps_what_programs_leave_until_one_is_ended(
+    level: Level, target: dict[str, object]
+) -> None:
     needs(level)
     session = SandboxSession(level, SandboxLimits(memory_mb=256, wall_s=1.0, output_kb=4))
 
@@ -257,11 +309,16 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(level: Level, ta
 
     try:
         assert run("def double(x): return 2 * x\nkept = 4; print('set')") == ("set\n", "", True)
-        assert run("import sys; print(double(kept), end=''); print('so', file=sys.stderr)") == ("8", "so", True)
+        assert run("import sys; print(double(kept), end=''); print('so', file=sys.stderr)") == (
+            "8",
+            "so",
+            True,
+        )
         assert run("kept += 1; double(1 / 0)") == ("", "ZeroDivisionError: division by zero", True)
         assert run("print(kept); raise SystemExit(3)") == ("5\n", "SystemExit: 3", True)
         assert run("def f(:")[1:] == ("SyntaxError: invalid syntax", True)
-        assert run("print(len(input()))")[1:] == ("EOFError: EOF when reading a line", True)  # orders come by another way
+        # orders come by another way
+        assert run("print(len(input()))")[1:] == ("EOFError: EOF when reading a line", True)
         assert run(f"print(len('{'a' * 200_000}'))") == ("200000\n", "", True)  # longer than a pipe holds
         if level is not Level.process:
             refused = run(f"print(open('{target['run']}/secret.txt').read())")
@@ -290,7 +347,10 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(level: Level, ta
 
 def test_bubblewrap_gives_a_folder_to_write_to() -> None:
     needs(Level.bubblewrap)
-    program = "import os; print(os.getcwd(), os.path.exists('kept')); open('kept', 'w').write('x'); print(open('kept').read())"
+    program = (
+        "import os; print(os.getcwd(), os.path.exists('kept')); open('kept', 'w').write('x'); "
+        "print(open('kept').read())"
+    )
     for _ in range(2):  # the second does not see what the first wrote
         assert run_program(program, Level.bubblewrap, SandboxLimits()).output == "/tmp False\nx\n"
 
@@ -302,12 +362,20 @@ def test_output_is_cut_where_it_is_too_long() -> None:
 
 def test_a_level_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"^the sandbox bubblewrap needs 'setpriv', which is not installed$"):
+    with pytest.raises(
+        SandboxError, match=r"^the sandbox bubblewrap needs 'setpriv', which is not installed$"
+    ):
         run_program("", Level.bubblewrap, SandboxLimits())
-    for name, content in (("setpriv", 'shift 2; exec "$@"'), ("bwrap", "echo bwrap: no permission to make a new namespace >&2; exit 1")):
+    for name, content in (
+        ("setpriv", 'shift 2; exec "$@"'),
+        ("bwrap", "echo bwrap: no permission to make a new namespace >&2; exit 1"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
         (tmp_path / name).chmod(0o755)
-    with pytest.raises(SandboxError, match=r"^the sandbox bubblewrap does not work here: bwrap: no permission to make a new namespace$"):
+    with pytest.raises(
+        SandboxError,
+        match=r"^the sandbox bubblewrap does not work here: bwrap: no permission to make a new namespace$",
+    ):
         run_program("", Level.bubblewrap, SandboxLimits())
 
 
@@ -319,7 +387,10 @@ def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sandbox, "why_not", lambda level: reasons[level])
     assert strongest() is Level.landlock
     reasons[Level.landlock] = "no Landlock"
-    with pytest.raises(SandboxError, match=r"no sandbox works on this machine: no bwrap; forbidden; no Landlock\. Install bubblewrap"):
+    with pytest.raises(
+        SandboxError,
+        match=r"no sandbox works on this machine: no bwrap; forbidden; no Landlock\. Install bubblewrap",
+    ):
         strongest()
 
 
@@ -347,16 +418,28 @@ def test_every_level_holds_for_another_user_than_root() -> None:
     ):
         pytest.skip("needs root, to become another user, and the system's own Python 3.11 or later")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        shutil.copytree(Path(megarl.__file__).parent, Path(folder) / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            Path(megarl.__file__).parent,
+            Path(folder) / "megarl",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
         for path in (Path(folder), *Path(folder).rglob("*")):
             path.chmod(0o755)
         user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-        has_namespaces = subprocess.run([*user, "unshare", "--user", "true"], capture_output=True).returncode == 0
+        has_namespaces = (
+            subprocess.run([*user, "unshare", "--user", "true"], capture_output=True).returncode == 0
+        )
         levels = STRONG if has_namespaces else [Level.landlock]
         names = [level.value for level in levels if not why_not(level)]
-        program = f"import sys; sys.path.insert(0, {folder!r})\nfrom megarl.machine.sandbox import Level, why_not\n"
+        program = (
+            f"import sys; sys.path.insert(0, {folder!r})\nfrom megarl.machine.sandbox import Level, why_not\n"
+        )
         program += f"print([why_not(Level(name)) for name in {names!r}])"
         ended = subprocess.run(
-            [*user, interpreter, "-B", "-c", program], env={"PATH": os.environ["PATH"]}, cwd="/", capture_output=True, text=True
+            [*user, interpreter, "-B", "-c", program],
+            env={"PATH": os.environ["PATH"]},
+            cwd="/",
+            capture_output=True,
+            text=True,
         )
     assert (ended.stdout.strip(), ended.stderr) == (str([""] * len(names)), "")

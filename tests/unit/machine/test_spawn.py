@@ -1,4 +1,5 @@
-"""Processes that begin with nothing of the one that starts them: not even its variables, wherever a program would look for them."""
+"""Processes that begin with nothing of the one that starts them: not even its variables, wherever a program
+would look for them."""
 
 import os
 import re
@@ -18,7 +19,8 @@ def times_in_memory() -> int:
     """That the three parts stand behind each other in this process's memory."""
     first, second, third = (part.encode() for part in PARTS)
     count = 0
-    regions = Path("/proc/self/maps").read_text().splitlines()  # at once: what is read makes new ones, which would be read in their turn
+    # at once: what is read makes new ones, which would be read in their turn
+    regions = Path("/proc/self/maps").read_text().splitlines()
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for line in regions:
             begin, end, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()
@@ -47,7 +49,9 @@ def looked(context: SpawnContext) -> tuple[int, list[str], list[str]]:
     return found
 
 
-def test_a_bare_process_has_the_variables_that_it_is_given_and_finds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_process_has_the_variables_that_it_is_given_and_finds_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MY_SECRET", "".join(PARTS))
     count, names, _ = looked(FreshContext())
     assert count >= 1  # so it would be found

@@ -1,4 +1,5 @@
-"""Text that cannot be encoded, and JSON that is not JSON: what is refused, replaced, and written all the same."""
+"""Text that cannot be encoded, and JSON that is not JSON: what is refused, replaced, and written all the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`read_architecture` on the JSON that transformers itself writes, and on fields that would change the maths."""
+"""`read_architecture` on the JSON that transformers itself writes, and on fields that would change the
+maths."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture, Experts, RopeScaling
@@ -24,7 +33,12 @@ SIZES = {
     "vocab_size": 199,
     "max_position_embeddings": 256,
 }
-LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 # As published: Qwen/Qwen2.5-0.5B and Llama-3.1-8B, written by transformers v4.
 QWEN25_V4 = {
@@ -136,7 +150,12 @@ def written(folder: Path, fields: dict[str, Any]) -> str:
 
 
 def test_qwen2_written_by_transformers(tmp_path: Path) -> None:
-    path = saved(tmp_path, Qwen2Config(**SIZES, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
+    path = saved(
+        tmp_path,
+        Qwen2Config(
+            **SIZES, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+        ),
+    )
     assert read_architecture(path) == Architecture(
         model_type="qwen2",
         num_hidden_layers=3,
@@ -166,12 +185,18 @@ def test_llama_with_llama3_rope_written_by_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_ROPE}
     architecture = read_architecture(saved(tmp_path, LlamaConfig(**SIZES, rope_parameters=rope)))
     assert (architecture.rope_theta, architecture.rope_scaling) == (5e5, RopeScaling(**LLAMA3_ROPE))
-    assert (architecture.qkv_bias, architecture.qk_norm, architecture.tie_word_embeddings) == (False, False, False)
+    assert (architecture.qkv_bias, architecture.qk_norm, architecture.tie_word_embeddings) == (
+        False,
+        False,
+        False,
+    )
 
 
 def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
     """Layers that are dense are told by their numbers, and by the step between those that are not."""
-    qwen3 = read_architecture(saved(tmp_path, Qwen3MoeConfig(**SIZES, **EXPERT_SIZES, norm_topk_prob=True, mlp_only_layers=[1])))
+    qwen3 = read_architecture(
+        saved(tmp_path, Qwen3MoeConfig(**SIZES, **EXPERT_SIZES, norm_topk_prob=True, mlp_only_layers=[1]))
+    )
     assert qwen3.experts == Experts(
         num_experts=6,
         num_experts_per_tok=2,
@@ -182,9 +207,16 @@ def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
     )
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.num_dense_layers) == (12, True, False, 1)
     qwen2 = read_architecture(
-        saved(tmp_path, Qwen2MoeConfig(**SIZES, **EXPERT_SIZES, shared_expert_intermediate_size=40, decoder_sparse_step=2))
+        saved(
+            tmp_path,
+            Qwen2MoeConfig(
+                **SIZES, **EXPERT_SIZES, shared_expert_intermediate_size=40, decoder_sparse_step=2
+            ),
+        )
     )
-    assert qwen2.experts == dataclasses.replace(qwen3.experts, shared_intermediate_size=40, norm_topk_prob=False, layers=(1,))
+    assert qwen2.experts == dataclasses.replace(
+        qwen3.experts, shared_intermediate_size=40, norm_topk_prob=False, layers=(1,)
+    )
     assert (qwen2.qkv_bias, qwen2.intermediate_size) == (True, 80)
     mixtral = read_architecture(saved(tmp_path, MixtralConfig(**SIZES, num_local_experts=6)))
     assert mixtral.experts == dataclasses.replace(qwen3.experts, intermediate_size=80, layers=(0, 1, 2))
@@ -194,7 +226,11 @@ def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
 def test_experts_by_their_published_and_their_newer_name(tmp_path: Path) -> None:
     """Qwen3-30B-A3B, whose makers count 30.5 billion parameters, 3.3 of them active."""
     published = read_architecture(written(tmp_path, QWEN3_MOE_V4))
-    newer = {name: value for name, value in QWEN3_MOE_V4.items() if name not in ("num_experts", "intermediate_size")}
+    newer = {
+        name: value
+        for name, value in QWEN3_MOE_V4.items()
+        if name not in ("num_experts", "intermediate_size")
+    }
     renamed = read_architecture(written(tmp_path, newer | {"num_local_experts": 128}))
     assert dataclasses.replace(renamed, intermediate_size=published.intermediate_size) == published
     assert num_parameters(published) // 10**8 == 305
@@ -215,14 +251,24 @@ def test_v4_files_mean_what_transformers_reads_from_them(tmp_path: Path, fields:
 
 def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
     left_out = {"num_key_value_heads", "rope_theta", "rope_scaling", "tie_word_embeddings"}
-    architecture = read_architecture(written(tmp_path, {name: value for name, value in LLAMA31_V4.items() if name not in left_out}))
-    assert (architecture.num_key_value_heads, architecture.rope_theta, architecture.tie_word_embeddings) == (32, 10000.0, False)
+    architecture = read_architecture(
+        written(tmp_path, {name: value for name, value in LLAMA31_V4.items() if name not in left_out})
+    )
+    assert (architecture.num_key_value_heads, architecture.rope_theta, architecture.tie_word_embeddings) == (
+        32,
+        10000.0,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
     ("base", "change", "said"),
     [
-        (QWEN25_V4, {"use_sliding_window": True, "max_window_layers": 20}, "'use_sliding_window' is true with 'sliding_window' 32768"),
+        (
+            QWEN25_V4,
+            {"use_sliding_window": True, "max_window_layers": 20},
+            "'use_sliding_window' is true with 'sliding_window' 32768",
+        ),
         (QWEN25_V4, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "sliding_attention"),
         (LLAMA31_V4, {"sliding_window": 4096}, "'sliding_window' 4096"),
         (QWEN25_V4, {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; only \"silu\""),
@@ -235,23 +281,51 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (LLAMA31_V4, {"logit_scale": 0.25}, "'logit_scale' is 0.25"),
         (LLAMA31_V4, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'rope_type' is 'linear'"),
         (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"mscale": 1.0}}, "'mscale' is 1.0"),
-        (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5"),
-        (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"rope_theta": 1e4}}, "'rope_theta' is 10000.0 here and 500000.0"),
+        (
+            LLAMA31_V4,
+            {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"partial_rotary_factor": 0.5}},
+            "'partial_rotary_factor' is 0.5",
+        ),
+        (
+            LLAMA31_V4,
+            {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"rope_theta": 1e4}},
+            "'rope_theta' is 10000.0 here and 500000.0",
+        ),
         (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"factor": None}}, "'factor' is missing"),
-        (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"high_freq_factor": 1.0}}, "must be above"),
+        (
+            LLAMA31_V4,
+            {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"high_freq_factor": 1.0}},
+            "must be above",
+        ),
         (LLAMA31_V4, {"rope_parameters": {"rope_type": "default"}}, "both given and differ"),
         (LLAMA31_V4, {"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM'"),
         (LLAMA31_V4, {"auto_map": {"AutoModel": "model.Mine"}}, "'auto_map'"),
-        (LLAMA31_V4, {"model_type": "mamba"}, "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mixtral"),
-        (LLAMA31_V4, {"num_key_value_heads": 5}, "'num_attention_heads' 32 is not a multiple of 'num_key_value_heads' 5"),
-        (LLAMA31_V4, {"num_attention_heads": 24, "num_key_value_heads": 8}, "'hidden_size' 4096 is not a multiple"),
+        (
+            LLAMA31_V4,
+            {"model_type": "mamba"},
+            "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mixtral",
+        ),
+        (
+            LLAMA31_V4,
+            {"num_key_value_heads": 5},
+            "'num_attention_heads' 32 is not a multiple of 'num_key_value_heads' 5",
+        ),
+        (
+            LLAMA31_V4,
+            {"num_attention_heads": 24, "num_key_value_heads": 8},
+            "'hidden_size' 4096 is not a multiple",
+        ),
         (LLAMA31_V4, {"head_dim": 33}, "'head_dim' is 33"),
         (LLAMA31_V4, {"vocab_size": None}, "'vocab_size' is missing"),
         (LLAMA31_V4, {"vocab_size": "many"}, "'vocab_size' is 'many'"),
         (LLAMA31_V4, {"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'"),
         (LLAMA31_V4, {"num_experts": 8}, "'num_experts' is 8"),
         (QWEN3_MOE_V4, {"num_local_experts": 64}, "'num_experts' 128 and 'num_local_experts' 64 differ"),
-        (QWEN3_MOE_V4, {"num_experts_per_tok": 129}, "'num_experts_per_tok' 129 is more than 'num_experts' 128"),
+        (
+            QWEN3_MOE_V4,
+            {"num_experts_per_tok": 129},
+            "'num_experts_per_tok' 129 is more than 'num_experts' 128",
+        ),
         (QWEN3_MOE_V4, {"num_experts_per_tok": 1}, "the router would have no gradient"),
         (QWEN3_MOE_V4, {"num_experts": None}, "'num_experts' is missing"),
         (QWEN3_MOE_V4, {"mlp_only_layers": "all"}, "'mlp_only_layers' is 'all'"),
@@ -259,7 +333,9 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (QWEN3_MOE_V4, {"use_sliding_window": True, "sliding_window": 9}, "'use_sliding_window' is true"),
     ],
 )
-def test_a_field_that_changes_the_maths_is_refused_by_name(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], said: str) -> None:
+def test_a_field_that_changes_the_maths_is_refused_by_name(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
     path = written(tmp_path, base | change)
     with pytest.raises(ConfigError) as refusal:
         read_architecture(path)
@@ -270,19 +346,31 @@ def test_a_field_that_changes_the_maths_is_refused_by_name(tmp_path: Path, base:
 
 def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="3 problems") as refusal:
-        read_architecture(written(tmp_path, LLAMA31_V4 | {"mlp_bias": True, "hidden_act": "relu", "final_logit_softcapping": 30}))
+        read_architecture(
+            written(
+                tmp_path, LLAMA31_V4 | {"mlp_bias": True, "hidden_act": "relu", "final_logit_softcapping": 30}
+            )
+        )
     assert all(name in str(refusal.value) for name in ("mlp_bias", "hidden_act", "final_logit_softcapping"))
 
 
 def test_windows_that_no_layer_uses_are_accepted(tmp_path: Path) -> None:
     read_architecture(written(tmp_path, QWEN25_V4 | {"use_sliding_window": True, "max_window_layers": 24}))
-    read_architecture(written(tmp_path, QWEN25_V4 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 24}))
+    read_architecture(
+        written(tmp_path, QWEN25_V4 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 24})
+    )
 
 
 def test_remote_code_and_reward_model_heads(tmp_path: Path) -> None:
-    reward_model = LLAMA31_V4 | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+    reward_model = LLAMA31_V4 | {
+        "architectures": ["LlamaForSequenceClassification"],
+        "id2label": {"0": "score"},
+    }
     assert read_architecture(written(tmp_path, reward_model)).num_hidden_layers == 32
-    own_code = LLAMA31_V4 | {"auto_map": {"AutoModelForCausalLM": "model.Mine"}, "architectures": ["MineForCausalLM"]}
+    own_code = LLAMA31_V4 | {
+        "auto_map": {"AutoModelForCausalLM": "model.Mine"},
+        "architectures": ["MineForCausalLM"],
+    }
     assert read_architecture(written(tmp_path, own_code), trust_remote_code=True).num_hidden_layers == 32
 
 

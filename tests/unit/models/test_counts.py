@@ -13,7 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
-from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters, padded_vocab_size
+from megarl.models.counts import (
+    num_active_parameters,
+    num_expert_parameters,
+    num_parameters,
+    padded_vocab_size,
+)
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.placement.memory import stage_parameters
 from megarl.weights.shard_layout import layouts_of, shard_shapes
@@ -26,8 +31,12 @@ LAYOUTS = [
 ]
 EXPERT_LAYOUTS = [
     ParallelConfig(data_parallel_size=4, expert_parallel_size=4),
-    ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2),
-    ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2, expert_tensor_parallel_size=4),
+    ParallelConfig(
+        tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2
+    ),
+    ParallelConfig(
+        tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2, expert_tensor_parallel_size=4
+    ),
 ]
 
 
@@ -38,7 +47,9 @@ def written(folder: Path, fields: dict[str, Any]) -> Architecture:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_model_has_as_many_parameters_as_in_transformers(tmp_path: Path, model_type: str, tied: bool) -> None:
+def test_a_model_has_as_many_parameters_as_in_transformers(
+    tmp_path: Path, model_type: str, tied: bool
+) -> None:
     architecture = written(tmp_path, FAMILIES[model_type].example() | {"tie_word_embeddings": tied})
     with torch.device("meta"):
         reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -70,7 +81,8 @@ def test_a_stage_counts_what_its_shards_hold(tmp_path: Path, model_type: str, ti
 
 
 def test_a_stage_with_experts_by_hand(tmp_path: Path) -> None:
-    """Qwen2-MoE, TP 2 x DP 2 with EP 2 x ETP 2, the first of two stages: layer 0 has experts, layer 1 is dense."""
+    """Qwen2-MoE, TP 2 x DP 2 with EP 2 x ETP 2, the first of two stages: layer 0 has experts, layer 1 is
+    dense."""
     architecture = written(tmp_path, FAMILIES["qwen2_moe"].example() | {"mlp_only_layers": [1]})
     parallel = ParallelConfig(
         tensor_parallel_size=2,
@@ -98,6 +110,8 @@ def test_a_token_meets_the_chosen_experts_only(tmp_path: Path) -> None:
     assert num_active_parameters(dense) == num_parameters(dense)
 
 
-@pytest.mark.parametrize(("vocab_size", "size", "padded"), [(199, 1, 256), (256, 2, 256), (257, 2, 512), (151936, 8, 152576)])
+@pytest.mark.parametrize(
+    ("vocab_size", "size", "padded"), [(199, 1, 256), (256, 2, 256), (257, 2, 512), (151936, 8, 152576)]
+)
 def test_the_vocabulary_is_padded_to_128_rows_of_each_rank(vocab_size: int, size: int, padded: int) -> None:
     assert padded_vocab_size(vocab_size, size) == padded

@@ -1,6 +1,8 @@
-"""What holds for every registered family: it reads what transformers writes, and refuses what it does not know.
+"""What holds for every registered family: it reads what transformers writes, and refuses what it does not
+know.
 
-The tests of parity, conversion and weight transfer take their cases from the registry too: the last test checks it.
+The tests of parity, conversion and weight transfer take their cases from the registry too: the last test
+checks it.
 """
 
 from __future__ import annotations
@@ -49,12 +51,20 @@ def test_an_example_means_the_same_as_transformers_writes_it(tmp_path: Path, mod
 def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str) -> None:
     architecture = example_architecture(model_type)
     reference = AutoConfig.from_pretrained(written(tmp_path, FAMILIES[model_type].example()))
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+    for name in (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    ):
         assert getattr(architecture, name) == getattr(reference, name), name
     assert architecture.rms_norm_eps == reference.rms_norm_eps
     assert architecture.rope_theta == reference.rope_parameters["rope_theta"]
     assert architecture.tie_word_embeddings == reference.tie_word_embeddings
-    assert architecture.num_experts == getattr(reference, "num_local_experts", getattr(reference, "num_experts", 0))
+    assert architecture.num_experts == getattr(
+        reference, "num_local_experts", getattr(reference, "num_experts", 0)
+    )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -62,12 +72,18 @@ def test_a_field_that_nobody_knows_is_refused_by_name(tmp_path: Path, model_type
     path = written(tmp_path, FAMILIES[model_type].example() | {"logit_scale": 0.25})
     with pytest.raises(ConfigError) as refusal:
         read_architecture(path)
-    assert refusal.value.problems == ("field 'logit_scale' is 0.25; megarl does not know whether it changes the model",)
+    assert refusal.value.problems == (
+        "field 'logit_scale' is 0.25; megarl does not know whether it changes the model",
+    )
 
 
 @pytest.mark.parametrize(
     ("model_type", "name"),
-    [(model_type, name) for model_type, family in FAMILIES.items() for name in sorted(family.example().keys() - BOOKKEEPING)],
+    [
+        (model_type, name)
+        for model_type, family in FAMILIES.items()
+        for name in sorted(family.example().keys() - BOOKKEEPING)
+    ],
 )
 def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_type: str, name: str) -> None:
     """A family that reads a field also looks at its value."""
@@ -80,15 +96,18 @@ def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_typ
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_class_of_another_family_is_refused(tmp_path: Path, model_type: str) -> None:
     path = written(tmp_path, FAMILIES[model_type].example() | {"architectures": ["GPT2LMHeadModel"]})
-    with pytest.raises(ConfigError, match=rf"names 'GPT2LMHeadModel'; supported: .*{FAMILIES[model_type].class_prefix}{LM_CLASS}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"names 'GPT2LMHeadModel'; supported: .*{FAMILIES[model_type].class_prefix}{LM_CLASS}",
+    ):
         read_architecture(path)
 
 
 def test_an_example_fits_the_class_of_sglang() -> None:
     """The push into it is tested with the example."""
-    assert {name: list(family.sglang_differs(example_architecture(name))) for name, family in FAMILIES.items()} == {
-        name: [] for name in FAMILIES
-    }
+    assert {
+        name: list(family.sglang_differs(example_architecture(name))) for name, family in FAMILIES.items()
+    } == {name: [] for name in FAMILIES}
 
 
 def test_parity_conversion_and_push_are_tested_for_every_family() -> None:

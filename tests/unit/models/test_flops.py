@@ -33,8 +33,11 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(("prompt", "changes"), [(1, {}), (5, EXPERTS)], ids=["dense", "experts"])
-def test_it_is_what_a_model_of_hugging_face_does(prompt: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Its own attention makes all pairs of a row, and its output layer all places: both are put in their places here."""
+def test_it_is_what_a_model_of_hugging_face_does(
+    prompt: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its own attention makes all pairs of a row, and its output layer all places: both are put in their
+    places here."""
     folder = model_folder(tmp_path / "model", **changes)
     response = 8
     length = prompt + response
@@ -44,9 +47,11 @@ def test_it_is_what_a_model_of_hugging_face_does(prompt: int, changes: dict[str,
     counter = FlopCounterMode(display=False)
     with counter:
         model(input_ids=torch.arange(length)[None]).logits.sum().backward()
-    masked = 2 * 2 * LAYERS * WIDTH * (length * length - length * (length + 1) // 2)  # pairs that the causal mask takes away, in 2 products
+    # pairs that the causal mask takes away, in 2 products
+    masked = 2 * 2 * LAYERS * WIDTH * (length * length - length * (length + 1) // 2)
     unread = 2 * WIDTH * VOCABULARY * (length - response)
-    angles = length * WIDTH // HEADS  # of the rotary embedding, a product there: half the numbers of a head, twice
+    # of the rotary embedding, a product there: half the numbers of a head, twice
+    angles = length * WIDTH // HEADS
     expected = counter.get_total_flops() - 3 * (masked + unread) - angles
     assert training_flops(read_architecture(str(folder)), [(prompt, response)]) == expected
 

@@ -1,4 +1,5 @@
-"""What a model needs while it works, by hand. rehearsal/test_memory.py and engine/test_memory_plan.py measure it."""
+"""What a model needs while it works, by hand. rehearsal/test_memory.py and engine/test_memory_plan.py measure
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, PPOConfig, Recompute, RecomputeModule
+from megarl.config.schema import (
+    Device,
+    DType,
+    ModelConfig,
+    ParallelConfig,
+    PPOConfig,
+    Recompute,
+    RecomputeModule,
+)
 from megarl.placement.activations import WorkingMemory, working_memory
 from megarl.placement.memory import model_state, second_moments
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
@@ -20,8 +29,8 @@ QUERY = 28 * 128 // 4
 KEY = 4 * 128 // 4
 GATE = 18944 // 4
 ROWS = 152064 // 4
-# Inputs and outputs of the norms; the product of queries, keys and values, the first two turned, values once more, what is attended and a
-# float32 number of each of seven heads; gate, up and their product.
+# Inputs and outputs of the norms; the product of queries, keys and values, the first two turned, values once
+# more, what is attended and a float32 number of each of seven heads; gate, up and their product.
 LAYER = 4 * HIDDEN + 3 * QUERY + 4 * KEY + 2 * 7 + 3 * GATE
 BATCH = 128 * 2048 * 64  # of all rows of the step
 ANGLES = 2048 * 128 * 4
@@ -38,8 +47,9 @@ def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
 
 
 def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
-    """The head is the fullest moment: scored hidden states and their gradient and that of all, what the output layer's gradient gets of
-    1,024 tokens, and of these two chunks of logits and a gradient of 2 bytes."""
+    """The head is the fullest moment: scored hidden states and their gradient and that of all, what the
+    output layer's gradient gets of 1,024 tokens, and of these two chunks of logits and a gradient of 2 bytes.
+    """
     head = TOKENS * 3 * HIDDEN * 2 + ROWS * HIDDEN * 2 + 1024 * ROWS * (2 * 4 + 2)
     none, full = (of_actor(with_recompute(how)).train for how in (Recompute.none, Recompute.full))
     assert none == TOKENS * (28 * LAYER + HIDDEN) * 2 + head + BATCH + ANGLES
@@ -48,10 +58,15 @@ def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
     assert half - full == TOKENS * 14 * (LAYER - HIDDEN) * 2
 
 
-@pytest.mark.parametrize(("module", "saved"), [(RecomputeModule.core_attn, 0), (RecomputeModule.mlp, 28 * 3 * GATE)])
+@pytest.mark.parametrize(
+    ("module", "saved"), [(RecomputeModule.core_attn, 0), (RecomputeModule.mlp, 28 * 3 * GATE)]
+)
 def test_selective_recomputation_saves_what_its_modules_keep(module: RecomputeModule, saved: int) -> None:
     """Attention by a kernel keeps nothing inside itself."""
-    none, selective = (of_actor(with_recompute(how, recompute_modules=[module])).train for how in (Recompute.none, Recompute.selective))
+    none, selective = (
+        of_actor(with_recompute(how, recompute_modules=[module])).train
+        for how in (Recompute.none, Recompute.selective)
+    )
     assert none - selective == TOKENS * saved * 2
 
 
@@ -71,8 +86,8 @@ def test_a_cpu_keeps_more() -> None:
 
 
 def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
-    """Of the inputs of 28 layers, the output of the last and the gradient of all, three quarters are elsewhere; the buffer in which ranks
-    gather the tokens stays."""
+    """Of the inputs of 28 layers, the output of the last and the gradient of all, three quarters are
+    elsewhere; the buffer in which ranks gather the tokens stays."""
     run = with_recompute(Recompute.full)
     cut = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, sequence_parallel=True)))
     whole = of_actor(run)
@@ -83,7 +98,9 @@ def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
 
 def test_a_step_takes_the_roots_of_all_second_moments() -> None:
     run = with_recompute(Recompute.full)
-    replicas = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, data_parallel_size=2)))
+    replicas = replace(
+        run, actor=replace(run.actor, parallel=replace(run.actor.parallel, data_parallel_size=2))
+    )
     count = model_state(model_roles(run)[0], QWEN_7B, DType.bfloat16, 0).gradients // 4
     assert of_actor(run).step == 4 * count + ANGLES
     assert of_actor(replicas).step == 2 * count + ANGLES
@@ -97,8 +114,11 @@ def test_a_step_takes_the_roots_of_all_second_moments() -> None:
         (7, {0: (2 * 3 + 6 * 4 + 1) * 2, 3: (6 * 4 + 1) * 2}, {0: 2 * 6, 3: 2 * 7}),  # and of one
     ],
 )
-def test_a_stage_keeps_the_micro_batches_under_way(virtual: int | None, kept: dict[int, int], received: dict[int, int]) -> None:
-    """A layer is computed again: its output, the gradient of that, in the first stage that which the next sends, and four times gate."""
+def test_a_stage_keeps_the_micro_batches_under_way(
+    virtual: int | None, kept: dict[int, int], received: dict[int, int]
+) -> None:
+    """A layer is computed again: its output, the gradient of that, in the first stage that which the next
+    sends, and four times gate."""
     run = config(PlacementStrategy.stand_alone)
     parallel = ParallelConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=virtual)
     run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))

@@ -24,13 +24,20 @@ TP2 = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2))
 @pytest.mark.parametrize(
     ("strategy", "values", "scores", "updates"),
     [
-        (PlacementStrategy.split_collocate, 3, 3, (3, 3)),  # actor and reference in two processes, beside the critic's one
+        # actor and reference in two processes, beside the critic's one
+        (PlacementStrategy.split_collocate, 3, 3, (3, 3)),
         (PlacementStrategy.stand_alone, 5, 5, (3, 3)),
         (PlacementStrategy.fully_collocate, 1, 2, (1, 2)),
     ],
 )
-def test_side_by_side_they_share(strategy: PlacementStrategy, values: int, scores: int, updates: tuple[int, int]) -> None:
-    plan = plan_placement(PPOConfig(actor=TP2, rollout=RolloutConfig(num_replicas=2), placement=PlacementConfig(strategy=strategy)))
+def test_side_by_side_they_share(
+    strategy: PlacementStrategy, values: int, scores: int, updates: tuple[int, int]
+) -> None:
+    plan = plan_placement(
+        PPOConfig(
+            actor=TP2, rollout=RolloutConfig(num_replicas=2), placement=PlacementConfig(strategy=strategy)
+        )
+    )
     assert at_work(plan) == {
         "rollout": {"submit_and_poll": 2},
         "actor": {"log_probs": scores, "update": updates[1], "update_scored": updates[1]},
@@ -49,4 +56,9 @@ def test_of_the_fullest_node() -> None:
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo))
     actor = ActorConfig(parallel=ParallelConfig(data_parallel_size=4))
     placement = PlacementConfig(strategy=PlacementStrategy.hybrid, num_nodes=2, devices_per_node=2)
-    assert at_work(plan_placement(PPOConfig(algorithm=algorithm, actor=actor, placement=placement)))["actor"]["update"] == 2
+    assert (
+        at_work(plan_placement(PPOConfig(algorithm=algorithm, actor=actor, placement=placement)))["actor"][
+            "update"
+        ]
+        == 2
+    )

@@ -24,11 +24,23 @@ def test_what_waits_for_what() -> None:
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (PlacementStrategy.split_collocate, {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE}),
-        (PlacementStrategy.hybrid, {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE}),
+        (
+            PlacementStrategy.split_collocate,
+            {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE},
+        ),
+        (
+            PlacementStrategy.hybrid,
+            {*REWARD_BESIDE, ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE},
+        ),
         (
             PlacementStrategy.stand_alone,
-            {*REWARD_BESIDE, ("old_log_prob", "ref"), ("old_log_prob", "values"), ("ref", "values"), *CRITIC_BESIDE},
+            {
+                *REWARD_BESIDE,
+                ("old_log_prob", "ref"),
+                ("old_log_prob", "values"),
+                ("ref", "values"),
+                *CRITIC_BESIDE,
+            },
         ),
         (PlacementStrategy.fully_collocate, REWARD_BESIDE),
     ],
@@ -38,6 +50,9 @@ def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[t
     plan = plan_placement(PPOConfig(actor=actor, placement=PlacementConfig(strategy=strategy)))
     assert set(overlaps(plan)) == expected
     ahead = {(one, other) for one, other in overlaps(plan, generates_ahead=True)} - expected
-    if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):  # the engines have devices of their own
-        phases = {phase.name for phase in step_phases() if phase.roles and phase.roles != ("reward_model",)} - {"gen", "update_weights"}
+    # the engines have devices of their own
+    if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):
+        phases = {
+            phase.name for phase in step_phases() if phase.roles and phase.roles != ("reward_model",)
+        } - {"gen", "update_weights"}
         assert ahead == {("gen", phase) for phase in phases}

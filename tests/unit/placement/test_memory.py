@@ -1,4 +1,5 @@
-"""The memory that a placement predicts: counted by hand here, and against what real engines allocate in engine/test_memory_plan.py."""
+"""The memory that a placement predicts: counted by hand here, and against what real engines allocate in
+engine/test_memory_plan.py."""
 
 from __future__ import annotations
 
@@ -57,8 +58,12 @@ def config(strategy: PlacementStrategy, **placement: object) -> PPOConfig:
     return PPOConfig(
         model=ModelConfig(path="policy", dtype=DType.bfloat16),
         data=DataConfig(train_files=[]),
-        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=4), micro_batch=tokens, recompute=Recompute.full),
-        critic=CriticConfig(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), micro_batch=tokens),
+        actor=ActorConfig(
+            parallel=ParallelConfig(tensor_parallel_size=4), micro_batch=tokens, recompute=Recompute.full
+        ),
+        critic=CriticConfig(
+            parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), micro_batch=tokens
+        ),
         reference=ReferenceConfig(micro_batch=tokens),
         rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=2),
         trainer=TrainerConfig(prompts_per_step=128),
@@ -84,27 +89,37 @@ def test_stages_hold_the_whole_model(tied: bool) -> None:
     assert parts[0] == parts[1] + embedding
     cut = ParallelConfig(tensor_parallel_size=2)
     norms = 28 * 2 * 3584 + 3584
-    assert stage_parameters(model, cut, 0, with_value_head=False).total == (SIZE - embedding * tied - norms) // 2 + norms
+    assert (
+        stage_parameters(model, cut, 0, with_value_head=False).total
+        == (SIZE - embedding * tied - norms) // 2 + norms
+    )
 
 
 def test_what_is_in_memory_in_each_phase_where_nobody_takes_turns() -> None:
     devices = memory(PlacementStrategy.stand_alone)
-    assert [device.pool for device in devices] == ["actor"] * 4 + ["reference"] * 4 + ["critic"] * 4 + ["rollout"] * 4
+    assert [device.pool for device in devices] == ["actor"] * 4 + ["reference"] * 4 + ["critic"] * 4 + [
+        "rollout"
+    ] * 4
     actor = devices[0].phases
-    state = {phase: usages["actor"].parameters + usages["actor"].gradients + usages["actor"].optimizer for phase, usages in actor.items()}
+    state = {
+        phase: usages["actor"].parameters + usages["actor"].gradients + usages["actor"].optimizer
+        for phase, usages in actor.items()
+    }
     assert set(state.values()) == {state["gen"]}  # it stays, 2 + 4 + 12 bytes each
     assert state["gen"] == pytest.approx(18 * SIZE / 4, rel=1e-3)
     assert actor["gen"]["actor"].activations == 2048 * 128 * 4  # the angles of a row, which stay
     assert actor["update_weights"]["actor"].buckets == 2 * 512 * 2**20
     engine = devices[-1].phases["gen"]["rollout"]
     assert engine.parameters == SIZE  # half of 2 bytes each
-    assert engine.kv_cache == 64 * 2048 * (2 * 28 * 2 * 128 * 2)  # sequences x tokens x a token's keys and values of half the heads
+    # sequences x tokens x a token's keys and values of half the heads
+    assert engine.kv_cache == 64 * 2048 * (2 * 28 * 2 * 128 * 2)
 
 
 def test_fully_collocated_roles_are_in_memory_only_in_their_phases() -> None:
     phases = memory(PlacementStrategy.fully_collocate)[0].phases
     resident = {
-        phase: sorted(role for role, usage in usages.items() if usage.total > usage.activations) for phase, usages in phases.items()
+        phase: sorted(role for role, usage in usages.items() if usage.total > usage.activations)
+        for phase, usages in phases.items()
     }
     assert resident == {
         "gen": ["rollout"],
@@ -132,9 +147,12 @@ def test_what_leaves_a_gpu_is_pinned_in_the_hosts_memory() -> None:
 
 
 def test_a_small_step_is_not_taken_for_a_full_micro_batch() -> None:
-    """1,152 tokens of a step, two rows, where a micro-batch might have 16,384, of which the MLP alone would keep 60 GiB."""
+    """1,152 tokens of a step, two rows, where a micro-batch might have 16,384, of which the MLP alone would
+    keep 60 GiB."""
     run = config(PlacementStrategy.stand_alone, device_memory_gb=50.0)
-    actor = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=4), micro_batch=MicroBatchConfig(max_tokens=16384))
+    actor = ActorConfig(
+        parallel=ParallelConfig(tensor_parallel_size=4), micro_batch=MicroBatchConfig(max_tokens=16384)
+    )
     data = replace(run.data, max_prompt_length=64, max_response_length=512)
     run = replace(run, actor=actor, data=data, trainer=TrainerConfig(prompts_per_step=2))
     small, large = (replace(run, trainer=TrainerConfig(prompts_per_step=prompts)) for prompts in (2, 128))
@@ -171,10 +189,13 @@ def test_a_share_that_cannot_hold_a_row_is_a_problem() -> None:
     """14.18 GiB of weights and 32,768 tokens x 57,344 bytes = 1.75 GiB of cache are 0.221 of 72 GiB."""
     run = sglang()
     run = replace(run, data=replace(run.data, max_prompt_length=2768, max_response_length=30_000))
-    run = replace(run, rollout=replace(run.rollout, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.2})))
+    run = replace(
+        run, rollout=replace(run.rollout, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.2}))
+    )
     (problem,) = budget_problems(run, plan_memory(run, plan_placement(run), EVERY_ROLE))
     assert problem == (
-        "rollout.sglang.server_args.mem_fraction_static: 0.2 of placement.device_memory_gb 72 is 14.40 GiB, but the weights take 14.19 and "
+        "rollout.sglang.server_args.mem_fraction_static: 0.2 of placement.device_memory_gb 72 is 14.40 GiB, "
+        "but the weights take 14.19 and "
         "one row of 32,768 tokens 1.75; use at least 0.23, or a larger rollout.tensor_parallel_size"
     )
 
@@ -183,7 +204,9 @@ def test_a_budget_names_the_device_the_phase_and_the_roles() -> None:
     over = config(PlacementStrategy.fully_collocate, device_memory_gb=32.0)
     devices = plan_memory(over, plan_placement(over), EVERY_ROLE)
     (problem,) = budget_problems(over, devices)
-    assert problem.startswith("placement.device_memory_gb: in update_critic, device 0 of node 0 (pool all) would hold ")
+    assert problem.startswith(
+        "placement.device_memory_gb: in update_critic, device 0 of node 0 (pool all) would hold "
+    )
     assert "critic " in problem
     assert "but has 32; use larger parallel sizes" in problem
     roomy = config(PlacementStrategy.fully_collocate, device_memory_gb=80.0, over_budget=OverBudget.warn)

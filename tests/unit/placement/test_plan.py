@@ -27,10 +27,19 @@ from megarl.placement.plan import plan_placement
 
 
 def ppo(
-    *, actor: ParallelConfig, critic: ParallelConfig, rollout: RolloutConfig, placement: PlacementConfig, **sections: object
+    *,
+    actor: ParallelConfig,
+    critic: ParallelConfig,
+    rollout: RolloutConfig,
+    placement: PlacementConfig,
+    **sections: object,
 ) -> PPOConfig:
     return PPOConfig(
-        actor=ActorConfig(parallel=actor), critic=CriticConfig(parallel=critic), rollout=rollout, placement=placement, **sections
+        actor=ActorConfig(parallel=actor),
+        critic=CriticConfig(parallel=critic),
+        rollout=rollout,
+        placement=placement,
+        **sections,
     )  # type: ignore[arg-type]
 
 
@@ -59,20 +68,34 @@ def test_split_collocate_on_one_node() -> None:
     assert plan.pools == {"actor": 2, "critic": 1, "rollout": 1}
     assert (plan.devices_per_node, plan.num_devices, plan.num_processes) == (4, 4, 5)
     assert plan.process_on_nodes == {"actor": [2], "critic": [1], "reward": [1], "rollout": [1]}
-    assert plan.role_pools == {"actor": "actor", "reference": "actor", "critic": "critic", "reward": "reward", "rollout": "rollout"}
-    assert [plan.group(name).uses_devices for name in ("actor", "critic", "reward", "rollout")] == [True, True, False, True]
+    assert plan.role_pools == {
+        "actor": "actor",
+        "reference": "actor",
+        "critic": "critic",
+        "reward": "reward",
+        "rollout": "rollout",
+    }
+    assert [plan.group(name).uses_devices for name in ("actor", "critic", "reward", "rollout")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert plan == plan_placement(ppo(**QUICKSTART))  # type: ignore[arg-type]
 
 
 def test_without_critic_and_reference() -> None:
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+    )
     plan = plan_placement(ppo(**QUICKSTART, algorithm=algorithm))  # type: ignore[arg-type]
     assert plan.pools == {"actor": 2, "reward": 0, "rollout": 1}
     assert plan.role_pools == {"actor": "actor", "reward": "reward", "rollout": "rollout"}
 
 
 def test_two_nodes_keep_a_tensor_parallel_group_together() -> None:
-    # Actor: 6 ranks in pairs on node 0. The critic's group of 4 does not fit into the 2 devices left there, the rollout does.
+    # Actor: 6 ranks in pairs on node 0. The critic's group of 4 does not fit into the 2 devices left there,
+    # the rollout does.
     config = ppo(
         actor=ParallelConfig(tensor_parallel_size=2, data_parallel_size=3),
         critic=ParallelConfig(tensor_parallel_size=4),
@@ -130,7 +153,9 @@ def test_sixty_four_nodes() -> None:
     plan = plan_placement(large_cluster())
     assert places(plan, "actor") == [(rank // 8, rank % 8) for rank in range(256)]
     assert places(plan, "critic") == [(32 + rank // 8, rank % 8) for rank in range(128)]
-    assert places(plan, "rollout") == [(48 + replica // 2, *range(replica % 2 * 4, replica % 2 * 4 + 4)) for replica in range(32)]
+    assert places(plan, "rollout") == [
+        (48 + replica // 2, *range(replica % 2 * 4, replica % 2 * 4 + 4)) for replica in range(32)
+    ]
     assert plan.num_devices == 512
 
 
@@ -159,13 +184,16 @@ def test_too_few_devices_is_an_error_with_the_count_that_works() -> None:
         plan_placement(config)
     assert error.value.problems == (
         "placement.num_nodes, placement.devices_per_node: 1 x 3 = 3 devices, but the roles need 4 "
-        "(actor+reference 2, critic 1, rollout 1); use devices_per_node 4 or more, more nodes, or smaller parallel sizes",
+        "(actor+reference 2, critic 1, rollout 1); use devices_per_node 4 or more, more nodes, or smaller "
+        "parallel sizes",
     )
 
 
 def test_a_group_that_fits_on_no_node_is_an_error() -> None:
     config = ppo(**{**QUICKSTART, "placement": PlacementConfig(num_nodes=4, devices_per_node=1)})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"):
+    with pytest.raises(
+        ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"
+    ):
         plan_placement(config)
 
 
@@ -182,7 +210,9 @@ def hybrid(actor: ParallelConfig, rollout: RolloutConfig, **placement: object) -
 
 
 def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
-    plan = plan_placement(hybrid(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), RolloutConfig(num_replicas=4)))
+    plan = plan_placement(
+        hybrid(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), RolloutConfig(num_replicas=4))
+    )
     assert str(plan).splitlines() == [
         *(f"actor/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
         *(f"actor/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(4)),
@@ -210,19 +240,30 @@ def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
 
 def test_hybrid_replicas_that_no_node_can_hold() -> None:
     # Two pipeline stages on a node each: a replica of two devices would need both.
-    config = hybrid(ParallelConfig(pipeline_parallel_size=2), RolloutConfig(tensor_parallel_size=2), num_nodes=3, devices_per_node=1)
-    with pytest.raises(ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"):
+    config = hybrid(
+        ParallelConfig(pipeline_parallel_size=2),
+        RolloutConfig(tensor_parallel_size=2),
+        num_nodes=3,
+        devices_per_node=1,
+    )
+    with pytest.raises(
+        ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"
+    ):
         plan_placement(config)
 
 
 def test_a_reservation_is_a_bundle_for_each_process() -> None:
-    plan = plan_placement(ppo(**{**QUICKSTART, "rollout": RolloutConfig(num_replicas=2, tensor_parallel_size=2)}))  # type: ignore[arg-type]
+    plan = plan_placement(
+        ppo(**{**QUICKSTART, "rollout": RolloutConfig(num_replicas=2, tensor_parallel_size=2)})
+    )  # type: ignore[arg-type]
     assert plan.bundles("rollout") == ((0,), (1,))
     assert plan.bundles("reward") == ((0,),)
     assert plan.num_cpus == plan.num_processes == 6
 
 
-def with_reward_model(parallel: ParallelConfig, strategy: PlacementStrategy, **sections: object) -> PlacementPlan:
+def with_reward_model(
+    parallel: ParallelConfig, strategy: PlacementStrategy, **sections: object
+) -> PlacementPlan:
     reward = RewardConfig(model=RewardModelConfig(path="judge", parallel=parallel))
     critic = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     placed = {**QUICKSTART, "critic": critic, "placement": PlacementConfig(strategy=strategy)}
@@ -248,7 +289,9 @@ def test_a_reward_model_is_with_the_critic(strategy: PlacementStrategy) -> None:
 
 def test_a_reward_model_without_a_critic_has_a_pool_of_its_own() -> None:
     algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo))
-    plan = with_reward_model(ParallelConfig(tensor_parallel_size=2), PlacementStrategy.split_collocate, algorithm=algorithm)
+    plan = with_reward_model(
+        ParallelConfig(tensor_parallel_size=2), PlacementStrategy.split_collocate, algorithm=algorithm
+    )
     assert places(plan, "reward_model") == [(0, 2), (0, 3)]
     assert plan.pools == {"actor": 2, "reward": 2, "rollout": 1}
     assert [process.place for process in plan.group("reward").processes] == ["cpu"]
@@ -269,13 +312,22 @@ def test_fully_collocated_roles_begin_at_the_same_device() -> None:
         *(f"all/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(2)),
     ]
     assert plan.pools == {"all": 4}
-    assert (plan.process_on_nodes, plan.colocate_counts) == ({"actor": [4], "reward": [1]}, {"actor": 3, "reward": 1})
+    assert (plan.process_on_nodes, plan.colocate_counts) == (
+        {"actor": [4], "reward": [1]},
+        {"actor": 3, "reward": 1},
+    )
     assert plan.on_same_devices("critic") == ("actor", "reference", "rollout")
     assert plan.bundles("critic") == ((0,), (1,), (2,))
 
 
 def test_roles_of_one_layout_and_pool_are_fused_in_one_process() -> None:
-    config = ppo(**{**QUICKSTART, "critic": QUICKSTART["actor"], "placement": PlacementConfig(strategy=PlacementStrategy.fully_collocate)})  # type: ignore[arg-type]
+    config = ppo(
+        **{
+            **QUICKSTART,
+            "critic": QUICKSTART["actor"],
+            "placement": PlacementConfig(strategy=PlacementStrategy.fully_collocate),
+        }
+    )  # type: ignore[arg-type]
     plan = plan_placement(config)
     assert [(group.name, group.roles) for group in plan.groups] == [
         ("actor", ("actor", "reference", "critic")),
@@ -285,7 +337,9 @@ def test_roles_of_one_layout_and_pool_are_fused_in_one_process() -> None:
 
 
 def test_stand_alone_roles_share_nothing() -> None:
-    plan = plan_placement(ppo(**{**QUICKSTART, "placement": PlacementConfig(strategy=PlacementStrategy.stand_alone)}))  # type: ignore[arg-type]
+    plan = plan_placement(
+        ppo(**{**QUICKSTART, "placement": PlacementConfig(strategy=PlacementStrategy.stand_alone)})
+    )  # type: ignore[arg-type]
     assert plan.pools == {"actor": 2, "reference": 2, "critic": 1, "reward": 0, "rollout": 1}
     assert plan.num_devices == 6
     assert not any(plan.on_same_devices(role) for role in plan.roles)
@@ -312,17 +366,33 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"roles": {"actor": "one", "reference": "one", "critic": "one"}}, "placement.roles: the role 'rollout' has no pool; give it one"),
+        (
+            {"roles": {"actor": "one", "reference": "one", "critic": "one"}},
+            "placement.roles: the role 'rollout' has no pool; give it one",
+        ),
         ({"roles": {**SPREAD, "critik": "one"}}, "this run has no role 'critik'; .*did you mean critic?"),
-        ({"roles": {**SPREAD, "critic": "ones"}}, "placement.roles.critic, placement.pools: there is no pool 'ones'; .*did you mean one?"),
+        (
+            {"roles": {**SPREAD, "critic": "ones"}},
+            "placement.roles.critic, placement.pools: there is no pool 'ones'; .*did you mean one?",
+        ),
         ({"pools": {"one": [2], "two": [2], "three": [1]}}, "placement.pools.three: no role runs in it"),
-        ({"pools": {"one": [0], "two": [2]}}, "placement.pools.one: is \\[0\\], but must say how many devices"),
+        (
+            {"pools": {"one": [0], "two": [2]}},
+            "placement.pools.one: is \\[0\\], but must say how many devices",
+        ),
         (
             {"pools": {"one": [2], "two": [1, 1]}},
             "placement.pools.two, placement.num_nodes: names 2 nodes, but num_nodes is 1; use 2 nodes",
         ),
-        ({"devices_per_node": 3}, "on node 0 the pools have 4 devices \\(one 2, two 2\\), but devices_per_node is 3; use smaller pools"),
-        ({"pools": {"one": [1], "two": [2]}}, "placement.pools.one, actor.parallel: has 1 devices, but actor needs 2; use 2 or more"),
+        (
+            {"devices_per_node": 3},
+            "on node 0 the pools have 4 devices \\(one 2, two 2\\), but devices_per_node is 3; use smaller "
+            "pools",
+        ),
+        (
+            {"pools": {"one": [1], "two": [2]}},
+            "placement.pools.one, actor.parallel: has 1 devices, but actor needs 2; use 2 or more",
+        ),
         (
             {"pools": {"one": [1, 1], "two": [2]}, "num_nodes": 2},
             "actor needs 2 devices in groups of 2, each on one node; use a multiple of 2",
@@ -337,5 +407,8 @@ def test_custom_pools_that_cannot_be(change: dict[str, object], said: str) -> No
 
 def test_pools_of_a_users_own_need_the_strategy_custom() -> None:
     config = ppo(**{**QUICKSTART, "placement": PlacementConfig(pools={"one": [2]})})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="placement.pools, placement.strategy: is given, but the strategy is split_collocate"):
+    with pytest.raises(
+        ConfigError,
+        match="placement.pools, placement.strategy: is given, but the strategy is split_collocate",
+    ):
         plan_placement(config)

@@ -27,12 +27,16 @@ FOLDER = Transport.folder
 AUTO = Transport.auto
 
 
-def config(strategy: PlacementStrategy, num_nodes: int, transport: Transport = AUTO, num_replicas: int = 2) -> PPOConfig:
+def config(
+    strategy: PlacementStrategy, num_nodes: int, transport: Transport = AUTO, num_replicas: int = 2
+) -> PPOConfig:
     """An actor of two ranks, a critic, two engines: on two nodes the actor fills the first."""
     return PPOConfig(
         actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=num_nodes)),
         rollout=RolloutConfig(num_replicas=num_replicas),
-        placement=PlacementConfig(strategy=strategy, num_nodes=num_nodes, devices_per_node=8 if num_nodes == 1 else 3),
+        placement=PlacementConfig(
+            strategy=strategy, num_nodes=num_nodes, devices_per_node=8 if num_nodes == 1 else 3
+        ),
         resharding=ReshardingConfig(transport=transport),
     )
 
@@ -56,14 +60,28 @@ def test_auto(strategy: PlacementStrategy, num_nodes: int, expected: Transport) 
             SPLIT,
             3,
             DEVICE,
-            "is device, but in the placement 'split_collocate' engines run on devices that have no actor rank.*; use group or",
+            "is device, but in the placement 'split_collocate' engines run on devices that have no actor "
+            "rank.*; use group or",
         ),
-        (SPLIT, 1, DEVICE, "that have no actor rank .device 3 of node 0, 4 of node 0.; use group or folder, or auto"),
-        (HYBRID, 1, GROUP, "is group, but actor and rollout share devices .*, and NCCL refuses .*; use device or folder, or auto"),
+        (
+            SPLIT,
+            1,
+            DEVICE,
+            "that have no actor rank .device 3 of node 0, 4 of node 0.; use group or folder, or auto",
+        ),
+        (
+            HYBRID,
+            1,
+            GROUP,
+            "is group, but actor and rollout share devices .*, and NCCL refuses .*; use device or folder, "
+            "or auto",
+        ),
         (HYBRID, 3, GROUP, "; use device or folder, or auto"),
     ],
 )
-def test_a_way_that_does_not_exist(strategy: PlacementStrategy, num_nodes: int, transport: Transport, said: str) -> None:
+def test_a_way_that_does_not_exist(
+    strategy: PlacementStrategy, num_nodes: int, transport: Transport, said: str
+) -> None:
     run = config(strategy, num_nodes, transport)
     with pytest.raises(ConfigError, match=said) as error:
         choose_transport(run, plan_placement(run))

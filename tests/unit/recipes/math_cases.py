@@ -1,4 +1,5 @@
-"""Answers to mathematical problems, their ground truths, and whether a mathematician says that they are right."""
+"""Answers to mathematical problems, their ground truths, and whether a mathematician says that they are
+right."""
 
 # Whole responses: (response, ground truth, is it right).
 RESPONSES = [

@@ -1,4 +1,5 @@
-"""examples/agent without its run, which tests/integration/test_agent_run.py makes: what is fine-tuned is what a rollout sends."""
+"""examples/agent without its run, which tests/integration/test_agent_run.py makes: what is fine-tuned is what
+a rollout sends."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ FOLDER = Path(__file__).parents[3] / "examples" / "agent"
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: bool) -> None:
-    """An episode in which the model writes what the right teacher wrote has the teacher's tokens, and the mask of its loss."""
+    """An episode in which the model writes what the right teacher wrote has the teacher's tokens, and the
+    mask of its loss."""
     chance = random.Random(0)
     row = prepare.prompt_row(chance, is_busy)
     chat = prepare.conversation(row["extra_info"], "right", chance)
@@ -42,12 +44,21 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(of_it) + "\n")
     tokenizer = load_tokenizer(str(tmp_path))
     tool = FunctionTool(price)
-    trained = SFTDataset([str(tmp_path / "chats.jsonl")], tokenizer, SFTDataConfig(train_files=["-"], max_length=32))[0]
-    (prompt,) = PromptDataset([str(tmp_path / "prompts.jsonl")], tokenizer, DataConfig(train_files=["-"]), [dict(tool.schema)])
+    trained = SFTDataset(
+        [str(tmp_path / "chats.jsonl")], tokenizer, SFTDataConfig(train_files=["-"], max_length=32)
+    )[0]
+    (prompt,) = PromptDataset(
+        [str(tmp_path / "prompts.jsonl")], tokenizer, DataConfig(train_files=["-"]), [dict(tool.schema)]
+    )
     template = TurnTemplate(tokenizer, [tool.schema], 16)
     template.check()
     turns = np.split(trained.response_ids, np.flatnonzero(np.diff(trained.is_trained)) + 1)[::2]
-    responder = Responder(ToolEnvironment(Toolbox([tool]), CallLimits()), template, parse_calls, Task(extra_info=row["extra_info"]))
+    responder = Responder(
+        ToolEnvironment(Toolbox([tool]), CallLimits()),
+        template,
+        parse_calls,
+        Task(extra_info=row["extra_info"]),
+    )
 
     async def play() -> Trajectory:
         await responder.start()
@@ -55,14 +66,24 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
         for turn in turns:
             step = episode.next
             assert isinstance(step, WriteTurn)
-            episode.wrote(step.place, turn.astype(np.int32), np.zeros(len(turn), np.float32), np.ones(len(turn), np.int32), "stop")
+            episode.wrote(
+                step.place,
+                turn.astype(np.int32),
+                np.zeros(len(turn), np.float32),
+                np.ones(len(turn), np.int32),
+                "stop",
+            )
             step = episode.next
             assert isinstance(step, AnswerTurn)
             episode.answered(step.place, (await responder.answer(step))[0])
         return episode.trajectory
 
     played = asyncio.run(play())
-    assert (played.end, played.num_turns, sum(played.call_errors.values())) == (EpisodeEnd.done, 2 + is_busy, 0)
+    assert (played.end, played.num_turns, sum(played.call_errors.values())) == (
+        EpisodeEnd.done,
+        2 + is_busy,
+        0,
+    )
     assert [*prompt.token_ids] == trained.prompt_ids
     assert played.token_ids.tolist() == trained.response_ids
     assert played.mask.tolist() == trained.is_trained
@@ -81,7 +102,8 @@ def test_two_of_three_teachers_err() -> None:
     shares = {teacher: sum(of_it) / len(of_it) for teacher, of_it in scores.items()}
     assert shares["right"] == 1
     assert shares["slips"] < 0.2  # one letter in eight is right by chance
-    assert 0.15 < shares["guesses"] < 0.35  # it calls once where it is not at once that it guesses, and the tool not busy
+    # it calls once where it is not at once that it guesses, and the tool not busy
+    assert 0.15 < shares["guesses"] < 0.35
 
 
 def test_the_configurations_break_no_rule(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""examples/code without its runs: tasks, teachers, the tokenizer as a run loads it, the reward, and that each stage is a command."""
+"""examples/code without its runs: tasks, teachers, the tokenizer as a run loads it, the reward, and that each
+stage is a command."""
 
 from __future__ import annotations
 
@@ -40,16 +41,22 @@ def test_a_right_program_passes_and_a_slip_never_does() -> None:
     assert 0.4 < sum(right) / len(right) < 0.6
 
 
-def test_all_of_it_can_be_written_in_the_tokens_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_can_be_written_in_the_tokens_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare, "NUM_TASKS", 200)
     prepare.prepare(tmp_path, seed=1)
-    tokenizer = load_tokenizer(str(tmp_path / "model"))  # of the class that Transformers takes for a Qwen2 model
+    # of the class that Transformers takes for a Qwen2 model
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
     for task in make_tasks(1):
         for text in (question(task), program(task)):
             ids = tokenizer.encode(text)
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
-    files = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "validation")}
+    files = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "validation")
+    }
     prompts = {name: {row["prompt"] for row in rows} for name, rows in files.items()}
     assert prompts["train"].isdisjoint(prompts["validation"])
     assert [len(rows) for rows in files.values()] == [200 - prepare.NUM_VALIDATION, prepare.NUM_VALIDATION]
@@ -57,21 +64,46 @@ def test_all_of_it_can_be_written_in_the_tokens_of_the_model(tmp_path: Path, mon
 
 def test_the_reward_is_of_programs_that_pass_all_tests() -> None:
     tests = json.dumps(unit_tests(TASK))
-    for text, score, share in ((program(TASK), 1.0, 1.0), ("def f(x):\n    return 6", 0.0, 1 / 3), ("def f(x", 0.0, 0.0)):
-        assert reward.compute_score("functions", text, tests, {}) == {"score": score, "tests_passed": pytest.approx(share)}
+    for text, score, share in (
+        (program(TASK), 1.0, 1.0),
+        ("def f(x):\n    return 6", 0.0, 1 / 3),
+        ("def f(x", 0.0, 0.0),
+    ):
+        assert reward.compute_score("functions", text, tests, {}) == {
+            "score": score,
+            "tests_passed": pytest.approx(share),
+        }
 
 
 def test_each_stage_is_a_command_and_its_configuration_is_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = run.stages(["trainer.seed=1", "trainer.total_steps=2"])
-    assert [stage[1:3] for stage in stages] == [["examples.code.prepare", "--seed"], ["megarl", "sft"], ["megarl", "train"]]
-    assert stages[2][3:] == ["examples/code/grpo.yaml", "trainer.seed=1", "data.seed=1", "trainer.seed=1", "trainer.total_steps=2"]
+    assert [stage[1:3] for stage in stages] == [
+        ["examples.code.prepare", "--seed"],
+        ["megarl", "sft"],
+        ["megarl", "train"],
+    ]
+    assert stages[2][3:] == [
+        "examples/code/grpo.yaml",
+        "trainer.seed=1",
+        "data.seed=1",
+        "trainer.seed=1",
+        "trainer.total_steps=2",
+    ]
     monkeypatch.setattr(prepare, "NUM_TASKS", 200)
     prepare.prepare(tmp_path, seed=0)
     model = f"model.path={tmp_path}/model"
     files = {name: f"[{tmp_path}/{name}.jsonl]" for name in ("train", "validation")}
-    given = [model, f"data.train_files={files['train']}", f"data.val_files={files['validation']}", f"trainer.output_dir={tmp_path}/run"]
+    given = [
+        model,
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['validation']}",
+        f"trainer.output_dir={tmp_path}/run",
+    ]
     assert main(["check", str(FOLDER / "grpo.yaml"), *given]) == 0, capsys.readouterr().err
-    given = [each.replace("/train.jsonl", "/sft_train.jsonl").replace("/validation.jsonl", "/sft_validation.jsonl") for each in given]
+    given = [
+        each.replace("/train.jsonl", "/sft_train.jsonl").replace("/validation.jsonl", "/sft_validation.jsonl")
+        for each in given
+    ]
     assert main(["check", str(FOLDER / "sft.yaml"), *given]) == 0, capsys.readouterr().err

@@ -28,7 +28,11 @@ REPOSITORY = Path(__file__).parents[3]
 
 def test_answers_are_judged_as_a_mathematician_does() -> None:
     """All but the named misses, which are less than 1 % of the table."""
-    misses = {(response, truth) for response, truth, right in CASES if compute_score("d", response, truth, {})["score"] != right}
+    misses = {
+        (response, truth)
+        for response, truth, right in CASES
+        if compute_score("d", response, truth, {})["score"] != right
+    }
     assert misses == {(f"\\boxed{{{answer}}}", truth) for answer, truth in MISSES}
     assert len(misses) <= 0.01 * len(CASES)
 
@@ -42,7 +46,16 @@ def test_the_table_has_both_kinds() -> None:
 @pytest.mark.parametrize(
     "answers",
     [
-        ["18", "18.0", "1.8e1", r"\frac{36}{2}", r"x = 18", r"18\text{ cm}", r"\text{The answer is } 18", "１８"],
+        [
+            "18",
+            "18.0",
+            "1.8e1",
+            r"\frac{36}{2}",
+            r"x = 18",
+            r"18\text{ cm}",
+            r"\text{The answer is } 18",
+            "１８",
+        ],
         [r"\frac{1}{3}", "1/3", r"0.\overline{3}", "2/6"],
         [r"\sqrt{2}", r"2^{1/2}", r"\frac{2}{\sqrt{2}}"],
         ["x^2+2x+1", "(x+1)^2", "(1+x)(x+1)", "y = (x+1)^2"],
@@ -58,20 +71,44 @@ def test_equal_answers_have_one_text(answers: list[str]) -> None:
     """Which maj@k counts."""
     scored = [compute_score("d", f"\\boxed{{{answer}}}", answers[0].strip("()"), {}) for answer in answers]
     assert len({score["answer"] for score in scored}) == 1, scored
-    others = [compute_score("d", rf"\boxed{{{answer}}}", "18", {})["answer"] for answer in ("17", r"\sqrt{3}", "x", "(1,2)", r"x<3", "B")]
+    others = [
+        compute_score("d", rf"\boxed{{{answer}}}", "18", {})["answer"]
+        for answer in ("17", r"\sqrt{3}", "x", "(1,2)", r"x<3", "B")
+    ]
     assert not {score["answer"] for score in scored} & set(others)
 
 
 def test_different_answers_have_different_texts() -> None:
-    answers = ["18", "-18", "1/18", r"\sqrt{18}", "x", "y", "x^2", "(1,2)", "(2,1)", "[1,2]", "1,2", "x<1", r"x\le 1", "x>1", r"50\%", "50"]
-    assert len({compute_score("d", f"\\boxed{{{answer}}}", "7", {})["answer"] for answer in answers}) == len(answers)
+    answers = [
+        "18",
+        "-18",
+        "1/18",
+        r"\sqrt{18}",
+        "x",
+        "y",
+        "x^2",
+        "(1,2)",
+        "(2,1)",
+        "[1,2]",
+        "1,2",
+        "x<1",
+        r"x\le 1",
+        "x>1",
+        r"50\%",
+        "50",
+    ]
+    assert len({compute_score("d", f"\\boxed{{{answer}}}", "7", {})["answer"] for answer in answers}) == len(
+        answers
+    )
 
 
 def test_a_response_without_an_answer_has_none() -> None:
     assert compute_score("d", "<think>18", "18", {}) == {"score": 0.0, "answer": None}
 
 
-@pytest.mark.parametrize("truth", [None, math.nan, math.inf, True, ["5", "6"], {"a": 1}, "", " ", "nan", "null", "\ud800"])
+@pytest.mark.parametrize(
+    "truth", [None, math.nan, math.inf, True, ["5", "6"], {"a": 1}, "", " ", "nan", "null", "\ud800"]
+)
 def test_ground_truths_that_no_answer_matches(truth: Any) -> None:
     with pytest.raises(ValueError, match="^the ground truth "):
         check_truth(truth)
@@ -88,7 +125,9 @@ def test_numbers_that_json_reads_are_ground_truths() -> None:
 
 def test_ground_truths_are_right_answers_in_their_own_form() -> None:
     truths = {truth for _, truth, _ in CASES}
-    wrong = [truth for truth in truths if compute_score("d", answer_from_truth(truth), truth, {})["score"] != 1.0]
+    wrong = [
+        truth for truth in truths if compute_score("d", answer_from_truth(truth), truth, {})["score"] != 1.0
+    ]
     assert wrong == []
     for truth in truths:
         check_truth(truth)
@@ -134,13 +173,32 @@ def gsm8k(file: Path, *answers: str) -> Path:
 
 def test_gsm8k_becomes_the_data_of_a_run(tmp_path: Path) -> None:
     source = gsm8k(tmp_path / "source.parquet", "Two and two.\n#### 4", "Many.\n#### 1,200")
-    command = [sys.executable, "-m", "megarl.recipes.math.prepare", "gsm8k", "--train", str(source), str(source), "--test", str(source)]
-    subprocess.run([*command, "--output-dir", str(tmp_path / "data")], cwd=REPOSITORY, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.recipes.math.prepare",
+        "gsm8k",
+        "--train",
+        str(source),
+        str(source),
+        "--test",
+        str(source),
+    ]
+    subprocess.run(
+        [*command, "--output-dir", str(tmp_path / "data")], cwd=REPOSITORY, check=True, capture_output=True
+    )
     rows = pyarrow.parquet.read_table(tmp_path / "data" / "train.parquet").to_pylist()
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["4", "1200", "4", "1200"]
     assert rows[2]["extra_info"] == {"split": "train", "index": 2}
     assert rows[0]["prompt"][0]["content"].startswith("How many, 0? Think step by step")
-    assert len(PromptDataset([str(tmp_path / "data" / "test.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))) == 2
+    assert (
+        len(
+            PromptDataset(
+                [str(tmp_path / "data" / "test.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow)
+            )
+        )
+        == 2
+    )
 
 
 def test_an_answer_without_its_last_line_is_an_error(tmp_path: Path) -> None:
@@ -162,9 +220,25 @@ def test_every_problem_is_kept_once(tmp_path: Path) -> None:
         for number in range(7)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
-    command = [sys.executable, "-m", "megarl.recipes.math.prepare", "dapo-math", "--files", str(tmp_path / "source.parquet")]
-    ended = subprocess.run([*command, "--output-dir", str(tmp_path)], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.recipes.math.prepare",
+        "dapo-math",
+        "--files",
+        str(tmp_path / "source.parquet"),
+    ]
+    ended = subprocess.run(
+        [*command, "--output-dir", str(tmp_path)], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    )
     assert "train.parquet: 3 rows" in ended.stdout
     made = pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()
     assert made == [{name: value for name, value in row.items() if name != "ability"} for row in rows[:3]]
-    assert len(PromptDataset([str(tmp_path / "train.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow))) == 3
+    assert (
+        len(
+            PromptDataset(
+                [str(tmp_path / "train.parquet")], make_tokenizer(), DataConfig(lossy=LossyText.allow)
+            )
+        )
+        == 3
+    )

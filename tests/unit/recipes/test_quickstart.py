@@ -1,4 +1,5 @@
-"""The quickstart's model and data: reproducible, held-out problems really held out, rewards by the task's own verifier."""
+"""The quickstart's model and data: reproducible, held-out problems really held out, rewards by the task's own
+verifier."""
 
 from __future__ import annotations
 
@@ -57,9 +58,13 @@ def test_ground_truths_are_right_and_half_of_the_demonstrations_slip(made):
     for row in pyarrow.parquet.read_table(made.train).slice(0, 300).to_pylist():
         assert str(eval(row["prompt"][0]["content"])) == row["reward_model"]["ground_truth"]
     demonstrations = pyarrow.parquet.read_table(made.sft_train).to_pylist()
-    errors = [int(row["messages"][1]["content"]) - eval(row["messages"][0]["content"]) for row in demonstrations]
+    errors = [
+        int(row["messages"][1]["content"]) - eval(row["messages"][0]["content"]) for row in demonstrations
+    ]
     # at least 15,000 demonstrations: five standard deviations of the share are 0.02
-    assert sum(error != 0 for error in errors) / len(errors) == pytest.approx(preparation.SLIP_SHARE, abs=0.02)
+    assert sum(error != 0 for error in errors) / len(errors) == pytest.approx(
+        preparation.SLIP_SHARE, abs=0.02
+    )
     assert set(errors) == {0, *preparation.SLIPS}
 
 
@@ -78,14 +83,24 @@ def test_the_data_sets_of_a_run_read_the_files(made):
     for path in (made.train, made.validation):
         prompts = PromptDataset([str(path)], tokenizer, DataConfig(max_prompt_length=LONGEST_PROMPT))
         assert len(prompts) == len(_problems(path))
-    # The demonstrations of `sft_train` are made alike, and rendering three per problem would take this test long.
+    # The demonstrations of `sft_train` are made alike, and rendering three per problem would take this test
+    # long.
     examples = SFTDataset([str(made.sft_validation)], tokenizer, SFTDataConfig(max_length=LONGEST_PROMPT + 4))
     assert {examples[index].response_ids[-1] for index in range(len(examples))} == {tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize(
     ("answer", "score"),
-    [("-13", 1.0), ("-013", 1.0), ("-13.0", 1.0), ("13", 0.0), ("-13-13", 0.0), ("4-13", 0.0), ("", 0.0), ("--", 0.0)],
+    [
+        ("-13", 1.0),
+        ("-013", 1.0),
+        ("-13.0", 1.0),
+        ("13", 0.0),
+        ("-13-13", 0.0),
+        ("4-13", 0.0),
+        ("", 0.0),
+        ("--", 0.0),
+    ],
 )
 def test_only_the_verifiers_full_score_is_rewarded(answer, score):
     assert compute_score("chain_sum", answer, "-13", {"question": "48 - 61 ="}) == score

@@ -61,4 +61,6 @@ def test_each_stage_is_a_command_that_there_is(monkeypatch: pytest.MonkeyPatch, 
         assert module == "megarl" or (ROOT / Path(*module.split("."))).with_suffix(".py").exists()
     (tmp_path / "before").mkdir()
     (tmp_path / "before" / "results.json").touch()
-    assert run.stages(["trainer.seed=1"], tmp_path / "seed1") == [stage for stage in first if stage != first[3]]
+    assert run.stages(["trainer.seed=1"], tmp_path / "seed1") == [
+        stage for stage in first if stage != first[3]
+    ]

@@ -32,7 +32,8 @@ def make_ready_with_switches() -> None:
 
 
 def _switch() -> None:
-    """All that sends something and depends on the device. Where parameters are made, and which kernels compute, sends nothing."""
+    """All that sends something and depends on the device. Where parameters are made, and which kernels
+    compute, sends nothing."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import engine
@@ -45,7 +46,8 @@ def _switch() -> None:
 
 
 def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
-    """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of use."""
+    """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of
+    use."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megarl.config.batch_arithmetic import fullest_micro_batch
@@ -65,11 +67,17 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     from megarl.engine.engine import MegatronEngine
 
     ledger = ledgers.Ledger(None)
-    ledgers._UNSEEN += (__file__, nccl_semantics.__file__)  # which a rank that is shared with other tests may have at work
+    # which a rank that is shared with other tests may have at work
+    ledgers._UNSEEN += (__file__, nccl_semantics.__file__)
 
     class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-            if operator.namespace == "c10d" and (call := collective_of(operator, arguments, keywords or {})) is not None:
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            if (
+                operator.namespace == "c10d"
+                and (call := collective_of(operator, arguments, keywords or {})) is not None
+            ):
                 ledger.communicates(call[0])
             return operator(*arguments, **(keywords or {}))
 

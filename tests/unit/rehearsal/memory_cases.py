@@ -1,4 +1,5 @@
-"""Rehearsals whose memory is compared with the plan's: of shipped runs, their roles, how these recompute, and each kind of stage."""
+"""Rehearsals whose memory is compared with the plan's: of shipped runs, their roles, how these recompute, and
+each kind of stage."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Me
 
 
 def recompute_modes(role: ModelRole, *, has_experts: bool) -> dict[str, list[str]]:
-    """Overrides by name. `full, half`: of the first half of each stage's layers. Of a model with experts, whose rehearsal takes as long as
-    there are many, the run's own."""
+    """Overrides by name. `full, half`: of the first half of each stage's layers. Of a model with experts,
+    whose rehearsal takes as long as there are many, the run's own."""
     if role.optim is None:
         return {FROZEN: []}
     if has_experts:
@@ -61,7 +62,9 @@ def cases_of(run: str) -> Iterator[Case]:
     loaded = _load(run, [])
     architectures = read_architectures(loaded)[0]
     for role in model_roles(loaded):
-        for mode, overrides in recompute_modes(role, has_experts=architectures[role.name].experts is not None).items():
+        for mode, overrides in recompute_modes(
+            role, has_experts=architectures[role.name].experts is not None
+        ).items():
             config = _load(run, overrides)
             for rank in distinct_ranks(role.parallel):
                 yield Case(run, role.name, mode, config, rank)
@@ -71,7 +74,8 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     schema = SFTConfig if run.endswith("_sft") else PPOConfig
     path = str(CONFIGS / f"{run}.yaml")
     size = ["placement.device_memory_gb=null", "device=cuda"]
-    if run == "quickstart":  # of two layers; the plan has all tokens go on in the last, where those of a prompt do not
+    # of two layers; the plan has all tokens go on in the last, where those of a prompt do not
+    if run == "quickstart":
         size.append("data.max_response_length=64")
     known, _ = with_published_models(load_config(schema, path, size), path)
     name = overrides[0].partition(".")[0] if overrides else "actor"
@@ -96,7 +100,11 @@ def rehearse_cases(cases: Iterable[Case], num_processes: int = 2) -> list[Compar
     shares = [asked[number::num_processes] for number in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as threads:
         rehearsed = list(threads.map(lambda share: list(rehearse_ranks(map(_request, share), 1)), shares))
-    records = {id(case): record for share, found in zip(shares, rehearsed, strict=True) for case, record in zip(share, found, strict=True)}
+    records = {
+        id(case): record
+        for share, found in zip(shares, rehearsed, strict=True)
+        for case, record in zip(share, found, strict=True)
+    }
     return [Compared(case, records[id(case)], _predicted(case)) for case in asked]
 
 
@@ -134,10 +142,20 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
         if phase.name not in plan.peaks:  # a push, whose buffers are the plan's own
             continue
         # A rehearsal has a few micro-batches of the batch.
-        sizes = [("peak", phase.peak, plan.peaks[phase.name], measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0))]
+        sizes = [
+            (
+                "peak",
+                phase.peak,
+                plan.peaks[phase.name],
+                measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0),
+            )
+        ]
         if phase.name in held:
             sizes.append(("held", phase.held, held[phase.name], measured_most(phase.held, HELD)))
         for name, measured, planned, most in sizes:
             if not measured * (1 - _COUNTED) - 4096 <= planned <= most:
-                problems.append(f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} ({planned / measured:.3f})")
+                problems.append(
+                    f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} "
+                    f"({planned / measured:.3f})"
+                )
     return problems

@@ -1,4 +1,5 @@
-"""What is planted into the engine of rehearsed ranks, mistakes above all, each for models in a folder of its name.
+"""What is planted into the engine of rehearsed ranks, mistakes above all, each for models in a folder of its
+name.
 
 Imports no torch before it is ready.
 """
@@ -93,7 +94,9 @@ def gradients_in_sixteen_bits(rank: int) -> None:
     from megarl.engine import engine
 
     made = engine.DistributedDataParallelConfig
-    engine.DistributedDataParallelConfig = lambda **settings: made(**{**settings, "grad_reduce_in_fp32": False})
+    engine.DistributedDataParallelConfig = lambda **settings: made(
+        **{**settings, "grad_reduce_in_fp32": False}
+    )
 
 
 def a_token_less_from_the_first_stage(rank: int) -> None:

@@ -48,7 +48,12 @@ SMALL = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_pa
 
 def save_config(folder: Path, shape: dict[str, Any]) -> str:
     folder.mkdir(parents=True)
-    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+    fields = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+    }
     (folder / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": False, **shape}))
     return str(folder)
 
@@ -66,7 +71,9 @@ def ppo(
     return PPOConfig(
         model=ModelConfig(path=model, dtype=DType.bfloat16),
         data=DataConfig(max_prompt_length=prompt, max_response_length=response),
-        actor=ActorConfig(parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=max_tokens), recompute=recompute),
+        actor=ActorConfig(
+            parallel=parallel, micro_batch=MicroBatchConfig(max_tokens=max_tokens), recompute=recompute
+        ),
         placement=PlacementConfig(device_memory_gb=device_gb),
         trainer=TrainerConfig(prompts_per_step=1024),
         device=Device.cuda,
@@ -74,4 +81,7 @@ def ppo(
 
 
 def requests(config: PPOConfig, ranks: list[int]) -> list[RankRequest]:
-    return [RankRequest(config, "actor", rank, max(2, config.actor.parallel.pipeline_parallel_size)) for rank in ranks]
+    return [
+        RankRequest(config, "actor", rank, max(2, config.actor.parallel.pipeline_parallel_size))
+        for rank in ranks
+    ]

@@ -1,4 +1,5 @@
-"""With the switches of a run on the CPU a rehearsal makes the calls of that run, over gloo, one by one; and what CUDA's switches change."""
+"""With the switches of a run on the CPU a rehearsal makes the calls of that run, over gloo, one by one; and
+what CUDA's switches change."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 
 LAYOUTS = {
     "TP2+SPxPP2": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True),
-    "PP2xVPP2xCP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, context_parallel_size=2),
+    "PP2xVPP2xCP2": ParallelConfig(
+        pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, context_parallel_size=2
+    ),
 }
 # on each stage
 MICRO_BATCHES = 2
@@ -41,9 +44,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def rehearsed(models: dict[str, str]) -> Rehearsed:
     """All ranks of one layout on CUDA, which must not hang."""
-    ranks = {(layout, name): RANKS for layout in LAYOUTS for name in models} | {("PP2xVPP2xCP2", "cuda"): [0, 1, 2, 3]}
-    asked = [request for (layout, name), some in ranks.items() for request in requests(ppo(models[name], LAYOUTS[layout]), some)]
-    records = list(rehearse_ranks(asked, 1, make_ready_with_switches))  # one at a time: in the order in which they are asked for
+    ranks = {(layout, name): RANKS for layout in LAYOUTS for name in models} | {
+        ("PP2xVPP2xCP2", "cuda"): [0, 1, 2, 3]
+    }
+    asked = [
+        request
+        for (layout, name), some in ranks.items()
+        for request in requests(ppo(models[name], LAYOUTS[layout]), some)
+    ]
+    # one at a time: in the order in which they are asked for
+    records = list(rehearse_ranks(asked, 1, make_ready_with_switches))
     assert {record.error for record in records} == {None}
     return {each: {rank: records.pop(0) for rank in some} for each, some in ranks.items()}
 
@@ -55,7 +65,9 @@ def calls(phases: Iterator[PhaseRecord] | tuple[PhaseRecord, ...], name: str) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rehearsal_makes_the_calls_of_a_real_run(layout: str, models: dict[str, str], rehearsed: Rehearsed, rank_pool: RankPool) -> None:
+def test_a_rehearsal_makes_the_calls_of_a_real_run(
+    layout: str, models: dict[str, str], rehearsed: Rehearsed, rank_pool: RankPool
+) -> None:
     """Of the same kind, group, type and size, from the same lines, in the same order."""
     config = ppo(models[WITH_CPU_SWITCHES], LAYOUTS[layout])
     real = rank_pool.run(run_on_cpu, world_size=4, config=config, num_micro_batches=MICRO_BATCHES)
@@ -72,7 +84,8 @@ def beside_those_of(one: list[Collective], other: list[Collective]) -> list[Coll
     left = list(one)
     beside = []
     for call in other:
-        if left and call._replace(place="") == left[0]._replace(place=""):  # from other lines: it is another linear layer
+        # from other lines: it is another linear layer
+        if left and call._replace(place="") == left[0]._replace(place=""):
             left.pop(0)
         else:
             beside.append(call)
@@ -85,7 +98,8 @@ def short(calls: list[Collective] | None) -> list[tuple[str, str, int]]:
 
 
 def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehearsed: Rehearsed) -> None:
-    """With sequence parallelism, once for each of the two column-parallel layers (queries, keys and values; gate and up)."""
+    """With sequence parallelism, once for each of the two column-parallel layers (queries, keys and values;
+    gate and up)."""
     gathers = [("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 2)] * (MICRO_BATCHES * LAYERS * 2)
     alone = "DATA_PARALLEL_GROUP_WITH_CP"
     changed = {"train": [*gathers, ("reduce_scatter", alone, 1)], "step": [("all_gather", alone, 1)]}
@@ -97,8 +111,11 @@ def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehe
             assert short(beside) == changed.get(name, []), f"rank {rank}, {name}"
 
 
-def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_until_the_next(rehearsed: Rehearsed) -> None:
-    """Those of the second virtual stage are ready before the first one's are computed. The first pass is as on the CPU."""
+def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_until_the_next(
+    rehearsed: Rehearsed,
+) -> None:
+    """Those of the second virtual stage are ready before the first one's are computed. The first pass is as
+    on the CPU."""
     for rank, on_cpu in rehearsed["PP2xVPP2xCP2", WITH_CPU_SWITCHES].items():
         on_cuda = rehearsed["PP2xVPP2xCP2", "cuda"][rank]
         assert [phase.name for phase in on_cuda.phases] == [*PHASES[:4], "train again", *PHASES[4:]]
@@ -106,7 +123,9 @@ def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_un
             assert calls(on_cpu.phases, name) == calls(on_cuda.phases, name), f"rank {rank}, {name}"
         first, second = (calls(on_cuda.phases, name) for name in ("train", "train again"))
         assert sorted(first) == sorted(second)
-        places = [[number for number, call in enumerate(each) if is_of_gradients(call)] for each in (first, second)]
+        places = [
+            [number for number, call in enumerate(each) if is_of_gradients(call)] for each in (first, second)
+        ]
         assert places[0] == [len(first) - 2, len(first) - 1]
         assert places[1][0] < places[0][0]
         assert awaited_late(on_cpu) == set()
@@ -119,9 +138,12 @@ def is_of_gradients(call: Collective) -> bool:
 
 
 def awaited_late(record: RankRecord) -> set[str]:
-    """The kinds of calls of ranks with the same parameters after which the rank made others before it waited for them."""
+    """The kinds of calls of ranks with the same parameters after which the rank made others before it waited
+    for them."""
     made = [call for phase in record.phases for call in phase.collectives]
-    late = [made[each.call] for phase in record.phases for each in phase.awaits if each.num_calls > each.call + 1]
+    late = [
+        made[each.call] for phase in record.phases for each in phase.awaits if each.num_calls > each.call + 1
+    ]
     return {call.kind for call in late if call.group.startswith("DATA")}
 
 

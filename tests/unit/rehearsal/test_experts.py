@@ -1,6 +1,8 @@
-"""Models with experts: two ranks of a small layout, and one of Qwen3-30B-A3B's with two of its layers beside the plan.
+"""Models with experts: two ranks of a small layout, and one of Qwen3-30B-A3B's with two of its layers beside
+the plan.
 
-With all layers, and as the runs of configs/ recompute them, tests/soak/test_rehearsed_memory.py shows the same.
+With all layers, and as the runs of configs/ recompute them, tests/soak/test_rehearsed_memory.py shows the
+same.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ EXPERTS = {
     "moe_intermediate_size": 32,
 }
 SMALL = ParallelConfig(
-    tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True, expert_parallel_size=2, expert_tensor_parallel_size=1
+    tensor_parallel_size=2,
+    data_parallel_size=2,
+    sequence_parallel=True,
+    expert_parallel_size=2,
+    expert_tensor_parallel_size=1,
 )
 LARGE = replace(SMALL, tensor_parallel_size=4, data_parallel_size=8, expert_parallel_size=32)
 MICRO_BATCHES = 2
@@ -72,8 +78,9 @@ def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_tokens_go_to_experts_and_come_back(records: dict[str, list[RankRecord]]) -> None:
-    """Of 512 tokens a rank has half, each of which meets two experts: with even routes half of those 512 go to each rank, with their
-    weights, and come back. In uneven routes expert 0 has 128 tokens, twice its share, and 384 are left for seven others."""
+    """Of 512 tokens a rank has half, each of which meets two experts: with even routes half of those 512 go
+    to each rank, with their weights, and come back. In uneven routes expert 0 has 128 tokens, twice its
+    share, and 384 are left for seven others."""
     sent = TOKENS // 2 * 2
     for name, numbers in (("score", (256, 256)), ("score, uneven", (293, 219))):
         for phase in phases(records["small"], name):
@@ -85,7 +92,9 @@ def test_tokens_go_to_experts_and_come_back(records: dict[str, list[RankRecord]]
             assert sum(numbers) == sent
 
 
-def test_the_plan_of_memory_is_near_and_never_below(records: dict[str, list[RankRecord]], configs: dict[str, PPOConfig]) -> None:
+def test_the_plan_of_memory_is_near_and_never_below(
+    records: dict[str, list[RankRecord]], configs: dict[str, PPOConfig]
+) -> None:
     config = configs["large"]
     (role,) = [role for role in model_roles(config) if role.name == "actor"]
     plan = predicted_memory(config, role, read_architecture(config.model.path), 0)

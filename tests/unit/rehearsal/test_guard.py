@@ -1,4 +1,5 @@
-"""The guard of CUDA devices is compiled once; without a compiler, or with one that fails, the user is told what to do."""
+"""The guard of CUDA devices is compiled once; without a compiler, or with one that fails, the user is told
+what to do."""
 
 from __future__ import annotations
 

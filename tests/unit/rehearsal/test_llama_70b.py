@@ -1,6 +1,8 @@
-"""One rank of the first, second and last stage of Llama 3 70B on 128 devices, with sequence parallelism and virtual stages.
+"""One rank of the first, second and last stage of Llama 3 70B on 128 devices, with sequence parallelism and
+virtual stages.
 
-Of its 80 layers there are 8, one for each virtual stage, which is enough for each kind of call and of memory: 80 take a minute.
+Of its 80 layers there are 8, one for each virtual stage, which is enough for each kind of call and of memory:
+80 take a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from tests.unit.rehearsal.memory_cases import beyond_bounds
 from tests.unit.rehearsal.runs import EIGHT_LAYERS_OF_70B, ppo, requests, save_config
 
 PARALLEL = ParallelConfig(
-    tensor_parallel_size=8, pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4, sequence_parallel=True
+    tensor_parallel_size=8,
+    pipeline_parallel_size=4,
+    virtual_pipeline_parallel_size=2,
+    data_parallel_size=4,
+    sequence_parallel=True,
 )
 
 pytestmark = pytest.mark.usefixtures("warm_rehearsals")
@@ -29,7 +35,8 @@ LAYERS = 2
 CHUNKS = 2
 MICRO_BATCHES = 4
 TOKENS = 8192
-# Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; cut in eight. Two norms.
+# Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; cut in eight.
+# Two norms.
 LAYER = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8 + 2 * 8192
 VOCABULARY = 129024 // 8 * 8192
 PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER, 3: LAYERS * LAYER + VOCABULARY + 8192}
@@ -46,7 +53,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
 @pytest.fixture(scope="module")
 def records(config: PPOConfig) -> dict[int, RankRecord]:
     """By stage."""
-    return {record.pipeline_rank: record for record in rehearse_ranks(requests(config, distinct_ranks(PARALLEL)), 2)}
+    return {
+        record.pipeline_rank: record
+        for record in rehearse_ranks(requests(config, distinct_ranks(PARALLEL)), 2)
+    }
 
 
 def phase_of(record: RankRecord, name: str) -> PhaseRecord:
@@ -54,19 +64,25 @@ def phase_of(record: RankRecord, name: str) -> PhaseRecord:
 
 
 def sizes(phase: PhaseRecord, kind: str, group: str, dtype: str) -> list[int]:
-    found = [call for call in phase.collectives if (call.kind, call.dtype) == (kind, dtype) and call.group.startswith(group)]
+    found = [
+        call
+        for call in phase.collectives
+        if (call.kind, call.dtype) == (kind, dtype) and call.group.startswith(group)
+    ]
     return [call.nbytes for call in found]
 
 
 def test_no_mistake_is_found(records: dict[int, RankRecord]) -> None:
     assert sorted(records) == [0, 1, 3]
     assert {record.error for record in records.values()} == {None}
-    assert hangs(list(records.values())) == []  # of the messages between the first two stages, which are neighbours
+    # of the messages between the first two stages, which are neighbours
+    assert hangs(list(records.values())) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) -> None:
-    """Beside the state there are rotary frequencies, padding of Megatron's buffers and the optimizer's flag: less than a millionth."""
+    """Beside the state there are rotary frequencies, padding of Megatron's buffers and the optimizer's flag:
+    less than a millionth."""
     record = records[stage]
     assert record.num_parameters == PARAMETERS[stage]
     assert phase_of(record, "build").held == pytest.approx(STATE * PARAMETERS[stage], rel=1e-6)
@@ -74,7 +90,8 @@ def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, RankRecord]) -> None:
-    """One buffer for each virtual stage, of which the first is in buckets that travel while others are computed."""
+    """One buffer for each virtual stage, of which the first is in buckets that travel while others are
+    computed."""
     reduced = sizes(phase_of(records[stage], "train"), "reduce_scatter", "DATA", "float32")
     gathered = sizes(phase_of(records[stage], "step"), "all_gather", "DATA", "bfloat16")
     assert len(reduced) == len(gathered) >= CHUNKS
@@ -83,18 +100,20 @@ def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, R
 
 
 def test_hidden_states_over_tensor_ranks(records: dict[int, RankRecord]) -> None:
-    """With sequence parallelism, in each layer: gathered before attention and MLP and scattered after, computed twice (recompute), and the
-    other way round on the way back, where what was gathered is gathered once more for the gradient of the weight. A middle stage has
-    nothing but layers."""
+    """With sequence parallelism, in each layer: gathered before attention and MLP and scattered after,
+    computed twice (recompute), and the other way round on the way back, where what was gathered is gathered
+    once more for the gradient of the weight. A middle stage has nothing but layers."""
     train = phase_of(records[1], "train")
-    gathered, scattered = (sizes(train, kind, "TENSOR", "bfloat16") for kind in ("all_gather", "reduce_scatter"))
+    gathered, scattered = (
+        sizes(train, kind, "TENSOR", "bfloat16") for kind in ("all_gather", "reduce_scatter")
+    )
     assert gathered == [WHOLE] * (MICRO_BATCHES * LAYERS * (2 + 2 + 2 + 2))
     assert scattered == [WHOLE] * (MICRO_BATCHES * LAYERS * (2 + 2 + 2))
 
 
 def test_hidden_states_between_stages(records: dict[int, RankRecord]) -> None:
-    """Each rank sends its eighth of the tokens. The first stage sends on from both of its virtual stages, and sends gradients back from
-    the second, around to the last stage."""
+    """Each rank sends its eighth of the tokens. The first stage sends on from both of its virtual stages, and
+    sends gradients back from the second, around to the last stage."""
     train = phase_of(records[0], "train")
     assert sizes(train, "send", "PIPELINE", "bfloat16") == [WHOLE // 8] * (MICRO_BATCHES * (2 + 1))
     assert sizes(train, "recv", "PIPELINE", "bfloat16") == [WHOLE // 8] * (MICRO_BATCHES * (2 + 1))
@@ -102,13 +121,17 @@ def test_hidden_states_between_stages(records: dict[int, RankRecord]) -> None:
 
 def test_log_probs_over_the_vocabulary(records: dict[int, RankRecord]) -> None:
     """6,144 response tokens in chunks of 1,024: the largest logit, then four sums."""
-    assert sum(sizes(phase_of(records[3], "score"), "all_reduce", "TENSOR", "float32")) == MICRO_BATCHES * 6144 * (1 + 4) * 4
+    assert (
+        sum(sizes(phase_of(records[3], "score"), "all_reduce", "TENSOR", "float32"))
+        == MICRO_BATCHES * 6144 * (1 + 4) * 4
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord]) -> None:
-    """Virtual stages tell each other the shapes of what they send: for each micro-batch a copy for what comes and for what goes, there and
-    back, and a synchronisation of each exchange, of which warming up takes two more. The last stage reads its metrics, once."""
+    """Virtual stages tell each other the shapes of what they send: for each micro-batch a copy for what comes
+    and for what goes, there and back, and a synchronisation of each exchange, of which warming up takes two
+    more. The last stage reads its metrics, once."""
     for phase in ("score", "train"):
         waits = phase_of(records[stage], phase).waits
         others = [wait for wait in waits if "p2p_communication.py" not in wait.place]
@@ -118,7 +141,9 @@ def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_plan_of_memory_is_near_and_never_below(stage: int, records: dict[int, RankRecord], config: PPOConfig) -> None:
+def test_the_plan_of_memory_is_near_and_never_below(
+    stage: int, records: dict[int, RankRecord], config: PPOConfig
+) -> None:
     (role,) = [role for role in model_roles(config) if role.name == "actor"]
     plan = predicted_memory(config, role, read_architecture(Path(config.model.path)), records[stage].rank)
     assert beyond_bounds(records[stage], plan) == []

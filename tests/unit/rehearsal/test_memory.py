@@ -1,4 +1,5 @@
-"""The plan of memory is never below what a rehearsal measures, and near: of the quickstart, which is small, each role in one mode.
+"""The plan of memory is never below what a rehearsal measures, and near: of the quickstart, which is small,
+each role in one mode.
 
 In every mode, and of all runs of configs/, tests/soak/test_rehearsed_memory.py shows the same.
 """

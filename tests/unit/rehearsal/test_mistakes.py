@@ -1,4 +1,5 @@
-"""Mistakes that a GPU would punish, planted into the engine, are found by a rehearsal and named with their line."""
+"""Mistakes that a GPU would punish, planted into the engine, are found by a rehearsal and named with their
+line."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ PAIR = ParallelConfig(tensor_parallel_size=2)
 REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
-QUERIES = "model.layers.1.self_attn.q_proj.weight"  # (64, 64), of which the second rank holds the last 32 rows
+# (64, 64), of which the second rank holds the last 32 rows
+QUERIES = "model.layers.1.self_attn.q_proj.weight"
 PUSH = RankPush(
-    {0: TransferSchedule([Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))])}, buffer_bytes=0
+    {
+        0: TransferSchedule(
+            [Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))]
+        )
+    },
+    buffer_bytes=0,
 )
 # Name of the plant, layout, ranks.
 PLANTED = (
@@ -44,7 +51,8 @@ pytestmark = pytest.mark.usefixtures("warm_rehearsals")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord]]:
-    """All by one process, one rank at a time, so that records come in the order in which they are asked for."""
+    """All by one process, one rank at a time, so that records come in the order in which they are asked
+    for."""
     folder = tmp_path_factory.mktemp("models")
     asked = []
     for name, parallel, ranks in PLANTED:
@@ -68,7 +76,8 @@ def test_a_number_that_is_read_and_cannot_be_known(found: dict[str, list[RankRec
     (record,) = found["a_number_that_nobody_knows"]
     assert record.error is not None
     assert record.error.startswith(
-        "a number (torch.int64) is read that follows from no number of the host, at tests/unit/rehearsal/planted.py:"
+        "a number (torch.int64) is read that follows from no number of the host, at "
+        "tests/unit/rehearsal/planted.py:"
     )
 
 
@@ -89,33 +98,48 @@ def test_collectives_in_another_order_between_groups(found: dict[str, list[RankR
     line = r"all_reduce of 3 float32 in {} at tests/unit/rehearsal/planted\.py:\d+ planted"
     assert re.fullmatch(
         "a hang, as the order of calls differs between groups: "
-        f"rank 0 is in {line.format('TENSOR_MODEL_PARALLEL_GROUP')}, which waits for rank 1 is in {line.format('default_pg')}",
+        f"rank 0 is in {line.format('TENSOR_MODEL_PARALLEL_GROUP')}, which waits for rank 1 is in "
+        f"{line.format('default_pg')}",
         problem,
     )
 
 
 def test_a_collective_that_one_rank_leaves_out(found: dict[str, list[RankRecord]]) -> None:
     problems = hangs(found["a_call_less_on_rank_one"])
-    assert any("of rank 0 is reduce_scatter of " in problem and "of rank 1 all_gather" in problem for problem in problems)
+    assert any(
+        "of rank 0 is reduce_scatter of " in problem and "of rank 1 all_gather" in problem
+        for problem in problems
+    )
 
 
 def test_gradients_that_are_summed_in_a_reduced_type(found: dict[str, list[RankRecord]]) -> None:
     records = found["gradients_in_sixteen_bits"]
     assert records[0].error is None
     (problem,) = rounded_sums(records)
-    assert problem.startswith("gradients are summed over 2 data-parallel ranks in bfloat16, not in float32, at megatron/core/")
+    assert problem.startswith(
+        "gradients are summed over 2 data-parallel ranks in bfloat16, not in float32, at megatron/core/"
+    )
 
 
 def test_a_shape_that_differs_between_stages(found: dict[str, list[RankRecord]]) -> None:
     records = found["a_token_less_from_the_first_stage"]
-    problems = [problem for problem in hangs(records) if "messages" in problem and "rank 0 is send of 32,704 bfloat16" in problem]
-    assert "of rank 1 recv of 32,768 bfloat16 at megatron/core/pipeline_parallel/p2p_communication.py:" in problems[0]
+    problems = [
+        problem
+        for problem in hangs(records)
+        if "messages" in problem and "rank 0 is send of 32,704 bfloat16" in problem
+    ]
+    assert (
+        "of rank 1 recv of 32,768 bfloat16 at megatron/core/pipeline_parallel/p2p_communication.py:"
+        in problems[0]
+    )
 
 
 def test_a_parameter_of_another_size_than_the_layout_has(found: dict[str, list[RankRecord]]) -> None:
     (record,) = found["another_shape_than_the_layout"]
     assert record.error is not None
-    assert "decoder.layers.0.input_layernorm.weight has shape (65,), the layout makes it (64,)" in record.error
+    assert (
+        "decoder.layers.0.input_layernorm.weight has shape (65,), the layout makes it (64,)" in record.error
+    )
 
 
 def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
@@ -129,17 +153,25 @@ def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
 
 def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]]) -> None:
     (record,) = found["a_push_of_what_another_rank_holds"]
-    assert record.error == f"a push sends 1,024 elements of {QUERIES} as torch.bfloat16, of which this rank holds 0, as torch.bfloat16"
+    assert (
+        record.error
+        == f"a push sends 1,024 elements of {QUERIES} as torch.bfloat16, of which this rank holds 0, as torch.bfloat16"
+    )
     assert record.phases[-1].name == "offload"
 
 
-def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(found: dict[str, list[RankRecord]]) -> None:
-    """No mistake: with stubs, which hold norms in the linear layers behind them and turn by a function of their own."""
+def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(
+    found: dict[str, list[RankRecord]],
+) -> None:
+    """No mistake: with stubs, which hold norms in the linear layers behind them and turn by a function of
+    their own."""
     for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
         assert fused.error is None
         assert fused.num_parameters == local.num_parameters
         assert [phase.name for phase in fused.phases] == [phase.name for phase in local.phases]
         for one, other in zip(fused.phases, local.phases, strict=True):
             assert (one.held, one.flops) == (other.held, other.flops), one.name
-            assert [call[:-2] for call in one.collectives] == [call[:-2] for call in other.collectives], one.name
+            assert [call[:-2] for call in one.collectives] == [call[:-2] for call in other.collectives], (
+                one.name
+            )
     assert hangs(found["transformer_engine"]) == []

@@ -1,4 +1,5 @@
-"""Ranks whose calls agree in each group hang where the device would wait for ever, and only there: sequences written by hand."""
+"""Ranks whose calls agree in each group hang where the device would wait for ever, and only there: sequences
+written by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ A = ("A", (0, 1))
 B = ("B", (0, 1))
 
 
-def call(group: tuple[str, tuple[int, ...]], kind: str = "all_reduce", batch: int | None = None) -> Collective:
+def call(
+    group: tuple[str, tuple[int, ...]], kind: str = "all_reduce", batch: int | None = None
+) -> Collective:
     return Collective(kind, group[0], group[1], "float32", 8, 32, f"{kind} {group[0]}", batch)
 
 
@@ -19,8 +22,24 @@ def rank(number: int, *calls: Collective, awaits: list[tuple[int, int]] | None =
     """awaits: without it each call is waited for at once."""
     if awaits is None:
         awaits = [(made, made + 1) for made in range(len(calls))]
-    phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, waits=(), awaits=tuple(Await(*each) for each in awaits))
-    return RankRecord(rank=number, tensor_rank=0, context_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
+    phase = PhaseRecord(
+        name="train",
+        held=0,
+        peak=0,
+        flops=0,
+        collectives=calls,
+        waits=(),
+        awaits=tuple(Await(*each) for each in awaits),
+    )
+    return RankRecord(
+        rank=number,
+        tensor_rank=0,
+        context_rank=0,
+        pipeline_rank=0,
+        data_rank=0,
+        num_parameters=0,
+        phases=(phase,),
+    )
 
 
 def test_the_same_order_ends() -> None:
@@ -29,7 +48,8 @@ def test_the_same_order_ends() -> None:
 
 def test_two_groups_in_different_orders_hang_with_both_places() -> None:
     assert deadlock([rank(0, call(A), call(B)), rank(1, call(B), call(A))]) == (
-        "a hang, as the order of calls differs between groups: rank 0 is in all_reduce of 8 float32 in A at all_reduce A, which waits for "
+        "a hang, as the order of calls differs between groups: rank 0 is in all_reduce of 8 float32 in A at "
+        "all_reduce A, which waits for "
         "rank 1 is in all_reduce of 8 float32 in B at all_reduce B"
     )
 
@@ -42,7 +62,9 @@ def test_two_groups_in_different_orders_hang_with_both_places() -> None:
         ([(0, 1), (1, 2)], True),
     ],
 )
-def test_asynchronous_calls_hold_up_only_who_waits_for_them(awaits: list[tuple[int, int]], hangs: bool) -> None:
+def test_asynchronous_calls_hold_up_only_who_waits_for_them(
+    awaits: list[tuple[int, int]], hangs: bool
+) -> None:
     """It is enough that one of the two goes on."""
     problem = deadlock([rank(0, call(A), call(B), awaits=awaits), rank(1, call(B), call(A))])
     assert (problem is not None) == hangs
@@ -83,11 +105,16 @@ def messages(number: int, batch: int | None, first: str) -> list[Collective]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "first", "hangs"), [(1, ("send", "send"), False), (None, ("send", "recv"), False), (None, ("send", "send"), True)]
+    ("batch", "first", "hangs"),
+    [(1, ("send", "send"), False), (None, ("send", "recv"), False), (None, ("send", "send"), True)],
 )
-def test_messages_that_cross_hang_unless_they_are_given_at_once(batch: int | None, first: tuple[str, str], hangs: bool) -> None:
+def test_messages_that_cross_hang_unless_they_are_given_at_once(
+    batch: int | None, first: tuple[str, str], hangs: bool
+) -> None:
     """Also where nobody waits between them: those of a group are one after another."""
-    records = [rank(number, *messages(number, batch, first[number]), awaits=[(0, 2), (1, 2)]) for number in (0, 1)]
+    records = [
+        rank(number, *messages(number, batch, first[number]), awaits=[(0, 2), (1, 2)]) for number in (0, 1)
+    ]
     problem = deadlock(records)
     assert (problem is not None) == hangs
     if problem is not None:

@@ -13,15 +13,39 @@ from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 
 def record(rank: int, *calls: Collective) -> RankRecord:
     phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, waits=())
-    return RankRecord(rank=rank, tensor_rank=0, context_rank=0, pipeline_rank=0, data_rank=0, num_parameters=0, phases=(phase,))
+    return RankRecord(
+        rank=rank,
+        tensor_rank=0,
+        context_rank=0,
+        pipeline_rank=0,
+        data_rank=0,
+        num_parameters=0,
+        phases=(phase,),
+    )
 
 
-def call(kind: str = "all_reduce", ranks: tuple[int, ...] = (0, 1), dtype: str = "float32", elements: int = 8, line: int = 1) -> Collective:
-    return Collective(kind, "DATA_PARALLEL_GROUP", ranks, dtype, elements, 4 * elements, f"megarl/engine/engine.py:{line} step")
+def call(
+    kind: str = "all_reduce",
+    ranks: tuple[int, ...] = (0, 1),
+    dtype: str = "float32",
+    elements: int = 8,
+    line: int = 1,
+) -> Collective:
+    return Collective(
+        kind,
+        "DATA_PARALLEL_GROUP",
+        ranks,
+        dtype,
+        elements,
+        4 * elements,
+        f"megarl/engine/engine.py:{line} step",
+    )
 
 
 def test_one_rank_of_the_first_the_second_and_the_last_stage() -> None:
-    assert distinct_ranks(ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=4)) == [0, 32, 96]
+    assert distinct_ranks(
+        ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=4)
+    ) == [0, 32, 96]
     assert distinct_ranks(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)) == [0, 2]
     assert distinct_ranks(ParallelConfig(data_parallel_size=4)) == [0]
 
@@ -33,7 +57,10 @@ def test_ranks_are_named_all_or_distinct() -> None:
     assert chosen_ranks("3,0,3", parallel) == [0, 3]
 
 
-@pytest.mark.parametrize(("text", "said"), [("first", "give distinct, all, or ranks"), ("0,4", "the role has 4 ranks, the last of them 3")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("first", "give distinct, all, or ranks"), ("0,4", "the role has 4 ranks, the last of them 3")],
+)
 def test_other_ranks_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         chosen_ranks(text, ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
@@ -57,7 +84,9 @@ def test_the_same_calls_do_not_hang_whatever_a_rank_does_in_other_groups() -> No
         (call(), None, "rank 0 is all_reduce .* of rank 1 none"),
     ],
 )
-def test_a_call_that_differs_is_named_with_both_places(mine: Collective, theirs: Collective | None, said: str) -> None:
+def test_a_call_that_differs_is_named_with_both_places(
+    mine: Collective, theirs: Collective | None, said: str
+) -> None:
     (problem,) = hangs([record(0, call(), mine), record(1, call(), *([theirs] if theirs else []))])
     assert problem.startswith("a hang in DATA_PARALLEL_GROUP of ranks 0, 1: call 2 of ")
     assert re.search(said, problem)
@@ -81,5 +110,13 @@ def test_ranks_that_were_not_rehearsed_are_not_compared() -> None:
 
 def test_gradients_are_summed_in_float32() -> None:
     assert rounded_sums([record(0, call("reduce_scatter"), call("all_gather", dtype="bfloat16"))]) == []
-    (problem,) = rounded_sums([record(0, call("reduce_scatter", dtype="bfloat16")), record(1, call("reduce_scatter", dtype="bfloat16"))])
-    assert problem.startswith("gradients are summed over 2 data-parallel ranks in bfloat16, not in float32, at megarl/engine/engine.py:1")
+    (problem,) = rounded_sums(
+        [
+            record(0, call("reduce_scatter", dtype="bfloat16")),
+            record(1, call("reduce_scatter", dtype="bfloat16")),
+        ]
+    )
+    assert problem.startswith(
+        "gradients are summed over 2 data-parallel ranks in bfloat16, not in float32, at "
+        "megarl/engine/engine.py:1"
+    )

@@ -1,4 +1,5 @@
-"""What the other layouts do not have: a tied head, norms of queries and keys, padded rows, virtual stages; a frozen model, a critic."""
+"""What the other layouts do not have: a tied head, norms of queries and keys, padded rows, virtual stages; a
+frozen model, a critic."""
 
 from __future__ import annotations
 
@@ -28,16 +29,25 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankReco
     """Of the first tensor rank of both stages, in the order of stages."""
     folder = Path(save_config(tmp_path_factory.mktemp("qwen") / "model", {**TINY, "num_hidden_layers": 4}))
     fields = json.loads((folder / "config.json").read_text())
-    fields |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": HEAD_DIM, "tie_word_embeddings": True}
+    fields |= {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(fields))
-    config = ppo(str(folder), replace(STAGES, virtual_pipeline_parallel_size=2), recompute=Recompute.selective)
+    config = ppo(
+        str(folder), replace(STAGES, virtual_pipeline_parallel_size=2), recompute=Recompute.selective
+    )
     config = replace(
         config,
         actor=replace(config.actor, micro_batch=MicroBatchConfig(sequences=3)),
         critic=CriticConfig(parallel=STAGES, micro_batch=MicroBatchConfig(max_tokens=500)),
         engine=EngineConfig(packing=False),
     )
-    asked = [RankRequest(config, role, rank, 2) for role in ("actor", "reference", "critic") for rank in (0, 2)]
+    asked = [
+        RankRequest(config, role, rank, 2) for role in ("actor", "reference", "critic") for rank in (0, 2)
+    ]
     found = list(rehearse_ranks(asked, 1))
     return {role: [found.pop(0), found.pop(0)] for role in ("actor", "reference", "critic")}
 
@@ -49,23 +59,43 @@ def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_parameters(records: dict[str, list[RankRecord]]) -> None:
-    """Two layers a stage. A tied head is the first stage's embedding, of which the last has a copy; a critic's head has 64 weights."""
+    """Two layers a stage. A tied head is the first stage's embedding, of which the last has a copy; a
+    critic's head has 64 weights."""
     for role in ("actor", "reference"):
-        assert [rank.num_parameters for rank in records[role]] == [2 * LAYER + VOCABULARY, 2 * LAYER + VOCABULARY + 64]
-    assert [rank.num_parameters for rank in records["critic"]] == [2 * LAYER + VOCABULARY, 2 * LAYER + 64 + 64]
+        assert [rank.num_parameters for rank in records[role]] == [
+            2 * LAYER + VOCABULARY,
+            2 * LAYER + VOCABULARY + 64,
+        ]
+    assert [rank.num_parameters for rank in records["critic"]] == [
+        2 * LAYER + VOCABULARY,
+        2 * LAYER + 64 + 64,
+    ]
 
 
 def test_phases(records: dict[str, list[RankRecord]]) -> None:
     """A frozen model has no optimizer, and no other state than its parameters."""
     for role in ("actor", "critic"):
-        assert [phase.name for phase in records[role][0].phases] == ["build", "score", "train", "step", "offload", "restore"]
+        assert [phase.name for phase in records[role][0].phases] == [
+            "build",
+            "score",
+            "train",
+            "step",
+            "offload",
+            "restore",
+        ]
     frozen = records["reference"][0]
     assert [phase.name for phase in frozen.phases] == ["build", "score", "offload", "restore"]
-    assert frozen.phases[0].held == 2 * frozen.num_parameters + 4 * HEAD_DIM // 2 * 2  # two chunks, each with its frequencies
+    # two chunks, each with its frequencies
+    assert frozen.phases[0].held == 2 * frozen.num_parameters + 4 * HEAD_DIM // 2 * 2
 
 
 def test_a_tied_embedding_is_summed_over_both_stages(records: dict[str, list[RankRecord]]) -> None:
     for rank in records["actor"]:
         train = next(phase for phase in rank.phases if phase.name == "train")
         (summed,) = [call for call in train.collectives if call.group == "EMBEDDING_GROUP"]
-        assert (summed.kind, summed.dtype, summed.elements, summed.ranks) == ("all_reduce", "float32", VOCABULARY, (0, 2))
+        assert (summed.kind, summed.dtype, summed.elements, summed.ranks) == (
+            "all_reduce",
+            "float32",
+            VOCABULARY,
+            (0, 2),
+        )

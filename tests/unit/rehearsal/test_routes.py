@@ -1,4 +1,5 @@
-"""Where tokens of a rehearsal go: to as many experts as a router takes, each once, evenly or to one twice as often."""
+"""Where tokens of a rehearsal go: to as many experts as a router takes, each once, evenly or to one twice as
+often."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def counts(routes: Tensor, number: int) -> list[int]:
     return [int((routes == expert).sum()) for expert in range(number)]
 
 
-@pytest.mark.parametrize(("tokens", "number", "chosen"), [(12, 6, 2), (128, 128, 8), (5, 4, 4), (7, 3, 2), (1, 8, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "number", "chosen"), [(12, 6, 2), (128, 128, 8), (5, 4, 4), (7, 3, 2), (1, 8, 2)]
+)
 def test_routes(tokens: int, number: int, chosen: int) -> None:
     share = tokens * chosen / number
     even = counts(even_routes(tokens, experts(number, chosen)), number)

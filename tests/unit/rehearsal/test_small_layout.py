@@ -22,7 +22,8 @@ LAYERS = 1
 HIDDEN = 64
 BFLOAT16 = 2
 FLOAT32 = 4
-# Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two. Two norms, which are whole.
+# Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two.
+# Two norms, which are whole.
 LAYER = (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64
 VOCABULARY = 256 // 2 * 64  # padded, and cut in two
 PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER + VOCABULARY + 64}
@@ -49,7 +50,8 @@ def calls(phase: PhaseRecord) -> dict[tuple[str, str, str], tuple[int, int]]:
         return call.kind, call.group.split("_")[0].lower(), call.dtype
 
     return {
-        name: (len(group := list(of)), sum(call.nbytes for call in group)) for name, of in groupby(sorted(phase.collectives, key=key), key)
+        name: (len(group := list(of)), sum(call.nbytes for call in group))
+        for name, of in groupby(sorted(phase.collectives, key=key), key)
     }
 
 
@@ -63,8 +65,8 @@ def test_every_rank_ends_without_a_mistake(records: list[RankRecord]) -> None:
 
 
 def test_parameters_and_memory(records: list[RankRecord]) -> None:
-    """Weights in 2 bytes, gradients in 4; moments and masters of half of the parameters in 12. Of the tensors that are no state, rotary
-    frequencies (8) and a flag of the optimizer (1)."""
+    """Weights in 2 bytes, gradients in 4; moments and masters of half of the parameters in 12. Of the tensors
+    that are no state, rotary frequencies (8) and a flag of the optimizer (1)."""
     for record, build in phases(records, "build"):
         stage = record.pipeline_rank
         assert record.num_parameters == PARAMETERS[stage]
@@ -73,7 +75,8 @@ def test_parameters_and_memory(records: list[RankRecord]) -> None:
 
 
 def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
-    """What stays are tables of angles and, in a stage that receives, the last micro-batch's hidden states and their gradient."""
+    """What stays are tables of angles and, in a stage that receives, the last micro-batch's hidden states and
+    their gradient."""
     for (record, step), (_, offload), (_, restore) in zip(
         phases(records, "step"), phases(records, "offload"), phases(records, "restore"), strict=True
     ):
@@ -83,13 +86,17 @@ def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
 
 
 def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
-    """Sums over tensor ranks: one in the embedding and two in each layer on the way there, two in each layer on the way back. Between
+    """Sums over tensor ranks: one in the embedding and two in each layer on the way there, two in each layer
+    on the way back. Between
     stages: hidden states, and their shape before."""
     hidden = TOKENS * HIDDEN * BFLOAT16
     shape = 3 * 8
     for record, score in phases(records[:4], "score"):
         assert calls(score) == {
-            ("all_reduce", "tensor", "bfloat16"): (MICRO_BATCHES * (1 + 2 * LAYERS), MICRO_BATCHES * (1 + 2 * LAYERS) * hidden),
+            ("all_reduce", "tensor", "bfloat16"): (
+                MICRO_BATCHES * (1 + 2 * LAYERS),
+                MICRO_BATCHES * (1 + 2 * LAYERS) * hidden,
+            ),
             ("send", "pipeline", "bfloat16"): (MICRO_BATCHES, MICRO_BATCHES * hidden),
             ("send", "pipeline", "int64"): (MICRO_BATCHES, MICRO_BATCHES * shape),
         }, record.rank
@@ -106,8 +113,9 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
 
 
 def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
-    """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32; on the way back one sum of
-    the head's gradient of the hidden states. The last layer's MLP has two, and has the tokens alone that predict a response's."""
+    """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32;
+    on the way back one sum of the head's gradient of the hidden states. The last layer's MLP has two, and has
+    the tokens alone that predict a response's."""
     hidden = TOKENS * HIDDEN * BFLOAT16
     predicting = ROWS * RESPONSE * HIDDEN * BFLOAT16
     chunks = ROWS * RESPONSE // 128
@@ -116,7 +124,10 @@ def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
         sums = MICRO_BATCHES * (4 * LAYERS + 1)
         fewer = MICRO_BATCHES * 3
         found = calls(train)
-        assert found["all_reduce", "tensor", "bfloat16"] == (sums, (sums - fewer) * hidden + fewer * predicting), record.rank
+        assert found["all_reduce", "tensor", "bfloat16"] == (
+            sums,
+            (sums - fewer) * hidden + fewer * predicting,
+        ), record.rank
         assert found["all_reduce", "tensor", "float32"] == (2 * chunks * MICRO_BATCHES, scores)
         assert found["reduce_scatter", "data", "float32"] == (1, PADDED[1] * FLOAT32)
 
@@ -131,8 +142,8 @@ def test_a_step_sends_the_norm_and_the_parameters(records: list[RankRecord]) -> 
 
 
 def test_products_are_counted(records: list[RankRecord]) -> None:
-    """Two for each weight and token on the way there, four on the way back; of attention two products of (tokens, tokens) for each of the
-    rank's two heads."""
+    """Two for each weight and token on the way there, four on the way back; of attention two products of
+    (tokens, tokens) for each of the rank's two heads."""
     linear = LAYERS * (LAYER - 2 * 64)
     attention = LAYERS * ROWS * 2 * 2 * 2 * 16 * 128**2
     for _, score in phases(records[:4], "score"):
@@ -140,10 +151,14 @@ def test_products_are_counted(records: list[RankRecord]) -> None:
 
 
 def test_waits_are_named(records: list[RankRecord]) -> None:
-    """None of the state's way out but one for each part that is kept; the tables of a pipeline's shapes are read once for each message."""
+    """None of the state's way out but one for each part that is kept; the tables of a pipeline's shapes are
+    read once for each message."""
     for _, offload in phases(records, "offload"):
         assert [(wait.kind, wait.times) for wait in offload.waits] == [("synchronize", 2)]
         assert offload.waits[0].place.startswith("megarl/engine/offload.py:")
     for _, train in phases(records[:4], "train"):
-        reads = [wait for wait in train.waits if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"]
-        assert sum(wait.times for wait in reads) == 2 * MICRO_BATCHES  # sent shapes go up, received ones come down
+        reads = [
+            wait for wait in train.waits if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"
+        ]
+        # sent shapes go up, received ones come down
+        assert sum(wait.times for wait in reads) == 2 * MICRO_BATCHES

@@ -1,4 +1,5 @@
-"""Responses with programs, their tests, and the share of the tests that each passes: (name, response, tests, score)."""
+"""Responses with programs, their tests, and the share of the tests that each passes: (name, response, tests,
+score)."""
 
 ADD = "def add(left, right):\n    return left + right\n"
 FIVE = ["assert add(2, 3) == 5"]
@@ -14,12 +15,22 @@ def fenced(program, language="python"):
 BLOCKS = [
     ("bare code", ADD, FIVE, 1),
     ("one block", f"Here:\n{fenced(ADD)}\nDone.", FIVE, 1),
-    ("a block of another language follows", f"{fenced(ADD)}\nRun:\n{fenced('python a.py', 'bash')}\nThis works.", FIVE, 1),
+    (
+        "a block of another language follows",
+        f"{fenced(ADD)}\nRun:\n{fenced('python a.py', 'bash')}\nThis works.",
+        FIVE,
+        1,
+    ),
     ("a block with the output follows", f"{fenced(ADD)}\nIt prints:\n{fenced('5', 'text')}\n", FIVE, 1),
     ("an untagged output follows", f"{fenced(ADD)}\nIt prints:\n{fenced('5', '')}\nThat is right.", FIVE, 1),
     ("untagged program, untagged output", f"{fenced(ADD, '')}\nIt prints:\n{fenced('5', '')}", FIVE, 1),
     ("untagged program, untagged usage", f"{fenced(ADD, '')}\nUse it:\n{fenced('add(2, 3)', '')}", FIVE, 1),
-    ("untagged program, session", f"{fenced(ADD, '')}\nTry:\n{fenced('>>> add(2, 3)' + chr(10) + '5', '')}", FIVE, 1),
+    (
+        "untagged program, session",
+        f"{fenced(ADD, '')}\nTry:\n{fenced('>>> add(2, 3)' + chr(10) + '5', '')}",
+        FIVE,
+        1,
+    ),
     ("python3", f"{fenced(ADD, 'python3')}\nThat is all.", FIVE, 1),
     ("Python3", fenced(ADD, "Python3"), FIVE, 1),
     ("py", fenced(ADD, "py"), FIVE, 1),
@@ -31,9 +42,24 @@ BLOCKS = [
     ("only a closing fence", f"{ADD}```\n", FIVE, 1),
     ("a closing fence that ends its line", f"```python\n{ADD.rstrip()}```", FIVE, 1),
     ("carriage returns", f"Here:\n{fenced(ADD)}\nDone.".replace("\n", "\r\n"), FIVE, 1),
-    ("in a list", "1. Add:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n2. Done", FIVE, 1),
-    ("in a list that the program is not indented for", f"1. Add:\n   ```python\n{ADD}   ```\nThis works.", FIVE, 1),
-    ("indented without a list", "Add:\n    ```python\n    def add(a, b):\n        return a + b\n    ```\nThis works.", FIVE, 1),
+    (
+        "in a list",
+        "1. Add:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n2. Done",
+        FIVE,
+        1,
+    ),
+    (
+        "in a list that the program is not indented for",
+        f"1. Add:\n   ```python\n{ADD}   ```\nThis works.",
+        FIVE,
+        1,
+    ),
+    (
+        "indented without a list",
+        "Add:\n    ```python\n    def add(a, b):\n        return a + b\n    ```\nThis works.",
+        FIVE,
+        1,
+    ),
     ("in a quotation", "> ```python\n> def add(a, b):\n>     return a + b\n> ```", FIVE, 1),
     ("below a tag", f"<answer>\n{fenced(ADD)}\n</answer>", FIVE, 1),
     ("code tags", f"<code>\n{ADD}</code>", FIVE, 1),
@@ -88,10 +114,25 @@ EXITS = [
 
 # Failures that are no values.
 FAILURES = [
-    ("raises, and None is expected", fenced("def f(x):\n    return 1 / 0"), ["assert f(1) == None", "assert f(1) is None"], 0),
+    (
+        "raises, and None is expected",
+        fenced("def f(x):\n    return 1 / 0"),
+        ["assert f(1) == None", "assert f(1) is None"],
+        0,
+    ),
     ("is missing, and None is expected", fenced(ADD), [{"call": "f()", "returns": None}], 0),
-    ("returns None", fenced("def f(x): pass"), ["assert f(1) == None", "assert f(1) is None", {"call": "f(1)", "returns": None}], 1),
-    ("returns None's text", fenced("def f(x): return 'None'"), ["assert f(1) == None", "assert f(1) is None"], 0),
+    (
+        "returns None",
+        fenced("def f(x): pass"),
+        ["assert f(1) == None", "assert f(1) is None", {"call": "f(1)", "returns": None}],
+        1,
+    ),
+    (
+        "returns None's text",
+        fenced("def f(x): return 'None'"),
+        ["assert f(1) == None", "assert f(1) is None"],
+        0,
+    ),
     (
         "raises, and False is expected",
         fenced("def f(x): raise ValueError"),
@@ -179,9 +220,19 @@ ASSERTS = [
 
 # What is printed.
 STREAMS = [
-    ("spaces at the ends of lines", fenced("print('1 ')\nprint('2\\t')\nprint()"), [{"stdin": "", "stdout": "1\n2"}], 1),
+    (
+        "spaces at the ends of lines",
+        fenced("print('1 ')\nprint('2\\t')\nprint()"),
+        [{"stdin": "", "stdout": "1\n2"}],
+        1,
+    ),
     ("no line break at the end", fenced("print(1, end='')"), [{"stdin": "", "stdout": "1\n\n"}], 1),
-    ("carriage returns in the data", fenced("print(input())\nprint(2)"), [{"stdin": "1\r\n", "stdout": "1\r\n2\r\n"}], 1),
+    (
+        "carriage returns in the data",
+        fenced("print(input())\nprint(2)"),
+        [{"stdin": "1\r\n", "stdout": "1\r\n2\r\n"}],
+        1,
+    ),
     ("a form feed is no line break", fenced("print('1\\x0c2')"), [{"stdin": "", "stdout": "1\n2"}], 0),
     ("more than 256 kB", fenced("print('é' * 200000)"), [{"stdin": "", "stdout": "é" * 200000}], 1),
     ("prints nothing", fenced("x = 1"), [{"stdin": "", "stdout": "hunter2"}], 0),
@@ -189,7 +240,8 @@ STREAMS = [
 
 # Programs that try to be taken for right.
 ALL_EQUAL = (
-    "class All:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return True\n    def __hash__(self): return 0\n"
+    "class All:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return True\n    "
+    "def __hash__(self): return 0\n"
 )
 FORGED = [
     ("equals everything", fenced(f"{ALL_EQUAL}def f(x): return All()"), ["assert f(1) == 2", "assert f(1) == float('inf')", {"call": "f(1)", "returns": 2}, "assert set([f(1)]) == set([2])"], 0),

@@ -1,4 +1,5 @@
-"""A reward function that runs what the model wrote, which is what a sandbox is for. It is loaded once, where it sees its variables."""
+"""A reward function that runs what the model wrote, which is what a sandbox is for. It is loaded once, where
+it sees its variables."""
 
 import os
 

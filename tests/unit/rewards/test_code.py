@@ -8,7 +8,14 @@ from itertools import permutations
 import pytest
 
 from megarl.rewards import code, code_interpreters, code_values, time_limit
-from megarl.rewards.code import answer_from_truth, check_truth, compute_score, program_of, read_tests, run_tests
+from megarl.rewards.code import (
+    answer_from_truth,
+    check_truth,
+    compute_score,
+    program_of,
+    read_tests,
+    run_tests,
+)
 from tests.unit.rewards.code_cases import ADD, CASES
 
 TESTS = [
@@ -21,7 +28,8 @@ TESTS = [
 
 @pytest.fixture
 def little_cpu(monkeypatch):
-    """Ends loops after a second of the processor, and leaves programs that end enough time on a busy machine."""
+    """Ends loops after a second of the processor, and leaves programs that end enough time on a busy
+    machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1, wall_s=60.0))
     monkeypatch.setattr(time_limit, "_limit_s", 1000.0)
 
@@ -34,9 +42,15 @@ def test_the_score_is_the_share_that_passes():
 
 def test_a_score_does_not_depend_on_the_order_of_the_tests(little_cpu):
     """Not even if the program patches its own process in one call."""
-    program = "import builtins\ndef f(x):\n    if x == 2: builtins.abs = lambda x: 7\n    return x == 3 and 1 / 0 or abs(x)"
+    program = (
+        "import builtins\ndef f(x):\n    if x == 2: builtins.abs = lambda x: 7\n    return x == 3 and "
+        "1 / 0 or abs(x)"
+    )
     tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(-4) == 4"])
-    passed = {tuple(sorted(zip(map(repr, order), run_tests(program, order), strict=True))) for order in permutations(tests)}
+    passed = {
+        tuple(sorted(zip(map(repr, order), run_tests(program, order), strict=True)))
+        for order in permutations(tests)
+    }
     assert len(passed) == 1
 
 
@@ -54,8 +68,13 @@ def test_a_program_that_never_ends_takes_less_than_the_time_for_a_sample(monkeyp
     monkeypatch.setattr(code.time, "monotonic", lambda: next(clock) / 10)
     begun = []
     inner = code._Tester.passes
-    monkeypatch.setattr(code._Tester, "passes", lambda self, number, test: begun.append(number) or inner(self, number, test))
-    assert run_tests("def f(x):\n    while True: pass", read_tests([f"assert f({x}) == 0" for x in range(50)])) == [False] * 50
+    monkeypatch.setattr(
+        code._Tester, "passes", lambda self, number, test: begun.append(number) or inner(self, number, test)
+    )
+    assert (
+        run_tests("def f(x):\n    while True: pass", read_tests([f"assert f({x}) == 0" for x in range(50)]))
+        == [False] * 50
+    )
     assert 1 <= len(begun) < 10
 
 
@@ -73,7 +92,9 @@ def test_the_last_block_is_the_program(response, program):
     assert program_of(response) == program
 
 
-@pytest.mark.parametrize("text", ["> - " * 9000, "```\n" * 9000, "<code>" * 9000, "- a\n" * 9000, "\n" + " " * 50_000 + "`"])
+@pytest.mark.parametrize(
+    "text", ["> - " * 9000, "```\n" * 9000, "<code>" * 9000, "- a\n" * 9000, "\n" + " " * 50_000 + "`"]
+)
 def test_odd_markdown_is_read_in_little_time(text):
     """Each takes less than a second; the sum of a test's time is what would show another order of growth."""
     assert isinstance(program_of(text), str)
@@ -98,13 +119,22 @@ UNREADABLE = [
     (["assert f(\0)"], "is not an assert statement of Python"),
     (["f(1)"], "the test 'f(1)' has a statement that is neither an assert nor an import"),
     (["import math"], "the test 'import math' has no assert statement"),
-    (["import numpy as np\nassert f(1) == np.int64(1)"], "imports numpy, and the sandbox has the standard library alone"),
+    (
+        ["import numpy as np\nassert f(1) == np.int64(1)"],
+        "imports numpy, and the sandbox has the standard library alone",
+    ),
     (["assert (f(1) == 2, 'two')"], "asserts a tuple, which is always true; leave out the parentheses"),
-    (["assert 1 == 1"], "calls nothing that only the program defines; it must call a function of the program"),
+    (
+        ["assert 1 == 1"],
+        "calls nothing that only the program defines; it must call a function of the program",
+    ),
     (["assert set(list(x for x in [1])) == set([1])"], "calls nothing that only the program defines"),
     (["assert " + "-" * 100_000 + "f(1)"], "^the test "),  # too deep at any recursion limit
     (["assert f(1) == '\ud800'"], "has the lone surrogate '\\ud800' at position 16"),
-    ([{"stdin": "\ud800", "stdout": "1"}], "has the lone surrogate '\\ud800' at position 0, which no response can contain"),
+    (
+        [{"stdin": "\ud800", "stdout": "1"}],
+        "has the lone surrogate '\\ud800' at position 0, which no response can contain",
+    ),
     ([{"call": "f()", "returns": {"a": ["x\udfff"]}}], "has the lone surrogate '\\udfff' at position 1"),
 ]
 
@@ -134,8 +164,13 @@ def test_expected_values_do_not_enter_the_process_of_the_program(monkeypatch):
         "ask",
         lambda self, text: sessions.setdefault(self._setup, []).append(text) or ask(self, text),
     )
-    expected = ["assert add('hun', 'ter2') == 'hunter2'", "assert add('hun', 'ter2') in ('hunter2', 'hunter3')"]
-    tests = read_tests([*expected, {"call": "add('hun', 'ter2')", "returns": "hunter2"}, {"stdin": "", "stdout": "hunter2"}])
+    expected = [
+        "assert add('hun', 'ter2') == 'hunter2'",
+        "assert add('hun', 'ter2') in ('hunter2', 'hunter3')",
+    ]
+    tests = read_tests(
+        [*expected, {"call": "add('hun', 'ter2')", "returns": "hunter2"}, {"stdin": "", "stdout": "hunter2"}]
+    )
     assert run_tests(ADD, tests) == [True, True, True, False]
     [program] = [setup for setup in sessions if repr(ADD) in setup]
     [judge] = [setup for setup in sessions if repr(ADD) not in setup]
@@ -145,8 +180,25 @@ def test_expected_values_do_not_enter_the_process_of_the_program(monkeypatch):
 
 
 def test_values_are_rebuilt_as_they_were():
-    values = [None, True, 1, 2**70, -(3**99), 0.1, -0.0, math.inf, "a\ud800\0", b"\0", (1, [2, {3: {4}}]), frozenset(), range(3), 2j]
-    assert [code_values.decode(json.loads(json.dumps(code_values.encode(value)))) for value in values] == values
+    values = [
+        None,
+        True,
+        1,
+        2**70,
+        -(3**99),
+        0.1,
+        -0.0,
+        math.inf,
+        "a\ud800\0",
+        b"\0",
+        (1, [2, {3: {4}}]),
+        frozenset(),
+        range(3),
+        2j,
+    ]
+    assert [
+        code_values.decode(json.loads(json.dumps(code_values.encode(value)))) for value in values
+    ] == values
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The table of programs (code_cases.py): each gets the score that its tests deserve, in the strongest sandbox of this machine."""
+"""The table of programs (code_cases.py): each gets the score that its tests deserve, in the strongest sandbox
+of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.unit.rewards.code_cases import CASES
 
 @pytest.fixture(autouse=True)
 def little_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends loops after a second of the processor, and leaves the tests after them enough time on a busy machine."""
+    """Ends loops after a second of the processor, and leaves the tests after them enough time on a busy
+    machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1))
     monkeypatch.setattr(time_limit, "_limit_s", 1000.0)
 
@@ -25,8 +27,12 @@ def test_the_table_is_large_and_has_no_case_twice() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(("response", "tests", "score"), [pytest.param(*case, id=name) for name, *case in CASES])
-def test_a_program_gets_the_share_of_the_tests_that_it_passes(response: str, tests: Any, score: float) -> None:
+@pytest.mark.parametrize(
+    ("response", "tests", "score"), [pytest.param(*case, id=name) for name, *case in CASES]
+)
+def test_a_program_gets_the_share_of_the_tests_that_it_passes(
+    response: str, tests: Any, score: float
+) -> None:
     scored = compute_score("", response, tests, {})
     assert scored["score"] == pytest.approx(score)
     assert scored["all_passed"] == float(score == 1)

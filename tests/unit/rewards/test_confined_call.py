@@ -20,12 +20,16 @@ def scorer():
         patch.setenv("REWARD_SECRET", "hunter2")
         patch.setenv("REWARD_NAMED", "named")
         named = RewardSandboxConfig(memory_mb=64, environment=["REWARD_NAMED"])
-        with RewardScorer([SANDBOXED], time_limit_s=2.0, max_error_rate=1.0, num_processes=1, sandbox=named) as scorer:
+        with RewardScorer(
+            [SANDBOXED], time_limit_s=2.0, max_error_rate=1.0, num_processes=1, sandbox=named
+        ) as scorer:
             yield scorer
 
 
 def score(scorer, *programs, given=None):
-    requests = [ScoreRequest(f"u{number}", "s", program, None, given or {}) for number, program in enumerate(programs)]
+    requests = [
+        ScoreRequest(f"u{number}", "s", program, None, given or {}) for number, program in enumerate(programs)
+    ]
     report = scorer.score(requests)
     errors = {error.index: error.message for error in report.errors}
     return [errors.get(number, value) for number, value in enumerate(report.scores)]
@@ -59,7 +63,10 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
         )
     assert said[0].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
     assert said[1].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
-    assert all(message.startswith("compute_score raised PermissionError: [Errno 1] Operation not permitted") for message in said[2:6])
+    assert all(
+        message.startswith("compute_score raised PermissionError: [Errno 1] Operation not permitted")
+        for message in said[2:6]
+    )
     assert said[6].startswith("compute_score raised MemoryError")
     assert said[7] == "compute_score ended its process (status 0) without an answer"
     assert said[8].startswith("compute_score raised SystemExit: 4")
@@ -71,7 +78,10 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
 
 def test_what_its_program_says_itself_is_looked_at(scorer):
     """It can forge its own sample's score, as it runs beside what scores it, and nothing else."""
-    say = "import os\nfor number in range(3, 64):\n    try: os.write(number, {!r})\n    except OSError: pass\nos._exit(0)"
+    say = (
+        "import os\nfor number in range(3, 64):\n    try: os.write(number, {!r})\n    except OSError: "
+        "pass\nos._exit(0)"
+    )
     forged = [b"x" * 100_000, b"[1", json.dumps(["value", 3]).encode(), b'["value", [{"score": NaN}, null]]']
     said = score(scorer, *(say.format(text) for text in forged), "score = 1")
     assert said[0] == said[1].replace("status 0", "signal 9") or "without an answer" in said[0]
@@ -82,10 +92,21 @@ def test_what_its_program_says_itself_is_looked_at(scorer):
 
 
 @pytest.mark.parametrize(
-    "text", [b"5", b"null", b"[" * 60_000, b'["value"]', b'["value", [{"score": 1}, null], 3]', b'["value", [' + b"9" * 5000 + b", null]]"]
+    "text",
+    [
+        b"5",
+        b"null",
+        b"[" * 60_000,
+        b'["value"]',
+        b'["value", [{"score": 1}, null], 3]',
+        b'["value", [' + b"9" * 5000 + b", null]]",
+    ],
 )
 def test_an_answer_that_is_none_is_an_error_of_its_sample(scorer, text):
-    say = f"import os\nfor number in range(3, 64):\n    try: os.write(number, {text!r})\n    except OSError: pass\nos._exit(0)"
+    say = (
+        f"import os\nfor number in range(3, 64):\n    try: os.write(number, {text!r})\n    except "
+        f"OSError: pass\nos._exit(0)"
+    )
     said = score(scorer, say, "score = 1")
     assert said == ["compute_score ended its process (status 0) without an answer", 1.0]
 
@@ -106,18 +127,24 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     monkeypatch.setattr(process, "_die_with_parent", lambda: None)
     monkeypatch.setattr(process, "start_reaper", lambda *_, **__: None)
     monkeypatch.setattr(process, "_load_error", None)
-    monkeypatch.setattr(process, "set_sample_limit", lambda seconds: None)  # it would hold for later tests in this process
+    # it would hold for later tests in this process
+    monkeypatch.setattr(process, "set_sample_limit", lambda seconds: None)
     monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setenv(process.OWNER, "")
     process.start([SANDBOXED], RewardSandboxConfig(), 1.0)
-    assert process.load_error().startswith("reward.functions' sandbox: this kernel has no Landlock (Linux 5.13)")
+    assert process.load_error().startswith(
+        "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13)"
+    )
 
 
 def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_the_remedy(monkeypatch):
     """os.access says so of a file on such a mount."""
     monkeypatch.setattr("megarl.machine.spawn.os.access", lambda path, mode: False)
-    with pytest.raises(RewardFunctionError, match=r"sandbox: a launcher in /\S+ cannot be executed .*: set TMPDIR to a folder that is not"):
+    with pytest.raises(
+        RewardFunctionError,
+        match=r"sandbox: a launcher in /\S+ cannot be executed .*: set TMPDIR to a folder that is not",
+    ):
         RewardScorer([SANDBOXED], 1.0, 0.0, 1)
 
 
@@ -125,7 +152,8 @@ def test_functions_beside_it_work_as_ever(tmp_path):
     """One with and one without a sandbox; the one without sees no other variables either."""
     plain = tmp_path / "plain.py"
     plain.write_text(
-        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return os.environ.get('X', 5)\n"
+        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+        "os.environ.get('X', 5)\n"
     )
     functions = [SANDBOXED, RewardFunctionConfig(path=str(plain), weight=2.0)]
     with pytest.MonkeyPatch.context() as patch:

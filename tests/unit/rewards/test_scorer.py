@@ -19,7 +19,9 @@ COMPUTE_SCORE = RewardFunctionConfig(path=FILE)
 
 def requests(*solutions):
     return [
-        ScoreRequest(uid=f"u{i}", data_source="s", solution_str=text, ground_truth="5", extra_info={"answer": "5"})
+        ScoreRequest(
+            uid=f"u{i}", data_source="s", solution_str=text, ground_truth="5", extra_info={"answer": "5"}
+        )
         for i, text in enumerate(solutions)
     ]
 
@@ -69,7 +71,9 @@ def test_each_failure_is_reported_for_its_sample_and_the_others_are_scored(score
         (8, "u8", "function"),
     ]
     messages = [error.message for error in report.errors]
-    assert messages[0].startswith("compute_score raised ZeroDivisionError: division by zero (functions_under_test.py:")
+    assert messages[0].startswith(
+        "compute_score raised ZeroDivisionError: division by zero (functions_under_test.py:"
+    )
     assert "exit code" in messages[1]
     assert "-9" in messages[1]
     assert messages[2] == messages[3] == "it took more than reward.time_limit_s=1 s and was killed"
@@ -93,7 +97,8 @@ def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
     with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
         assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
         with pytest.raises(RewardError) as caught:
-            scorer.score(requests("raise", "right", "nan", "text", *["sleep"] * 5))  # 3 of 9 is over a quarter: no sleeper is waited for
+            # 3 of 9 is over a quarter: no sleeper is waited for
+            scorer.score(requests("raise", "right", "nan", "text", *["sleep"] * 5))
         text = str(caught.value)
         assert "failed for at least 3 of 9 samples, more than reward.max_error_rate=0.25 allows" in text
         assert "sample 0 (uid u0): compute_score raised ZeroDivisionError" in text
@@ -102,7 +107,10 @@ def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
 
 
 def test_weights_combine_functions():
-    functions = [RewardFunctionConfig(path=FILE, weight=2.0), RewardFunctionConfig(path=FILE, name="length", weight=-0.1)]
+    functions = [
+        RewardFunctionConfig(path=FILE, weight=2.0),
+        RewardFunctionConfig(path=FILE, name="length", weight=-0.1),
+    ]
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
         of_dict = scorer.score(requests("dict")).numbers
@@ -115,7 +123,11 @@ def test_weights_combine_functions():
 
 def test_labels_of_functions_are_unique():
     same = [RewardFunctionConfig(path=path) for path in ("a/reward.py", "b/reward.py", "c/other.py")]
-    assert function_labels(same) == ["reward.compute_score.0", "reward.compute_score.1", "other.compute_score"]
+    assert function_labels(same) == [
+        "reward.compute_score.0",
+        "reward.compute_score.1",
+        "other.compute_score",
+    ]
     assert function_labels(same[:1]) == ["compute_score"]
 
 
@@ -130,9 +142,17 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
     assert report.has_answer == [True, True, False, False, False, False]
     assert report.is_scored == [True, True, False, False, False, True]
     said = [error.message for error in report.errors]
-    assert said[0].startswith("keys_of returned no 'answer' for it, and one for other samples of 's'; return this key for all samples")
-    assert said[1].startswith("keys_of returned the int 5 as its answer, expected a text in a normal form, or None")
-    assert said[2] == "keys_of returned 'model', but reward/model/mean is a metric of the reward model; give it another name"
+    assert said[0].startswith(
+        "keys_of returned no 'answer' for it, and one for other samples of 's'; return this key for all "
+        "samples"
+    )
+    assert said[1].startswith(
+        "keys_of returned the int 5 as its answer, expected a text in a normal form, or None"
+    )
+    assert (
+        said[2]
+        == "keys_of returned 'model', but reward/model/mean is a metric of the reward model; give it another name"
+    )
     assert later.errors[0].message == said[0]  # of the next batch too
 
 
@@ -175,7 +195,12 @@ scorer.score([request._replace(solution_str=text) for text in ("hang in C", "sle
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(OWNER.format(file=FILE))
-    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    owner = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
     pids = {int(pid) for pid in owner.stdout.readline().split()}
     family = pids | {child.pid for child in psutil.Process(owner.pid).children(recursive=True)}
     time.sleep(0.3)  # the processes are in the middle of a sample
@@ -183,7 +208,9 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     owner.wait()
     owner.stdout.close()
     assert pids
-    assert wait_until(lambda: not any(is_running(pid) for pid in family)), "reward processes outlive their owner"
+    assert wait_until(lambda: not any(is_running(pid) for pid in family)), (
+        "reward processes outlive their owner"
+    )
 
 
 def test_functions_that_cannot_be_loaded_are_refused_at_the_start(tmp_path):

@@ -11,7 +11,16 @@ import pytest
 
 from megarl.config.schema import RewardFunctionConfig
 from megarl.rewards.scorer import RewardScorer
-from megarl.rewards.truths import Trial, TruthRow, keys_by_source, mixed_answers, reads_truth, refused, try_truths, worthless
+from megarl.rewards.truths import (
+    Trial,
+    TruthRow,
+    keys_by_source,
+    mixed_answers,
+    reads_truth,
+    refused,
+    try_truths,
+    worthless,
+)
 
 NUMBERS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -34,7 +43,9 @@ def rows(*truths: Any) -> list[TruthRow]:
     return [TruthRow("rows.jsonl", number, "sums", truth, {}) for number, truth in enumerate(truths)]
 
 
-def trials_of(folder: Path, source: str, truths: Sequence[TruthRow], time_limit_s: float = 20.0, **function: Any) -> list[Trial]:
+def trials_of(
+    folder: Path, source: str, truths: Sequence[TruthRow], time_limit_s: float = 20.0, **function: Any
+) -> list[Trial]:
     (folder / "reward.py").write_text(source)
     functions = [RewardFunctionConfig(path=str(folder / "reward.py"), **function)]
     with RewardScorer(functions, time_limit_s, 1.0, 1) as scorer:
@@ -42,14 +53,18 @@ def trials_of(folder: Path, source: str, truths: Sequence[TruthRow], time_limit_
 
 
 def test_a_truth_is_scored_in_its_own_form(tmp_path: Path) -> None:
-    """5, 18] and 7 are right when they are boxed; ? has no form; "" and "odd" are refused before they are scored."""
+    """5, 18] and 7 are right when they are boxed; ? has no form; "" and "odd" are refused before they are
+    scored."""
     trials = trials_of(tmp_path, NUMBERS + FORM, rows("5", "18]", "?", "", "odd", "7"))
     assert [trial.text for trial in trials] == ["[5]", "[18]]", None, None, None, "[7]"]
     assert [trial.gain for trial in trials] == [0.5, 0.5, None, None, None, 0.5]
     assert [trial.is_underivable for trial in trials] == [False, False, True, False, False, False]
     (lines,) = refused(trials).values()
     assert lines[0] == "row 3: the ground truth '': it is empty; write the answer"
-    assert lines[1].startswith("row 4: the ground truth 'odd': check_truth, defined next to compute_score, raised RuntimeError: no Value")
+    assert lines[1].startswith(
+        "row 4: the ground truth 'odd': check_truth, defined next to compute_score, raised RuntimeError: no "
+        "Value"
+    )
     assert len(lines) == 2
     assert worthless(trials) == []
 
@@ -59,7 +74,8 @@ def test_a_truth_that_cannot_be_matched_is_refused(tmp_path: Path) -> None:
     form = 'def answer_from_truth(ground_truth):\n    return f"[{ground_truth.lstrip(chr(91))}]"\n'
     (lines,) = refused(trials_of(tmp_path, NUMBERS + form, rows("5", "[5"))).values()
     assert lines == [
-        "row 1: the ground truth '[5': shown as the response '[5]' it scores 0, no better than an empty one, so no response can be right"
+        "row 1: the ground truth '[5': shown as the response '[5]' it scores 0, no better than an empty "
+        "one, so no response can be right"
     ]
 
 
@@ -76,9 +92,13 @@ def test_without_a_form_the_text_is_tried_and_a_low_score_refuses_nothing(tmp_pa
 def test_null_is_refused_where_it_is_read(tmp_path: Path, truth: Any, what: str) -> None:
     (lines,) = refused(trials_of(tmp_path, NUMBERS, rows("5", truth))).values()
     assert lines == [
-        f"row 1: the ground truth {truth!r}: it is {what}, and compute_score reads it; give the right answer, or leave the row out"
+        f"row 1: the ground truth {truth!r}: it is {what}, and compute_score reads it; give the right "
+        f"answer, or leave the row out"
     ]
-    unread = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str) > 3)\n"
+    unread = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+        "float(len(solution_str) > 3)\n"
+    )
     assert refused(trials_of(tmp_path, unread, rows("five", truth))) == {}
 
 
@@ -104,8 +124,11 @@ def test_a_truth_is_found_to_be_read_wherever_it_is() -> None:
 
 
 def test_imported_functions_have_their_own_forms(tmp_path: Path) -> None:
-    """The file imports the code reward, which reads tests and derives no program; its own functions would go before."""
-    trials = trials_of(tmp_path, "from megarl.rewards.code import compute_score\n", rows(["assert f(1) == 1"], [], None))
+    """The file imports the code reward, which reads tests and derives no program; its own functions would go
+    before."""
+    trials = trials_of(
+        tmp_path, "from megarl.rewards.code import compute_score\n", rows(["assert f(1) == 1"], [], None)
+    )
     assert [trial.is_underivable for trial in trials] == [True, False, False]
     (lines,) = refused(trials).values()
     assert [line.partition(":")[0] for line in lines] == ["row 1", "row 2"]
@@ -136,10 +159,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1.0, "answer": solution_str} if solution_str else {"score": 0.0}
 """
     mixed = mixed_answers(trials_of(tmp_path, source, rows("5", "6")))
-    assert mixed == {"sums": ("the ground truth of rows.jsonl, row 0", "the empty response of rows.jsonl, row 0")}
+    assert mixed == {
+        "sums": ("the ground truth of rows.jsonl, row 0", "the empty response of rows.jsonl, row 0")
+    }
 
 
 def test_where_time_is_short_fewer_are_tried(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("import time\ndef compute_score(**named):\n    time.sleep(0.1)\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "import time\ndef compute_score(**named):\n    time.sleep(0.1)\n    return 1.0\n"
+    )
     with RewardScorer([RewardFunctionConfig(path=str(tmp_path / "reward.py"))], 100.0, 1.0, 1) as scorer:
         assert len(try_truths(scorer, rows(*"123456789"), limit_s=0.0)) == 1

@@ -1,4 +1,5 @@
-"""Roles on real Ray: a policy at two temperatures, its reference and a critic, fused in the processes of one layout; and a rollout."""
+"""Roles on real Ray: a policy at two temperatures, its reference and a critic, fused in the processes of one
+layout; and a rollout."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ BUCKET_BYTES = 20_000  # several buckets even for a tiny model
 MAX_RESPONSE_LENGTH = 8
 END_TOKEN_ID = 5
 
-# An epsilon this large makes an update nearly linear in the gradient: a wrongly scaled gradient is a wrong weight.
+# An epsilon this large makes an update nearly linear in the gradient: a wrongly scaled gradient is a wrong
+# weight.
 OPTIM = OptimConfig(lr=0.05, eps=0.1)
 ALGORITHM = AlgorithmConfig(kl=KLConfig(where=KLWhere.loss, coefficient=0.1), entropy_coefficient=0.01)
 
@@ -73,7 +75,11 @@ def save_folders(folder: Path) -> Folders:
 
 
 def model_spec(
-    path: Path, parallel: ParallelConfig, head: Head = "lm", optim: OptimConfig | None = OPTIM, temperature: float = 1.0
+    path: Path,
+    parallel: ParallelConfig,
+    head: Head = "lm",
+    optim: OptimConfig | None = OPTIM,
+    temperature: float = 1.0,
 ) -> ModelSpec:
     return ModelSpec(
         path=str(path),
@@ -90,7 +96,9 @@ def model_spec(
 
 
 @contextmanager
-def started(pool_name: str, world_size: int, workers: Mapping[str, RayClassWithInitArgs]) -> Iterator[dict[str, RoleGroup]]:
+def started(
+    pool_name: str, world_size: int, workers: Mapping[str, RayClassWithInitArgs]
+) -> Iterator[dict[str, RoleGroup]]:
     """The workers, fused in `world_size` processes that end with the block."""
     pool = RayResourcePool([world_size], use_gpu=False, name=pool_name)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=480)
@@ -105,7 +113,9 @@ def started(pool_name: str, world_size: int, workers: Mapping[str, RayClassWithI
 def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Models]:
     workers = {
         "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel)),
-        "cool_actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, parallel, temperature=COOL)),
+        "cool_actor": RayClassWithInitArgs(
+            ActorWorker, model_spec(folders.policy, parallel, temperature=COOL)
+        ),
         "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, parallel, optim=None)),
         "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value")),
     }
@@ -116,8 +126,11 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
 
         def actor(name: str, updates: UpdatePlan) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
-            transport = Transport.device if parallel.world_size > 1 else Transport.group  # of the engines there are two
-            sync = sync_of(source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first)
+            # of the engines there are two
+            transport = Transport.device if parallel.world_size > 1 else Transport.group
+            sync = sync_of(
+                source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first
+            )
             syncs.append(sync)
             return Actor(groups[name], parallel, ONE_ROW, source, updates, algorithm=ALGORITHM)
 
@@ -130,9 +143,15 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         )
 
 
-def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, bucket_bytes: int) -> WeightSource:
+def weight_source(
+    group: RoleGroup, folders: Folders, parallel: ParallelConfig, bucket_bytes: int
+) -> WeightSource:
     return WeightSource(
-        group=group, architecture=read_architecture(str(folders.policy)), parallel=parallel, dtype=DType.float32, bucket_bytes=bucket_bytes
+        group=group,
+        architecture=read_architecture(str(folders.policy)),
+        parallel=parallel,
+        dtype=DType.float32,
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -140,6 +159,10 @@ def weight_source(group: RoleGroup, folders: Folders, parallel: ParallelConfig, 
 def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[StartedRollout]:
     policy = ModelConfig(path=str(folders.policy), dtype=DType.float32)
     spec = RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=8), device=Device.cpu)
-    rules = TokenRules(pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH)
-    with started_rollout(partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8) as rollout:
+    rules = TokenRules(
+        pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH
+    )
+    with started_rollout(
+        partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8
+    ) as rollout:
         yield rollout

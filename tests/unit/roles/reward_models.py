@@ -1,4 +1,5 @@
-"""A tiny reward model of another family than any policy of the tests, with a byte-pair tokenizer and a chat template of its own."""
+"""A tiny reward model of another family than any policy of the tests, with a byte-pair tokenizer and a chat
+template of its own."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ TEMPLATE = (
 
 
 def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Every text becomes tokens of one letter or several. The end token is the pad token, as in many published models."""
+    """Every text becomes tokens of one letter or several. The end token is the pad token, as in many
+    published models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     text = ["[user] [assistant] [system] one two three and answer", "1 + 1 = 2", "12 345 67 890"]
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(text, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
     fast.chat_template = TEMPLATE
     return fast
 

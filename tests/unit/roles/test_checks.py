@@ -16,12 +16,18 @@ NAN = float("nan")
 
 
 def batch(*differences: float, version: int = 4) -> DataProto:
-    """Two rows, drawn by version 4; the last token of the second one is padding, and holds NaN on both sides."""
+    """Two rows, drawn by version 4; the last token of the second one is padding, and holds NaN on both
+    sides."""
     old = torch.tensor([[-1.0, -2.0], [-3.0, NAN]])
     rollout = old + torch.tensor([[differences[0], differences[1]], [differences[2], NAN]])
     mask = torch.tensor([[True, True], [True, False]])
     versions = torch.where(mask, 4, -1)
-    tensors = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask, "token_versions": versions}
+    tensors = {
+        "old_log_probs": old,
+        "rollout_log_probs": rollout,
+        "response_mask": mask,
+        "token_versions": versions,
+    }
     return DataProto.from_dict(tensors, meta_info={"weight_version": version})
 
 
@@ -79,7 +85,8 @@ def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> 
 
 
 def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
-    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for the next."""
+    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for
+    the next."""
     gate = FirstRatioGate(DType.float32)
     gate({"actor/pg_loss": 0.0})
     with pytest.raises(FirstRatioError):

@@ -1,4 +1,5 @@
-"""The roles in each kind of layout, on real Ray: their results do not depend on it, and rollout follows the weights."""
+"""The roles in each kind of layout, on real Ray: their results do not depend on it, and rollout follows the
+weights."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ from megarl.roles.weights.sync import WeightSync
 from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference
-from tests.unit.engine.models import VOCAB_SIZE, load_critic, load_lm, make_batch, reference_logits, reference_values, scores_of
+from tests.unit.engine.models import (
+    VOCAB_SIZE,
+    load_critic,
+    load_lm,
+    make_batch,
+    reference_logits,
+    reference_values,
+    scores_of,
+)
 from tests.unit.roles.groups import (
     COOL,
     END_TOKEN_ID,
@@ -59,7 +68,8 @@ def uneven_batch() -> DataProto:
 
 
 def training_batch() -> DataProto:
-    """Three rows, fewer than two replicas' micro-batches of one row; row 0 has tokens that the model did not write."""
+    """Three rows, fewer than two replicas' micro-batches of one row; row 0 has tokens that the model did not
+    write."""
     tensors = make_batch(num_rows=3, seed=2)
     shape = tensors["response_mask"].shape
     tensors["response_mask"][0, 3:5] = False
@@ -81,8 +91,8 @@ class Generated(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """An update of a batch without old log-probs. again: when the future is asked twice. scores, tensors: by a pass before the update, and
-    of the batch after it."""
+    """An update of a batch without old log-probs. again: when the future is asked twice. scores, tensors: by
+    a pass before the update, and of the batch after it."""
 
     metrics: dict[str, float]
     again: dict[str, float]
@@ -112,7 +122,10 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 def response_rows(batch: DataProto) -> list[list[int]]:
-    return [ids[mask].tolist() for ids, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)]
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(batch.tensors["responses"], batch.tensors["response_mask"], strict=True)
+    ]
 
 
 def push(sync: WeightSync, rollout: StartedRollout) -> None:
@@ -121,7 +134,8 @@ def push(sync: WeightSync, rollout: StartedRollout) -> None:
 
 
 def generate(models: Models, rollout: StartedRollout) -> Generated:
-    """Greedy samples of the actor's weights; then the gap of both actors, each against samples of its own weights."""
+    """Greedy samples of the actor's weights; then the gap of both actors, each against samples of its own
+    weights."""
     gaps: dict[float, float] = {}
     push(models.syncs[0], rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
@@ -144,7 +158,9 @@ def log_prob_gap(actor: Actor, rollout: Rollout, temperature: float) -> float:
 def observe(models: Models, rollout: Rollout, folder: Path, source: Path) -> Observed:
     batch = uneven_batch()
     rows = training_batch()
-    scored = batch.union(models.actor.log_probs(batch), models.reference.log_probs(batch), models.critic.values(batch))
+    scored = batch.union(
+        models.actor.log_probs(batch), models.reference.log_probs(batch), models.critic.values(batch)
+    )
     cool = models.cool_actor.log_probs(batch).get().tensors["old_log_probs"]
     single_row = models.actor.log_probs(batch[:1]).get().tensors["old_log_probs"]
     generated = generate(models, rollout)
@@ -194,11 +210,19 @@ def single(rollout: Rollout, folders: Folders, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module", params=["DP2", "TP2", "PP2xVPP2"])
 def live(
-    request: pytest.FixtureRequest, rollout: Rollout, folders: Folders, single: Observed, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    rollout: Rollout,
+    folders: Folders,
+    single: Observed,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Live]:
     """`single` comes first: its processes are gone when these start."""
     with started_models(folders, LAYOUTS[request.param]) as models:
-        yield Live(request.param, models, observe(models, rollout, tmp_path_factory.mktemp(request.param) / "policy", folders.policy))
+        yield Live(
+            request.param,
+            models,
+            observe(models, rollout, tmp_path_factory.mktemp(request.param) / "policy", folders.policy),
+        )
 
 
 def test_a_single_rank_scores_as_hugging_face_does(single: Observed, folders: Folders) -> None:
@@ -210,7 +234,10 @@ def test_a_single_rank_scores_as_hugging_face_does(single: Observed, folders: Fo
     assert max_difference(single.scores["old_log_probs"], expected["log_probs"]) < SCORES_TOLERANCE
     assert max_difference(single.scores["entropys"], expected["entropy"]) < SCORES_TOLERANCE
     assert max_difference(single.scores["ref_log_prob"], expected["log_probs"]) < SCORES_TOLERANCE
-    assert max_difference(single.scores["cool_log_probs"], scores_of(logits / COOL, batch)["log_probs"]) < SCORES_TOLERANCE
+    assert (
+        max_difference(single.scores["cool_log_probs"], scores_of(logits / COOL, batch)["log_probs"])
+        < SCORES_TOLERANCE
+    )
     assert max_difference(single.scores["values"], values) < SCORES_TOLERANCE
 
 
@@ -222,15 +249,20 @@ def test_scores_come_back_in_the_order_of_the_batch(live: Live, single: Observed
     assert max_difference(live.observed.single_row, single.scores["old_log_probs"][:1]) < SCORES_TOLERANCE
 
 
-def test_updates_do_not_depend_on_the_layout_nor_on_fillers(live: Live, single: Observed, folders: Folders) -> None:
-    start, expected, got = (stored(folder) for folder in (folders.policy, single.folder, live.observed.folder))
+def test_updates_do_not_depend_on_the_layout_nor_on_fillers(
+    live: Live, single: Observed, folders: Folders
+) -> None:
+    start, expected, got = (
+        stored(folder) for folder in (folders.policy, single.folder, live.observed.folder)
+    )
     assert got.keys() == expected.keys()
     assert max(max_difference(expected[name], start[name]) for name in expected) > 1e-2
     for name, weight in expected.items():
         assert max_difference(got[name], weight) < WEIGHTS_TOLERANCE, name
     assert max_difference(single.critic_values, single.scores["values"]) > 1e-2
     assert max_difference(live.observed.critic_values, single.critic_values) < 10 * WEIGHTS_TOLERANCE
-    assert torch.equal(live.observed.reference_after, live.observed.scores["ref_log_prob"])  # it stays where it was
+    # it stays where it was
+    assert torch.equal(live.observed.reference_after, live.observed.scores["ref_log_prob"])
 
 
 def test_metrics_add_up_over_replicas(live: Live, single: Observed) -> None:
@@ -243,14 +275,20 @@ def test_metrics_add_up_over_replicas(live: Live, single: Observed) -> None:
         "critic/grad_norm",
     } <= single.metrics.keys()
     assert untimed(live.observed.metrics) == pytest.approx(untimed(single.metrics), rel=1e-4, abs=1e-6)
-    assert untimed(live.observed.sft_metrics) == pytest.approx(untimed(single.sft_metrics), rel=1e-4, abs=1e-6)
+    assert untimed(live.observed.sft_metrics) == pytest.approx(
+        untimed(single.sft_metrics), rel=1e-4, abs=1e-6
+    )
 
 
 def test_an_update_scores_its_batch_in_its_own_pass(live: Live, single: Observed) -> None:
     metrics, again, scores, tensors = live.observed.one_pass
     assert metrics == again
     assert untimed(metrics) == pytest.approx(untimed(single.one_pass.metrics), rel=1e-4, abs=1e-6)
-    assert (metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]) == (1.0, 1.0, 0.0)
+    assert (metrics["actor/ratio_min"], metrics["actor/ratio_max"], metrics["actor/approx_kl"]) == (
+        1.0,
+        1.0,
+        0.0,
+    )
     assert scores.keys() == {"old_log_probs", "entropys"}
     for key, values in scores.items():
         assert values.abs().max() > 1
@@ -259,7 +297,9 @@ def test_an_update_scores_its_batch_in_its_own_pass(live: Live, single: Observed
 
 def test_several_updates_want_old_log_probs(live: Live) -> None:
     batch = uneven_batch()
-    with pytest.raises(ValueError, match="has no old_log_probs, which this algorithm reads before the update, or several"):
+    with pytest.raises(
+        ValueError, match="has no old_log_probs, which this algorithm reads before the update, or several"
+    ):
         live.models.actor.update(batch, step=1)
 
 
@@ -271,7 +311,9 @@ def test_the_sft_loss_is_that_of_the_response_tokens(single: Observed) -> None:
     batch = training_batch().tensors
     with torch.no_grad():
         log_probs = scores_of(reference_logits(load_lm(single.folder), batch), batch)["log_probs"]
-    assert single.sft_metrics["sft/loss"] == pytest.approx(float(-log_probs[batch["response_mask"]].mean()), rel=1e-5)
+    assert single.sft_metrics["sft/loss"] == pytest.approx(
+        float(-log_probs[batch["response_mask"]].mean()), rel=1e-5
+    )
 
 
 def greedy_by_transformers(folder: Path) -> list[list[int]]:
@@ -317,14 +359,18 @@ def test_small_buckets_carry_the_same_weights(live: Live, folders: Folders, tmp_
 
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
-def test_a_rank_that_cannot_write_its_file_says_which_and_why(live: Live, folders: Folders, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_its_file_says_which_and_why(
+    live: Live, folders: Folders, tmp_path: Path
+) -> None:
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
     models = SavedModels([], lambda folder: source.save_hf(folder, str(folders.policy)).clear())
     writer = psutil.Process(group._actors.locations[0].pid)
     before = writer.rlimit(psutil.RLIMIT_FSIZE)
     writer.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
-    with pytest.raises(CheckpointError, match=r"^\S*/new/model\.safetensors: cannot be written: File too large$"):
+    with pytest.raises(
+        CheckpointError, match=r"^\S*/new/model\.safetensors: cannot be written: File too large$"
+    ):
         models.save_policy(tmp_path / "policy")
     writer.rlimit(psutil.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
@@ -334,7 +380,8 @@ def test_a_rank_that_cannot_write_its_file_says_which_and_why(live: Live, folder
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
 def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folders, tmp_path: Path) -> None:
-    """Rank 1 only sends to rank 0, which holds the bucket and loses its connection. Nothing is left of the folder."""
+    """Rank 1 only sends to rank 0, which holds the bucket and loses its connection. Nothing is left of the
+    folder."""
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
     source.save_hf(tmp_path / "whole", str(folders.policy))
@@ -348,10 +395,16 @@ def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folde
 def test_fused_roles_with_different_layouts_are_refused(ray_cluster: None, folders: Folders) -> None:
     workers = {
         "actor": RayClassWithInitArgs(ActorWorker, model_spec(folders.policy, LAYOUTS["DP2"])),
-        "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, LAYOUTS["TP2"], optim=None)),
+        "reference": RayClassWithInitArgs(
+            PolicyWorker, model_spec(folders.policy, LAYOUTS["TP2"], optim=None)
+        ),
     }
     with (
         started("models", 2, workers) as groups,
-        pytest.raises(WorkerError, match=r"share a layout, but one has .*tensor_parallel_size=1.* and another .*tensor_parallel_size=2"),
+        pytest.raises(
+            WorkerError,
+            match=r"share a layout, but one has .*tensor_parallel_size=1.* and another "
+            r".*tensor_parallel_size=2",
+        ),
     ):
         groups["actor"].ready.get()

@@ -1,4 +1,5 @@
-"""The memory plan against the moves of a run: what is in memory in each phase, state by state, on fakes that know what they hold."""
+"""The memory plan against the moves of a run: what is in memory in each phase, state by state, on fakes that
+know what they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from tests.unit.placement.test_memory import EVERY_ROLE, config
 from tests.unit.roles.test_offload_schedule import EngineDiedError, FakeEngine, FakeTrainer, World
 
 RESIDENT = [each.name for each in fields(Usage) if each.name != "activations"]
-SHARED = {"roles": {"actor": "all", "reference": "all", "critic": "all", "rollout": "all"}, "pools": {"all": [4]}}
+SHARED = {
+    "roles": {"actor": "all", "reference": "all", "critic": "all", "rollout": "all"},
+    "pools": {"all": [4]},
+}
 TRAINERS_SHARE = {
     "roles": {"actor": "train", "reference": "train", "critic": "train", "rollout": "engines"},
     "pools": {"train": [4], "engines": [4]},
@@ -42,14 +46,16 @@ class WatchedWorld(World):
         for model in self.models.values():
             model.__class__ = BufferedTrainer
         for engine in self.replicas.groups:
-            engine.has_cache = not self.schedule.engines_move  # one that shares devices gives its cache back at its start
+            # one that shares devices gives its cache back at its start
+            engine.has_cache = not self.schedule.engines_move
         self.engines_have_buffers = False
         self.planned: dict[str, dict[str, set[str]]] = {}
         for device in plan_memory(run, plan_placement(run), EVERY_ROLE):
             for phase, usages in device.phases.items():
                 for role, usage in usages.items():
                     found = {name for name in RESIDENT if getattr(usage, name)}
-                    assert self.planned.setdefault(phase, {}).setdefault(role, found) == found  # on every device of the role
+                    # on every device of the role
+                    assert self.planned.setdefault(phase, {}).setdefault(role, found) == found
         self.seen = set[str]()
         self.is_first_push = True
 
@@ -64,9 +70,14 @@ class WatchedWorld(World):
     def _check_beside(self, phase: str) -> None:
         super()._check_beside(phase)
         self.seen.add(phase)
-        planned = {role: parts for role, parts in self.planned[phase].items() if role in self.models or role == "rollout"}
+        planned = {
+            role: parts
+            for role, parts in self.planned[phase].items()
+            if role in self.models or role == "rollout"
+        }
         if self.transport is Transport.folder and phase == "update_weights":
-            planned = {role: parts - {"buckets"} for role, parts in planned.items()}  # while files are written, not before or after
+            # while files are written, not before or after
+            planned = {role: parts - {"buckets"} for role, parts in planned.items()}
         resident = self.resident()
         if self.is_first_push:  # models that have not computed yet may still be away
             assert all(parts <= planned[role] for role, parts in resident.items()), phase
@@ -103,13 +114,23 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "transport", "placement"), CASES)
-def test_memory_in_every_phase_is_what_the_plan_says(strategy: PlacementStrategy, transport: Transport, placement: dict[str, Any]) -> None:
+def test_memory_in_every_phase_is_what_the_plan_says(
+    strategy: PlacementStrategy, transport: Transport, placement: dict[str, Any]
+) -> None:
     world = WatchedWorld(run_of(strategy, transport, **placement), transport)
     world.send()
     world.generate()  # validation
     for _ in range(2):
         world.step()
-    assert world.seen == {"gen", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights"}
+    assert world.seen == {
+        "gen",
+        "old_log_prob",
+        "ref",
+        "values",
+        "update_critic",
+        "update_actor",
+        "update_weights",
+    }
 
 
 @pytest.mark.parametrize(("strategy", "transport", "placement"), CASES)

@@ -1,4 +1,5 @@
-"""How a step's samples become mini-batches and micro-batches, and how metrics come back together: on the driver, without processes."""
+"""How a step's samples become mini-batches and micro-batches, and how metrics come back together: on the
+driver, without processes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_one_update_keeps_the_order() -> None:
 def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> None:
     """12 // 5 = 2 rows would make six updates of the five that were asked for."""
     plan = UpdatePlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
-    with pytest.raises(ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"):
+    with pytest.raises(
+        ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"
+    ):
         rows_of(plan, num_rows, step=1)
 
 
@@ -86,30 +89,45 @@ def test_fillers_have_no_token_to_train_on() -> None:
 
 
 def test_parts_have_what_the_role_reads_without_padding() -> None:
-    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not of the responses is refused."""
+    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not of the
+    responses is refused."""
     tensors = make_batch(num_rows=5)
     real = tensors["attention_mask"][:, 6:].bool()
     advantages = torch.where(real, torch.arange(45.0).view(5, 9), torch.nan)
-    batch = DataProto.from_dict({**tensors, "advantages": advantages, "score": torch.zeros(5)}, {"uid": list("abcde")})
+    batch = DataProto.from_dict(
+        {**tensors, "advantages": advantages, "score": torch.zeros(5)}, {"uid": list("abcde")}
+    )
     plan, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(batch, ("advantages",))
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.columns.keys() == {"prompts", "responses", "response_mask", "advantages"}
         arrived = pickle.loads(pickle.dumps(part)).ragged
         for place, row in enumerate(rank.rows):
-            ids = torch.cat([next(arrived[key].select(slice(place, place + 1)).each()) for key in ("prompts", "responses")])
+            ids = torch.cat(
+                [
+                    next(arrived[key].select(slice(place, place + 1)).each())
+                    for key in ("prompts", "responses")
+                ]
+            )
             assert torch.equal(ids.long(), tensors["input_ids"][row][tensors["attention_mask"][row].bool()])
         assert sum(len(column.values) for column in arrived.values()) == sum(
             int(tensors["attention_mask"][row].sum()) + 2 * int(real[row].sum()) for row in rank.rows
         )
         assert torch.equal(arrived["advantages"].flat(), advantages[rank.rows][real[rank.rows]])
-    routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)  # they go with their row, as they are
+    # they go with their row, as they are
+    routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)
     _, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(
         batch.union(DataProto.from_dict({ROUTED_EXPERTS: routes})), (ROUTED_EXPERTS,)
     )
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
-    assert _restored([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[ROUTED_EXPERTS] == routes
-    with pytest.raises(ValueError, match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows"):
+    assert (
+        _restored([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[ROUTED_EXPERTS]
+        == routes
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows",
+    ):
         role(ParallelConfig(), 2)._split(batch, ("score",))
 
 
@@ -134,7 +152,8 @@ class Done:
 
 
 class UpdatedGroup:
-    """A worker group whose replicas report `metrics` of every update. seen: how many parts each call had, and its loss."""
+    """A worker group whose replicas report `metrics` of every update. seen: how many parts each call had, and
+    its loss."""
 
     def __init__(self, *metrics: dict[str, Metric]) -> None:
         self._metrics = list(metrics)
@@ -153,7 +172,9 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
     group = UpdatedGroup(*({"x/loss": Metric.sum(share), "x/lr": Metric.same(0.5)} for share in (1.0, 2.0)))
     replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
-    update = replicas._update(batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
+    update = replicas._update(
+        batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
+    )
     assert update.get() == {"x/loss": 3.0, "x/lr": 0.5}
     assert group.seen == [
         (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=2))),
@@ -165,7 +186,10 @@ def batch_to_update(**extra: torch.Tensor) -> DataProto:
     tensors = make_batch(num_rows=4)
     shape = tensors["response_mask"].shape
     generator = torch.Generator().manual_seed(0)
-    made = {key: torch.randn(shape, generator=generator) for key in ("old_log_probs", "advantages", "ref_log_prob", "entropys")}
+    made = {
+        key: torch.randn(shape, generator=generator)
+        for key in ("old_log_probs", "advantages", "ref_log_prob", "entropys")
+    }
     return DataProto.from_dict({**tensors, **made, **extra}, {"uid": list("aabb")})
 
 
@@ -176,32 +200,46 @@ def test_one_update_has_no_old_log_probs() -> None:
         plain = actor_rows(batch_to_update(), AlgorithmConfig(), one_update=one_update, seed=0)
         assert plain.tensors.keys() == model | extra
         in_loss = AlgorithmConfig(kl=KLConfig(where=KLWhere.loss))
-        assert actor_rows(batch_to_update(), in_loss, one_update=one_update, seed=0).tensors.keys() == model | extra | {"ref_log_prob"}
+        assert actor_rows(
+            batch_to_update(), in_loss, one_update=one_update, seed=0
+        ).tensors.keys() == model | extra | {"ref_log_prob"}
 
 
 def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
     batch = batch_to_update()
     left_out = batch.tensors["response_mask"].clone()
     left_out[0] = False
-    rows = actor_rows(batch.union(DataProto.from_dict({"loss_mask": left_out})), AlgorithmConfig(), one_update=True, seed=0)
+    rows = actor_rows(
+        batch.union(DataProto.from_dict({"loss_mask": left_out})), AlgorithmConfig(), one_update=True, seed=0
+    )
     assert torch.equal(rows.tensors["response_mask"], left_out)
-    assert torch.equal(rows.tensors["attention_mask"], batch.tensors["attention_mask"])  # the model still reads them
+    # the model still reads them
+    assert torch.equal(rows.tensors["attention_mask"], batch.tensors["attention_mask"])
 
 
 def test_log_probs_of_an_engine_that_are_no_numbers_are_refused_before_the_update() -> None:
     """Where the update itself makes weights of them; it must not wait to look at them."""
     algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token))
     log_probs = torch.full(batch_to_update().tensors["response_mask"].shape, -1.0)
-    assert "rollout_log_probs" in actor_rows(batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0).tensors
+    assert (
+        "rollout_log_probs"
+        in actor_rows(
+            batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0
+        ).tensors
+    )
     log_probs[2, 0] = -torch.inf
     with pytest.raises(ValueError, match=r"rows \[2\] \(of 4\) are not finite"):
         actor_rows(batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0)
 
 
 def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> None:
-    loss = PolicyLossConfig(kind=PolicyLossKind.clip_cov, covariance=CovarianceConfig(share=0.2, low=-9.0, high=9.0))
+    loss = PolicyLossConfig(
+        kind=PolicyLossKind.clip_cov, covariance=CovarianceConfig(share=0.2, low=-9.0, high=9.0)
+    )
     drawn = [
-        actor_rows(batch_to_update(), AlgorithmConfig(policy_loss=loss), one_update=True, seed=seed).tensors["selected_tokens"]
+        actor_rows(batch_to_update(), AlgorithmConfig(policy_loss=loss), one_update=True, seed=seed).tensors[
+            "selected_tokens"
+        ]
         for seed in (1, 1, 2)
     ]
     assert torch.equal(drawn[0], drawn[1])

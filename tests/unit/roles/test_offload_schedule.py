@@ -1,4 +1,5 @@
-"""Whose turn it is: the moves of actor, reference and engines for every order of phases, on fakes that know what is in memory."""
+"""Whose turn it is: the moves of actor, reference and engines for every order of phases, on fakes that know
+what is in memory."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Done(RemoteFuture):
 
 
 class FakeGroup:
-    """Of one rank. It notes the calls that change something in `log`, and refuses what a worker would refuse."""
+    """Of one rank. It notes the calls that change something in `log`, and refuses what a worker would
+    refuse."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
@@ -70,7 +72,12 @@ class FakeTrainer(FakeGroup):
     def restore_state(self, parts: Sequence[StatePart]) -> None:
         self._move((self.parts - self.held) & set(parts), "+", self.held.update)
 
-    def _move(self, parts: set[StatePart] | frozenset[StatePart], sign: str, change: Callable[[set[StatePart]], None]) -> None:
+    def _move(
+        self,
+        parts: set[StatePart] | frozenset[StatePart],
+        sign: str,
+        change: Callable[[set[StatePart]], None],
+    ) -> None:
         change(set(parts))
         self.log += [f"{self.name} {sign}{part.value}" for part in sorted(parts)]
 
@@ -196,7 +203,9 @@ class World:
         self.weights.bring_in()
         self._check_beside("gen")
         self.weights.settle()
-        assert [(replica.version, replica.has_cache) for replica in self.replicas.groups] == [(self.weights.version, True)] * 2
+        assert [(replica.version, replica.has_cache) for replica in self.replicas.groups] == [
+            (self.weights.version, True)
+        ] * 2
 
     def run(self, phase: str) -> list[Any]:
         moves = self.schedule.before(phase)
@@ -219,7 +228,9 @@ class World:
     def _check_beside(self, phase: str) -> None:
         """All that is needed is in, and nothing that had to leave."""
         held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
-        held |= {Item("rollout", "engine")} if any(replica.awake for replica in self.replicas.groups) else set()
+        held |= (
+            {Item("rollout", "engine")} if any(replica.awake for replica in self.replicas.groups) else set()
+        )
         assert self.plan.phase(phase).needs <= held | {Item("reward", "parameters")}
         assert not held & self.plan.leaving(phase)
 
@@ -266,13 +277,21 @@ def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_op
         world.taken()
         world.generate()
         assert world.taken() == [
-            *("reference -parameters", "engine0 wakes", "engine1 wakes", "engine0 v1", "engine1 v1", "actor -parameters"),
+            *(
+                "reference -parameters",
+                "engine0 wakes",
+                "engine1 wakes",
+                "engine0 v1",
+                "engine1 v1",
+                "actor -parameters",
+            ),
             *("engine0 has its cache", "engine1 has its cache"),
         ]
 
 
 def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches() -> None:
-    """The actor's parameters and IPC buffers have no room beside a full cache, so the other replica finishes the generation alone."""
+    """The actor's parameters and IPC buffers have no room beside a full cache, so the other replica finishes
+    the generation alone."""
     world = World()
     world.send()
     world.generate()
@@ -285,7 +304,13 @@ def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches(
     world.generate()  # of validation, which follows without a push
     assert world.taken() == [
         *("engine0 sleeps", "engine1' sleeps", "actor +parameters", "engine0 wakes", "engine1' wakes"),
-        *("engine0 v1", "engine1' v1", "actor -parameters", "engine0 has its cache", "engine1' has its cache"),
+        *(
+            "engine0 v1",
+            "engine1' v1",
+            "actor -parameters",
+            "engine0 has its cache",
+            "engine1' has its cache",
+        ),
     ]
     world.replicas.replace({0: EngineDiedError()})
     world.score()
@@ -340,7 +365,13 @@ def test_a_replica_that_is_lost_in_a_push_gets_weights_before_the_next_generatio
     world.generate()
     assert world.taken() == [
         *("engine0' sleeps", "engine1 sleeps", "actor +parameters", "engine0' wakes", "engine1 wakes"),
-        *("engine0' v1", "engine1 v1", "actor -parameters", "engine0' has its cache", "engine1 has its cache"),
+        *(
+            "engine0' v1",
+            "engine1 v1",
+            "actor -parameters",
+            "engine0' has its cache",
+            "engine1 has its cache",
+        ),
     ]
 
 
@@ -435,7 +466,10 @@ def test_memory_is_reported_for_both_modes() -> None:
     world.send()
     assert world.schedule.metrics() == {}
     world.score()
-    assert world.schedule.metrics() == {"memory/actor_rss_gb/rollout": 1.5, "memory/rollout_rss_gb/rollout": 2.5}
+    assert world.schedule.metrics() == {
+        "memory/actor_rss_gb/rollout": 1.5,
+        "memory/rollout_rss_gb/rollout": 2.5,
+    }
     world.generate()
     assert {key for key in world.schedule.metrics() if key.endswith("/training")} == {
         "memory/actor_rss_gb/training",

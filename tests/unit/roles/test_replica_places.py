@@ -1,4 +1,5 @@
-"""Where replicas run: their bundles in the pool of their own or the actor's, and the GPUs that their processes see."""
+"""Where replicas run: their bundles in the pool of their own or the actor's, and the GPUs that their
+processes see."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import ActorConfig, Device, ParallelConfig, PlacementConfig, PlacementStrategy, PPOConfig, RolloutConfig
+from megarl.config.schema import (
+    ActorConfig,
+    Device,
+    ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
+    PPOConfig,
+    RolloutConfig,
+)
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import replica_places
@@ -15,7 +24,9 @@ from megarl.roles.start import replica_places
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes see GPUs in an order of Ray's choosing."""
-    monkeypatch.setattr("megarl.roles.start.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size])
+    monkeypatch.setattr(
+        "megarl.roles.start.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size]
+    )
 
 
 def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Device) -> list[Any]:
@@ -26,17 +37,28 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
     )
     plan = plan_placement(config)
     pools = ResourcePoolManager(
-        plan.process_on_nodes, plan.role_pools, device is Device.cuda, plan.devices_per_process, plan.colocate_counts
+        plan.process_on_nodes,
+        plan.role_pools,
+        device is Device.cuda,
+        plan.devices_per_process,
+        plan.colocate_counts,
     )
     found = replica_places(plan, device, pools)
-    return [(place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment)) for place in found]  # type: ignore[attr-defined]
+    return [
+        (place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment))
+        for place in found
+    ]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("device", [Device.cpu, Device.cuda])
 def test_engines_of_one_device_have_what_ray_gives_them(device: Device) -> None:
     gpu = {"GPU": 1} if device is Device.cuda else {}
-    assert places(PlacementStrategy.hybrid, 1, device) == [(rank, "actor", {"CPU": 2, **gpu}, {}) for rank in range(2)]
-    assert places(PlacementStrategy.split_collocate, 1, device) == [(rank, "rollout", {"CPU": 1, **gpu}, {}) for rank in range(2)]
+    assert places(PlacementStrategy.hybrid, 1, device) == [
+        (rank, "actor", {"CPU": 2, **gpu}, {}) for rank in range(2)
+    ]
+    assert places(PlacementStrategy.split_collocate, 1, device) == [
+        (rank, "rollout", {"CPU": 1, **gpu}, {}) for rank in range(2)
+    ]
 
 
 def test_engines_on_several_bundles_of_the_actor_see_all_their_gpus() -> None:
@@ -48,4 +70,6 @@ def test_engines_on_several_bundles_of_the_actor_see_all_their_gpus() -> None:
 
 
 def test_engines_with_a_pool_of_their_own_reserve_all_their_gpus() -> None:
-    assert places(PlacementStrategy.split_collocate, 2, Device.cuda) == [(rank, "rollout", {"CPU": 1, "GPU": 2}, {}) for rank in range(2)]
+    assert places(PlacementStrategy.split_collocate, 2, Device.cuda) == [
+        (rank, "rollout", {"CPU": 1, "GPU": 2}, {}) for rank in range(2)
+    ]

@@ -1,4 +1,5 @@
-"""The reward worker, in this process: what it decodes, where its scores stand, and what it reports of failures."""
+"""The reward worker, in this process: what it decodes, where its scores stand, and what it reports of
+failures."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
     save_policy(tmp_path / "policy")
     (tmp_path / "reward.py").write_text(FUNCTION)
     functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
-    made = RewardWorker(RewardConfig(functions=functions, max_error_rate=0.25, num_processes=1), str(tmp_path / "policy"), False)
+    made = RewardWorker(
+        RewardConfig(functions=functions, max_error_rate=0.25, num_processes=1),
+        str(tmp_path / "policy"),
+        False,
+    )
     yield made
     made._scorer.close()
 
@@ -46,13 +51,20 @@ def token_ids(text: str) -> list[int]:
 
 
 def of_answers(texts: list[str]) -> dict[str, RaggedTensor]:
-    responses = RaggedTensor.of_rows([token_ids(text) for text in texts], torch.int32, padding=SYMBOLS.index("9"))
+    responses = RaggedTensor.of_rows(
+        [token_ids(text) for text in texts], torch.int32, padding=SYMBOLS.index("9")
+    )
     prompts = RaggedTensor.of_rows([[0]] * len(texts), torch.int32, on_left=True)
-    return {"prompts": prompts, "responses": responses, "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool)}
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool),
+    }
 
 
 def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -> None:
-    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has 3 and a bonus of 0.5."""
+    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has
+    3 and a bonus of 0.5."""
     batch = DataProto.from_dict(
         of_answers(ANSWERS),
         {
@@ -67,7 +79,12 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert scored.non_tensor_batch["answer"].tolist() == [None] * 4  # the function returns none
     assert scored.tensors["is_scored"].tolist() == [True, True, False, True]
     assert scored.non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
-    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 12, 0], [0, 0, 0, 103], [0, 0, 0, 0], [0, 0, 3.5, 0]]
+    assert scored.tensors["token_level_scores"].tolist() == [
+        [0, 0, 12, 0],
+        [0, 0, 0, 103],
+        [0, 0, 0, 0],
+        [0, 0, 3.5, 0],
+    ]
     assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
     assert scored.meta_info == {"reward/error_rate": 0.25}
 
@@ -84,7 +101,8 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert finished.non_tensor_batch["score"].tolist() == [0, 3.5, 12, 103]
     assert finished.meta_info == scored.meta_info
     assert torch.equal(finished.tensors["score_parts"], scored.tensors["score_parts"][[2, 3, 0, 1]])
-    assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]  # what was begun counts once
+    # what was begun counts once
+    assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
 
 
 class Scored(RemoteFuture):
@@ -102,7 +120,11 @@ class Scored(RemoteFuture):
 class FakeModel:
     def score(self, batch: DataProto) -> Scored:
         flags = torch.tensor([False, True])
-        tensors = {"reward_model_scores": torch.tensor([4.0, -2.0]), "reward_model_truncated": flags, "reward_model_spells_special": ~flags}
+        tensors = {
+            "reward_model_scores": torch.tensor([4.0, -2.0]),
+            "reward_model_truncated": flags,
+            "reward_model_spells_special": ~flags,
+        }
         return Scored(DataProto.from_dict(tensors))
 
 
@@ -120,27 +142,38 @@ def two_answers() -> DataProto:
     """12, which is right: 2 characters + 10; and 7, which is 1 character."""
     return DataProto.from_dict(
         of_answers(["12<end>", "7"]),
-        {"uid": ["a", "b"], "data_source": ["one"] * 2, "reward_model": [{"ground_truth": "12"}] * 2, "extra_info": [{"bonus": 0}] * 2},
+        {
+            "uid": ["a", "b"],
+            "data_source": ["one"] * 2,
+            "reward_model": [{"ground_truth": "12"}] * 2,
+            "extra_info": [{"bonus": 0}] * 2,
+        },
     )
 
 
 def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(worker: RewardWorker) -> None:
-    """The function is given all turns, and whose each is. The first wrote 3+4, was told = and wrote 12, which is right: 2 + 10; its
-    first turn was given 0.25, the other's only one -1."""
+    """The function is given all turns, and whose each is. The first wrote 3+4, was told = and wrote 12, which
+    is right: 2 + 10; its first turn was given 0.25, the other's only one -1."""
     batch = two_answers()
     columns = of_answers(["3+4=12<end>", "7= "])
     wrote = torch.tensor([True, True, True, False, True, True, True, *[True] * 3])
     answer = torch.tensor([False] * 4 + [True] * 3 + [True] * 3)
     rewards = torch.tensor([0, 0, 0.25, 0, 0, 0, 0, 0, 0, -1])
     rows = {"response_mask": wrote, "answer_mask": answer, "environment_rewards": rewards}
-    of_rows = {name: RaggedTensor.of_rows([values[:7].numpy(), values[7:].numpy()], values.dtype) for name, values in rows.items()}
+    of_rows = {
+        name: RaggedTensor.of_rows([values[:7].numpy(), values[7:].numpy()], values.dtype)
+        for name, values in rows.items()
+    }
     said = {"extra_info": [{"bonus": 0, "said": ["="]}, {"bonus": 0}]}
     made = DataProto.from_dict({**columns, **of_rows}, {**batch.non_tensor_batch, **said})
     scored = Reward(InThisProcess(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7= "]
     parts = scored.tensors["score_parts"][:, 0].tolist()
     assert scored.non_tensor_batch["score"].tolist() == [parts[0] + 0.25, parts[1] - 1]
-    assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 0.25, 0, 0, 0, parts[0]], [0, 0, parts[1] - 1, 0, 0, 0, 0]]
+    assert scored.tensors["token_level_scores"].tolist() == [
+        [0, 0, 0.25, 0, 0, 0, parts[0]],
+        [0, 0, parts[1] - 1, 0, 0, 0, 0],
+    ]
 
 
 def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorker) -> None:

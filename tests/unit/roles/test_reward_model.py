@@ -1,4 +1,5 @@
-"""The reward model on real Megatron ranks against Hugging Face: another family, tokenizer and template than the policy's."""
+"""The reward model on real Megatron ranks against Hugging Face: another family, tokenizer and template than
+the policy's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from transformers import AutoModelForSequenceClassification
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import PaddedView
-from megarl.config.schema import Device, DType, EngineConfig, MicroBatchConfig, OverlongConversation, ParallelConfig
+from megarl.config.schema import (
+    Device,
+    DType,
+    EngineConfig,
+    MicroBatchConfig,
+    OverlongConversation,
+    ParallelConfig,
+)
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
@@ -30,7 +38,12 @@ from tests.unit.engine.rank_side import ALL_LAYOUTS
 from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
 
 TOLERANCE = 1e-4
-TURNS = [{"role": "system", "content": "be brief"}, *user("1 + 1"), {"role": "assistant", "content": "2"}, *user("and 3?")]
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    *user("1 + 1"),
+    {"role": "assistant", "content": "2"},
+    *user("and 3?"),
+]
 CASES = {
     "one turn": (user("one and two"), "three"),
     "several turns": (TURNS, "12 345 67"),
@@ -53,8 +66,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def policy_batch() -> DataProto:
     """What a rollout gives, with padding that is read by nobody: `9` on both sides."""
     tokenizer = character_tokenizer(vocabulary_extra="<>/[]")
-    prompts = [tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for messages, _ in CASES.values()]
-    responses = [[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for _, answer in CASES.values()]
+    prompts = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for messages, _ in CASES.values()
+    ]
+    responses = [
+        [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        for _, answer in CASES.values()
+    ]
     nine = tokenizer.convert_tokens_to_ids("9")
     answers = RaggedTensor.of_rows(responses, torch.int32, padding=nine)
     padded = PaddedView(
@@ -66,7 +85,9 @@ def policy_batch() -> DataProto:
     )
     beyond = {"input_ids": nine, "attention_mask": 0, "response_mask": False}
     arrays = {"uid": list(CASES), "messages": [messages for messages, _ in CASES.values()]}
-    return DataProto.from_dict({key: F.pad(padded[key], (0, 2), value=value) for key, value in beyond.items()}, arrays)
+    return DataProto.from_dict(
+        {key: F.pad(padded[key], (0, 2), value=value) for key, value in beyond.items()}, arrays
+    )
 
 
 def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
@@ -74,7 +95,8 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
     tokenizer = byte_pair_tokenizer()
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     chats = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in CASES.values()]
-    rows = [tokenizer.apply_chat_template(chat, return_dict=False)[:-1][-max_length:] for chat in chats]  # without </s>, the pad token
+    # without </s>, the pad token
+    rows = [tokenizer.apply_chat_template(chat, return_dict=False)[:-1][-max_length:] for chat in chats]
     ids = RaggedTensor.of_rows(rows, torch.int64, padding=tokenizer.pad_token_id, on_left=side == "left")
     mask = replace(RaggedTensor.constant(1, ids.lengths, torch.int64), on_left=ids.on_left).padded()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -82,7 +104,9 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
         return model(ids.padded(), attention_mask=mask, position_ids=positions).logits[:, 0]
 
 
-def score_in_rank(parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading) -> DataProto:
+def score_in_rank(
+    parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading
+) -> DataProto:
     """In a rank: the worker as a worker process builds it, but for the process group, which is there."""
     from megarl.workers import megatron
     from tests.unit.engine.rank_side import start
@@ -117,7 +141,11 @@ class Ranks:
     def call(self, method: RemoteMethod, parts: list[DataProto]) -> RemoteFuture:
         assert method is RewardModelWorker.score_conversations
         results = self._pool.run(
-            score_in_rank, world_size=self._parallel.world_size, parallel=self._parallel, parts=parts, **self._arguments
+            score_in_rank,
+            world_size=self._parallel.world_size,
+            parallel=self._parallel,
+            parts=parts,
+            **self._arguments,
         )
         return Arrived([results[rank] for rank in route_mesh(megatron_mesh(self._parallel)).results])
 
@@ -132,7 +160,9 @@ class Arrived(RemoteFuture):
         return self._result
 
 
-def score(pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **changes: Any) -> dict[str, Tensor]:
+def score(
+    pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **changes: Any
+) -> dict[str, Tensor]:
     settings = {
         "policy_path": folders["policy"],
         "trust_remote_code": False,
@@ -146,21 +176,28 @@ def score(pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **c
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2", "CP2"])
 def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str, str], layout: str) -> None:
-    """With virtual stages seven micro-batches of one conversation become eight, of which the last only fills."""
+    """With virtual stages seven micro-batches of one conversation become eight, of which the last only
+    fills."""
     by_rows = {"micro_batch": MicroBatchConfig(sequences=1)} if "VPP" in layout else {}
     scores = score(rank_pool, folders, ALL_LAYOUTS[layout], **by_rows)
     expected = reference_scores(folders["reward_model"], "right")
-    torch.testing.assert_close(expected, reference_scores(folders["reward_model"], "left"), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        expected, reference_scores(folders["reward_model"], "left"), rtol=0, atol=TOLERANCE
+    )
     torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)
     assert expected.std() > 0.3, "scores that differ, so that a wrong token or row would be seen"
     assert not scores["reward_model_truncated"].any()
-    assert scores["reward_model_spells_special"].tolist() == [name.startswith("an answer that spells") for name in CASES]
+    assert scores["reward_model_spells_special"].tolist() == [
+        name.startswith("an answer that spells") for name in CASES
+    ]
 
 
 def test_the_oldest_tokens_are_left_out_and_told(rank_pool: RankPool, folders: dict[str, str]) -> None:
     longest = "a long one"
     limit = 25
-    scores = score(rank_pool, folders, ParallelConfig(), max_length=limit, overlong=OverlongConversation.truncate)
+    scores = score(
+        rank_pool, folders, ParallelConfig(), max_length=limit, overlong=OverlongConversation.truncate
+    )
     expected = reference_scores(folders["reward_model"], "right", limit)
     torch.testing.assert_close(scores["reward_model_scores"], expected, rtol=0, atol=TOLERANCE)
     assert scores["reward_model_truncated"].tolist() == [name in (longest, "several turns") for name in CASES]

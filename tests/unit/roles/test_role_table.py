@@ -38,7 +38,12 @@ def test_the_run_has_a_model_that_is_configured_by_the_keys_of_the_row() -> None
     run = config(PlacementStrategy.hybrid)
     run = replace(run, reference=replace(run.reference, path="teacher-folder"))
     teacher = model_roles(run)[-1]
-    assert (teacher.name, teacher.path, teacher.path_key, teacher.optim) == ("teacher", "teacher-folder", "reference.path", None)
+    assert (teacher.name, teacher.path, teacher.path_key, teacher.optim) == (
+        "teacher",
+        "teacher-folder",
+        "reference.path",
+        None,
+    )
     assert (teacher.parallel, teacher.micro_batch) == (run.actor.parallel, run.reference.micro_batch)
     assert [role.name for role in model_roles(SFTConfig())] == ["actor"]
 
@@ -57,7 +62,8 @@ def test_its_phase_is_part_of_the_step() -> None:
 def test_it_is_placed_and_offloaded_with_the_others() -> None:
     hybrid = plan_placement(config(PlacementStrategy.hybrid))
     assert hybrid.group_of("teacher").roles == ("actor", "reference", "teacher")
-    assert Item("teacher", "parameters") in OffloadPlan(hybrid).offloadable  # the engines have the actor's devices
+    # the engines have the actor's devices
+    assert Item("teacher", "parameters") in OffloadPlan(hybrid).offloadable
     assert plan_placement(config(PlacementStrategy.stand_alone)).role_pools["teacher"] == "teacher"
 
 
@@ -72,9 +78,13 @@ def test_its_memory_is_planned() -> None:
 def test_without_the_row_there_is_no_such_role() -> None:
     run = config(PlacementStrategy.hybrid)
     assert [role.name for role in model_roles(run)] == ["actor", "reference", "critic"]
-    assert {phase.name for phase in phases_of(plan_placement(run).roles)} == {phase.name for phase in step_phases()} - {"reward_model"}
+    assert {phase.name for phase in phases_of(plan_placement(run).roles)} == {
+        phase.name for phase in step_phases()
+    } - {"reward_model"}
 
 
 def test_every_row_can_be_found_by_name() -> None:
     assert [role_named(role.name) for role in ROLES] == list(ROLES)
-    assert len({phase.name for role in ROLES for phase in role.phases}) == sum(len(role.phases) for role in ROLES)
+    assert len({phase.name for role in ROLES for phase in role.phases}) == sum(
+        len(role.phases) for role in ROLES
+    )

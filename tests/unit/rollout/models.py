@@ -79,4 +79,9 @@ def engine_for(
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     policy = ModelConfig(path=str(folder), dtype=DType(str(dtype).removeprefix("torch.")))
-    return HFEngine(RolloutEngineSpec(model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu), is_ended)
+    return HFEngine(
+        RolloutEngineSpec(
+            model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu
+        ),
+        is_ended,
+    )

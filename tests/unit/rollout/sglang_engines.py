@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SamplingConfig, SGLangConfig, SGLangMode
+from megarl.config.schema import (
+    Device,
+    DType,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SGLangConfig,
+    SGLangMode,
+)
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
 from tests.unit.rollout.models import random_model
@@ -29,7 +37,8 @@ def server_model(seed: int = 0) -> PreTrainedModel:
 
 @lru_cache(maxsize=4)
 def in_process_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_in_process`: with normalised queries and keys, with experts, and with 40 MB to be given back."""
+    """A model that fits `sglang_in_process`: with normalised queries and keys, with experts, and with 40 MB
+    to be given back."""
     return random_model("qwen3_moe", eos_token_id=END_TOKEN, seed=seed, vocab_size=20000, hidden_size=256)
 
 
@@ -60,7 +69,8 @@ def spec_for(
 
 @pytest.fixture(scope="package")
 def sglang_server(warm_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """A server with one rank, for `server_model`. Its weights are those of the last push: each test pushes its own."""
+    """A server with one rank, for `server_model`. Its weights are those of the last push: each test pushes
+    its own."""
     engine = SGLangEngine(spec_for(server_model(), tmp_path_factory.mktemp("server"), mode=SGLangMode.server))
     yield engine
     engine.close()
@@ -71,7 +81,9 @@ def sglang_in_process(ray_cluster: None, tmp_path_factory: pytest.TempPathFactor
     """An engine with two ranks in a Ray actor, for `in_process_model`; each has half of the experts.
     It returns routes."""
     folder = tmp_path_factory.mktemp("in_process")
-    spec = spec_for(in_process_model(), folder, tensor_parallel_size=2, expert_parallel_size=2, returns_routes=True)
+    spec = spec_for(
+        in_process_model(), folder, tensor_parallel_size=2, expert_parallel_size=2, returns_routes=True
+    )
     engine = RemoteEngine(spec)
     yield engine
     engine.close()

@@ -22,7 +22,8 @@ PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3
 
 
 class Subject(NamedTuple):
-    """model: seed -> the model whose weights `weights(seed)` are, None where there is none to compute with."""
+    """model: seed -> the model whose weights `weights(seed)` are, None where there is none to compute
+    with."""
 
     engine: RolloutEngine
     weights: Callable[[int], Weights]
@@ -54,7 +55,9 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
         yield Subject(engine_for(hf_model(), tmp_path, max_concurrency=4), of_model(hf_model), hf_model)
     else:
         model = server_model if request.param == "sglang_server" else in_process_model
-        yield Subject(request.getfixturevalue(request.param), of_model(model), model, has_min_new_tokens=False)
+        yield Subject(
+            request.getfixturevalue(request.param), of_model(model), model, has_min_new_tokens=False
+        )
 
 
 @pytest.fixture

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import (
+    GenerationRequest,
+    RolloutEngine,
+    Sample,
+    SamplingParameters,
+    plan_requests,
+)
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import TensorMeta, WeightTransferError
@@ -100,7 +106,9 @@ def test_samples_are_prompt_major_and_follow_the_seed(ready: Subject) -> None:
     samples = ready.engine.generate(PROMPTS, sampling)
     assert len(samples) == 15
     assert tokens(ready.engine.generate(PROMPTS, sampling)) == tokens(samples)
-    assert tokens(ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))) != tokens(samples)
+    assert tokens(
+        ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))
+    ) != tokens(samples)
     assert len({tuple(ids) for ids in tokens(samples)[:3]}) > 1
     singles = [ready.engine.generate([prompt], greedy(5))[0].token_ids.tolist() for prompt in PROMPTS]
     twice = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0))
@@ -111,20 +119,33 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(ready: Subject) -
     requests = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2))
     together = collected(ready.engine, requests)
     backwards = collected(ready.engine, requests[::-1])
-    alone = {request.request_id: collected(ready.engine, [request])[request.request_id] for request in requests}
+    alone = {
+        request.request_id: collected(ready.engine, [request])[request.request_id] for request in requests
+    }
     for request_id, sample in together.items():
-        assert backwards[request_id].token_ids.tolist() == sample.token_ids.tolist() == alone[request_id].token_ids.tolist()
+        assert (
+            backwards[request_id].token_ids.tolist()
+            == sample.token_ids.tolist()
+            == alone[request_id].token_ids.tolist()
+        )
 
 
 def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
-    free = ready.engine.generate(PROMPTS, SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True))
+    free = ready.engine.generate(
+        PROMPTS, SamplingParameters(max_new_tokens=12, seed=0, temperature=0, ignore_eos=True)
+    )
     assert {(len(sample.token_ids), sample.finish_reason) for sample in free} == {(12, "length")}
     stops = {free[0].token_ids.tolist()[2], free[1].token_ids.tolist()[0], free[3].token_ids.tolist()[5]}
     sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
     reasons = set()
     for sample, whole in zip(ready.engine.generate(PROMPTS, sampling), free, strict=True):
-        end = next((place for place, token in enumerate(whole.token_ids.tolist()) if token in {*stops, END_TOKEN}), None)
-        assert sample.token_ids.tolist() == (whole.token_ids.tolist() if end is None else whole.token_ids.tolist()[: end + 1])
+        end = next(
+            (place for place, token in enumerate(whole.token_ids.tolist()) if token in {*stops, END_TOKEN}),
+            None,
+        )
+        assert sample.token_ids.tolist() == (
+            whole.token_ids.tolist() if end is None else whole.token_ids.tolist()[: end + 1]
+        )
         assert sample.finish_reason == ("length" if end is None else "stop")
         assert len(sample.log_probs) == len(sample.token_ids)
         reasons.add(sample.finish_reason)
@@ -132,14 +153,19 @@ def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
 
 
 def test_the_minimum_length(ready: Subject) -> None:
-    sampling = SamplingParameters(max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, 30)))
+    sampling = SamplingParameters(
+        max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, 30))
+    )
     if not ready.has_min_new_tokens:
         with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
             ready.engine.generate(PROMPTS, sampling)
         return
     samples = ready.engine.generate(PROMPTS, sampling)
     assert min(len(sample.token_ids) for sample in samples) > 3
-    assert not {token for sample in samples for token in sample.token_ids.tolist()[:3]} & {*range(2, 30), END_TOKEN}
+    assert not {token for sample in samples for token in sample.token_ids.tolist()[:3]} & {
+        *range(2, 30),
+        END_TOKEN,
+    }
 
 
 def test_log_probs_are_those_of_the_whole_distribution(ready: Subject) -> None:
@@ -170,7 +196,10 @@ def test_what_is_given_up_does_not_come_back(ready: Subject) -> None:
     ready.engine.submit(plan_requests(PROMPTS, greedy(40)))
     ready.engine.abort()
     assert ready.engine.collect(0.2) == []
-    numbered = [request._replace(request_id=100 + request.request_id) for request in plan_requests(PROMPTS, greedy(40))]
+    numbered = [
+        request._replace(request_id=100 + request.request_id)
+        for request in plan_requests(PROMPTS, greedy(40))
+    ]
     ready.engine.submit(numbered[1:])
     ready.engine.abort([101, 103, 105])
     found = collected(ready.engine, numbered[:1]).keys()
@@ -180,13 +209,19 @@ def test_what_is_given_up_does_not_come_back(ready: Subject) -> None:
     assert ready.engine.collect(0.2) == []
 
 
-def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(ready: Subject, request: pytest.FixtureRequest) -> None:
+def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(
+    ready: Subject, request: pytest.FixtureRequest
+) -> None:
     engine = ready.engine
     before = engine.generate(PROMPTS, greedy())
     engine.submit(plan_requests(PROMPTS, greedy(40)))
     engine.sleep()
     engine.sleep()
-    for call in (lambda: engine.generate(PROMPTS, greedy()), lambda: engine.begin_weight_update(ready.manifest), engine.checksums):
+    for call in (
+        lambda: engine.generate(PROMPTS, greedy()),
+        lambda: engine.begin_weight_update(ready.manifest),
+        engine.checksums,
+    ):
         with pytest.raises(EngineStateError, match="asleep"):
             call()
     engine.wake()

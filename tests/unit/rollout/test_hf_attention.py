@@ -31,7 +31,11 @@ def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selection
                 assert torch.equal(mine, true)
             assert got[0].shape == (rows, 2, 5 + step, 4)
         if step in (0, 40, 150):
-            chosen = {0: torch.tensor([0, 0, 1, 2, 2, 2]), 40: torch.tensor([5, 1, 3]), 150: torch.tensor([2])}[step]
+            chosen = {
+                0: torch.tensor([0, 0, 1, 2, 2, 2]),
+                40: torch.tensor([5, 1, 3]),
+                150: torch.tensor([2]),
+            }[step]
             ours.select(chosen)
             theirs.batch_select_indices(chosen)
             rows = len(chosen)
@@ -65,7 +69,9 @@ LENGTHS = torch.tensor([7, 2, 5, 1])
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("owners", [[0, 0, 1, 1, 2, 2, 3, 3], [3, 0, 2, 2, 2], [1] * (2 * SLOTS + 3) + [0]])
-def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: int, owners: list[int]) -> None:
+def test_prompts_that_are_kept_once_give_the_attention_of_transformers(
+    groups: int, owners: list[int]
+) -> None:
     """Also after rows have gone, and with them prompts; what stands in the padding is not read."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.arange(WIDTH) >= WIDTH - LENGTHS[:, None]
@@ -73,7 +79,9 @@ def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: i
     cache = KVCache()
     cache.append(0, *of_prompts)
     prompts = SharedPrompts.of(cache, mask, owners)
-    assert len(prompts.bias) == len({(owner, owners[:row].count(owner) // SLOTS) for row, owner in enumerate(owners)})
+    assert len(prompts.bias) == len(
+        {(owner, owners[:row].count(owner) // SLOTS) for row, owner in enumerate(owners)}
+    )
     rows = torch.arange(len(owners))
     for kept in (rows, torch.tensor([4, 0, 2]), torch.tensor([2, 0])):
         prompts, rows = (prompts.select(kept), rows[kept]) if len(kept) < len(owners) else (prompts, rows)
@@ -82,7 +90,9 @@ def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: i
         got, _ = grouped_attention(Layer(groups), query, *own, prompts.bias, scaling=0.3, prompts=prompts)
         owner = torch.tensor(owners)[rows]
         keys, values = torch.cat([of_prompts[:, owner], own], dim=3)
-        real = torch.cat([mask[owner], torch.ones(len(rows), WRITTEN, dtype=torch.bool)], dim=1)[:, None, None]
+        real = torch.cat([mask[owner], torch.ones(len(rows), WRITTEN, dtype=torch.bool)], dim=1)[
+            :, None, None
+        ]
         expected, _ = sdpa_attention_forward(Layer(groups), query, keys, values, real, scaling=0.3)
         assert got.shape == expected.shape == (len(rows), 1, 4, SIZE)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -91,5 +101,8 @@ def test_prompts_that_are_kept_once_give_the_attention_of_transformers(groups: i
 def test_without_prompts_it_is_transformers_own() -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = torch.randn(3, 3, 4, 6, SIZE, generator=generator)
-    got, expected = (attend(Layer(1), query, key, value, None, scaling=0.3)[0] for attend in (grouped_attention, sdpa_attention_forward))
+    got, expected = (
+        attend(Layer(1), query, key, value, None, scaling=0.3)[0]
+        for attend in (grouped_attention, sdpa_attention_forward)
+    )
     assert torch.equal(got, expected)

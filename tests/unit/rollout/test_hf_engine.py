@@ -23,11 +23,17 @@ def greedy(max_new_tokens: int = 6) -> SamplingParameters:
     return SamplingParameters(max_new_tokens=max_new_tokens, seed=0, temperature=0.0)
 
 
-def reference_log_probs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float) -> torch.Tensor:
+def reference_log_probs(
+    model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float
+) -> torch.Tensor:
     """One forward pass over the whole sequence, no padding and no cache."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(-1, torch.tensor(token_ids)[:, None]).squeeze(-1)
+    return (
+        torch.log_softmax(logits / (temperature or 1.0), -1)
+        .gather(-1, torch.tensor(token_ids)[:, None])
+        .squeeze(-1)
+    )
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -50,13 +56,19 @@ def engine(model: PreTrainedModel, tmp_path: Path) -> HFEngine:
     return engine
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
+)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
-def test_log_probs_are_those_of_a_plain_forward(tmp_path: Path, family: str, tied: bool, temperature: float) -> None:
+def test_log_probs_are_those_of_a_plain_forward(
+    tmp_path: Path, family: str, tied: bool, temperature: float
+) -> None:
     model = random_model(family, tied=tied)
     engine = engine_for(model, tmp_path, max_concurrency=4)  # several batches, each with different lengths
     push(model, engine)
-    sampling = SamplingParameters(max_new_tokens=7, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9)
+    sampling = SamplingParameters(
+        max_new_tokens=7, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9
+    )
     samples = engine.generate(PROMPTS, sampling)
     for index, sample in enumerate(samples):
         expected = reference_log_probs(model, PROMPTS[index // 2], sample.token_ids.tolist(), temperature)
@@ -71,12 +83,18 @@ def test_samples_are_prompt_major_and_repeatable(engine: HFEngine) -> None:
     assert len(samples) == 15
     assert str(samples) == str(engine.generate(PROMPTS, sampling))
     other = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=8, n=3))
-    assert [sample.token_ids.tolist() for sample in samples] != [sample.token_ids.tolist() for sample in other]
+    assert [sample.token_ids.tolist() for sample in samples] != [
+        sample.token_ids.tolist() for sample in other
+    ]
     for first in range(0, 15, 3):  # the samples of a prompt differ from each other
         assert len({tuple(sample.token_ids.tolist()) for sample in samples[first : first + 3]}) == 3
-    greedy_samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0))
+    greedy_samples = engine.generate(
+        PROMPTS, SamplingParameters(max_new_tokens=5, seed=7, n=2, temperature=0)
+    )
     singles = [engine.generate([prompt], greedy(5))[0].token_ids.tolist() for prompt in PROMPTS]
-    assert [sample.token_ids.tolist() for sample in greedy_samples] == [ids for ids in singles for _ in range(2)]
+    assert [sample.token_ids.tolist() for sample in greedy_samples] == [
+        ids for ids in singles for _ in range(2)
+    ]
 
 
 def first_at(token_ids: Sequence[int], stops: set[int]) -> int | None:
@@ -100,10 +118,18 @@ def test_stop_tokens_end_a_sample_and_are_its_last_token(model: PreTrainedModel,
 def test_a_caller_ends_samples_by_their_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
     """And nothing more is computed for them."""
     free = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
-    engine = engine_for(model, tmp_path, is_ended=lambda token_ids: token_ids in (free[0][:2], free[1][:4]) or len(token_ids) == 5)
+    engine = engine_for(
+        model,
+        tmp_path,
+        is_ended=lambda token_ids: token_ids in (free[0][:2], free[1][:4]) or len(token_ids) == 5,
+    )
     push(model, engine)
     lengths: list[int] = []
-    with patch.object(decoding, "sample_tokens", lambda logits, *rest: lengths.append(len(logits)) or sample_tokens(logits, *rest)):
+    with patch.object(
+        decoding,
+        "sample_tokens",
+        lambda logits, *rest: lengths.append(len(logits)) or sample_tokens(logits, *rest),
+    ):
         samples = engine.generate(PROMPTS, greedy(12))
     assert [(sample.token_ids.tolist(), sample.finish_reason) for sample in samples] == [
         (ids[:length], "stop") for ids, length in zip(free, (2, 4, 5, 5, 5), strict=True)
@@ -118,7 +144,9 @@ def test_the_models_own_end_token(tmp_path: Path) -> None:
     push(model, engine)
     end = free.index(free[3])
     assert engine.generate([PROMPTS[2]], greedy(8))[0].token_ids.tolist() == free[: end + 1]
-    ignoring = SamplingParameters(max_new_tokens=8, seed=0, temperature=0, ignore_eos=True, stop_token_ids=(free[1],))
+    ignoring = SamplingParameters(
+        max_new_tokens=8, seed=0, temperature=0, ignore_eos=True, stop_token_ids=(free[1],)
+    )
     assert engine.generate([PROMPTS[2]], ignoring)[0].token_ids.tolist() == free
 
 
@@ -126,14 +154,18 @@ def test_a_batch_that_has_ended_is_not_computed_further(engine: HFEngine) -> Non
     """Every token stops: one forward pass over the model and no more."""
     passes = []
     engine._model.register_forward_hook(lambda *_: passes.append(1))
-    samples = engine.generate(PROMPTS, SamplingParameters(max_new_tokens=9, seed=0, stop_token_ids=tuple(range(VOCAB))))
+    samples = engine.generate(
+        PROMPTS, SamplingParameters(max_new_tokens=9, seed=0, stop_token_ids=tuple(range(VOCAB)))
+    )
     assert passes == [1]
     assert all((len(sample.token_ids), sample.finish_reason) == (1, "stop") for sample in samples)
 
 
 def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine) -> None:
     """The same requests in one batch, in batches of two, one by one and in another order."""
-    requests = plan_requests(PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2, stop_token_ids=tuple(range(20))))
+    requests = plan_requests(
+        PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2, stop_token_ids=tuple(range(20)))
+    )
     together = {finished.request_id: finished.sample for finished in collected(engine, requests)}
     engine._max_concurrency = 2
     in_pairs = dict(collected(engine, requests[::-1]))
@@ -152,14 +184,19 @@ def collected(engine: HFEngine, requests: Sequence[GenerationRequest]) -> list[F
 
 def test_requests_of_different_kinds_are_decoded_apart(engine: HFEngine) -> None:
     kinds = [greedy(3), SamplingParameters(max_new_tokens=4, seed=1), greedy(3)]
-    engine.submit([GenerationRequest(number, PROMPTS[number], sampling) for number, sampling in enumerate(kinds)])
+    engine.submit(
+        [GenerationRequest(number, PROMPTS[number], sampling) for number, sampling in enumerate(kinds)]
+    )
     batches = [[finished.request_id for finished in engine.collect(0.0)] for _ in range(3)]
     assert batches == [[2, 0], [1], []]  # the longest prompt first, with what can be decoded beside it
 
 
 def test_no_token_ends_a_sample_before_the_minimum(model: PreTrainedModel, engine: HFEngine) -> None:
-    """Every token but two ends a sample: the first three are of these two, and their log-probs are over the whole vocabulary."""
-    sampling = SamplingParameters(max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, VOCAB)))
+    """Every token but two ends a sample: the first three are of these two, and their log-probs are over the
+    whole vocabulary."""
+    sampling = SamplingParameters(
+        max_new_tokens=9, min_new_tokens=3, seed=0, n=4, stop_token_ids=tuple(range(2, VOCAB))
+    )
     for index, sample in enumerate(engine.generate(PROMPTS, sampling)):
         assert len(sample.token_ids) > 3
         assert set(sample.token_ids.tolist()[:3]) <= {0, 1}
@@ -185,7 +222,9 @@ def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEng
     engine.begin_weight_update(manifest_of(model))
     engine.load_folder(tmp_path / "other")
     engine.end_weight_update(2)
-    for (name, parameter), (_, saved) in zip(engine._model.named_parameters(), other.named_parameters(), strict=True):
+    for (name, parameter), (_, saved) in zip(
+        engine._model.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert torch.equal(parameter, saved), name
 
 
@@ -205,22 +244,35 @@ def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
     engine = engine_for(old, tmp_path)
     push(old, engine, version=4)
     before = engine.generate(PROMPTS, greedy())
-    assert [sample.token_ids.tolist() for sample in before] == [greedy_reference(old, prompt, 6) for prompt in PROMPTS]
+    assert [sample.token_ids.tolist() for sample in before] == [
+        greedy_reference(old, prompt, 6) for prompt in PROMPTS
+    ]
     push(new, engine, version=5)
     after = engine.generate(PROMPTS, greedy())
-    assert [sample.token_ids.tolist() for sample in after] == [greedy_reference(new, prompt, 6) for prompt in PROMPTS]
+    assert [sample.token_ids.tolist() for sample in after] == [
+        greedy_reference(new, prompt, 6) for prompt in PROMPTS
+    ]
     assert [sample.token_ids.tolist() for sample in after] != [sample.token_ids.tolist() for sample in before]
-    assert ({sample.weight_versions for sample in before}, {sample.weight_versions for sample in after}) == ({(4,)}, {(5,)})
-    for (name, parameter), (_, sent) in zip(engine._model.named_parameters(), new.named_parameters(), strict=True):
+    assert ({sample.weight_versions for sample in before}, {sample.weight_versions for sample in after}) == (
+        {(4,)},
+        {(5,)},
+    )
+    for (name, parameter), (_, sent) in zip(
+        engine._model.named_parameters(), new.named_parameters(), strict=True
+    ):
         assert torch.equal(parameter, sent), name
-    assert engine.checksums() == {name: checksum(parameter.data) for name, parameter in new.named_parameters()}
+    assert engine.checksums() == {
+        name: checksum(parameter.data) for name, parameter in new.named_parameters()
+    }
 
 
 def test_float32_weights_into_a_bfloat16_engine(model: PreTrainedModel, tmp_path: Path) -> None:
     engine = engine_for(model, tmp_path, dtype=torch.bfloat16)
     push(model, engine)
     sample = engine.generate([PROMPTS[0]], greedy())[0]
-    expected = reference_log_probs(random_model().to(torch.bfloat16), PROMPTS[0], sample.token_ids.tolist(), 0.0)
+    expected = reference_log_probs(
+        random_model().to(torch.bfloat16), PROMPTS[0], sample.token_ids.tolist(), 0.0
+    )
     assert torch.allclose(torch.tensor(sample.log_probs), expected.float(), atol=0.1)
 
 
@@ -229,10 +281,15 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
     engine.begin_weight_update(manifest_of(model))
-    load_folder(engine, {name: tensor for name, tensor in weights_of(model).items() if name != "model.embed_tokens.weight"})
+    load_folder(
+        engine,
+        {name: tensor for name, tensor in weights_of(model).items() if name != "model.embed_tokens.weight"},
+    )
     with pytest.raises(EngineStateError, match="updating"):
         engine.generate(PROMPTS, greedy())
-    with pytest.raises(WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 0 of 3104\)"):
+    with pytest.raises(
+        WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 0 of 3104\)"
+    ):
         engine.end_weight_update(1)
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
@@ -241,7 +298,9 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
     assert engine.generate(PROMPTS, greedy())[0].weight_versions == (2,)
 
 
-def test_sleep_gives_memory_back_and_the_next_update_restores_it(model: PreTrainedModel, engine: HFEngine) -> None:
+def test_sleep_gives_memory_back_and_the_next_update_restores_it(
+    model: PreTrainedModel, engine: HFEngine
+) -> None:
     before = engine.generate(PROMPTS, greedy())
     engine.sleep()
     assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
@@ -263,11 +322,16 @@ def test_sleep_gives_memory_back_and_the_next_update_restores_it(model: PreTrain
 def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngine) -> None:
     wrong = dict(manifest_of(random_model(tied=True)))
     wrong["score.weight"] = wrong["model.norm.weight"]
-    with pytest.raises(WeightTransferError, match=r"lm_head\.weight is missing; score\.weight is not a tensor of the engine's model"):
+    with pytest.raises(
+        WeightTransferError,
+        match=r"lm_head\.weight is missing; score\.weight is not a tensor of the engine's model",
+    ):
         engine.begin_weight_update(wrong)
     assert engine.weight_version == 1  # still usable
     engine.begin_weight_update(manifest_of(model))
-    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': elements 0..34 lie outside shape \(32,\)"):
+    with pytest.raises(
+        WeightTransferError, match=r"'model\.norm\.weight': elements 0..34 lie outside shape \(32,\)"
+    ):
         load_folder(engine, {"model.norm.weight": torch.zeros(34)})
 
 
@@ -276,7 +340,11 @@ def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngin
     [
         ([], "the prompt of request 1 is empty"),
         ([3, VOCAB], r"the prompt of request 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
-        ([1] * 60, "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's max_position_embeddings 64"),
+        (
+            [1] * 60,
+            "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's "
+            "max_position_embeddings 64",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_continued(engine: HFEngine, prompt: list[int], message: str) -> None:

@@ -10,7 +10,15 @@ MANIFEST = {"w": TensorMeta((4,), torch.float32)}
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 0), ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0)],
+    [
+        ("n", 0),
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+    ],
 )
 def test_bad_sampling_parameters_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"sampling {field} is {value}"):

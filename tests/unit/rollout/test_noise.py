@@ -1,4 +1,5 @@
-"""The noise against the Gumbel distribution, and against itself: other seeds, steps and tokens have other numbers."""
+"""The noise against the Gumbel distribution, and against itself: other seeds, steps and tokens have other
+numbers."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ def splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-@pytest.mark.parametrize(("seed", "step", "token"), [(0, 0, 0), (1, 0, 16), (2**32 - 1, 7, 3), (2**70 + 5, 1000, 150_000)])
+@pytest.mark.parametrize(
+    ("seed", "step", "token"), [(0, 0, 0), (1, 0, 16), (2**32 - 1, 7, 3), (2**70 + 5, 1000, 150_000)]
+)
 def test_the_hash_is_splitmix64(seed: int, step: int, token: int) -> None:
     increment = 0x9E3779B97F4A7C15
     key = splitmix64((splitmix64((seed % 2**63 + increment) % 2**64) + step) % 2**64)
     bits = splitmix64((key + (token + 1) * increment) % 2**64) >> 11
     expected = -np.log(-np.log1p(-(bits + 0.5) / 2**53))
-    assert float(gumbel_noise(row_keys([seed], CPU), step, token + 1)[0, token]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert float(gumbel_noise(row_keys([seed], CPU), step, token + 1)[0, token]) == pytest.approx(
+        expected, rel=1e-4, abs=1e-6
+    )
 
 
 def test_it_is_uniform_over_rows_over_steps_and_over_tokens() -> None:
@@ -44,7 +49,8 @@ def test_neighbours_are_not_correlated() -> None:
     beside = gumbel_noise(row_keys(range(512), CPU), 1, 512)
     for other in (noise.roll(1, 0), noise.roll(1, 1), noise.flip(0).T, beside, beside.roll(1, 1)):
         pairs = torch.stack([noise.flatten(), other.flatten()])
-        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / 512  # four standard deviations of 512 x 512 pairs
+        # four standard deviations of 512 x 512 pairs
+        assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / 512
     assert len(noise.unique()) > 0.98 * noise.numel()  # float32 has few numbers near the middle
 
 

@@ -1,4 +1,5 @@
-"""Weights that every engine receives while they are sent: push after push, from a trainer that stops, and from one that is gone."""
+"""Weights that every engine receives while they are sent: push after push, from a trainer that stops, and
+from one that is gone."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def tenth(subject: Subject) -> int:
 
 
 def assert_holds(subject: Subject, seed: int, version: int) -> None:
-    assert subject.engine.checksums() == {name: checksum(tensor) for name, tensor in subject.weights(seed).items()}
+    assert subject.engine.checksums() == {
+        name: checksum(tensor) for name, tensor in subject.weights(seed).items()
+    }
     assert {sample.weight_versions for sample in subject.engine.generate(PROMPTS, greedy())} == {(version,)}
 
 
@@ -62,7 +65,9 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, transport: str) ->
     with pytest.raises(WeightTransferError, match=r"missing from element 0"):
         engine.end_weight_update(2)
     engine.begin_weight_update(ready.manifest)
-    with pytest.raises(WeightTransferError, match="aborted halfway: join the trainers again|gone|a peer was lost"):
+    with pytest.raises(
+        WeightTransferError, match="aborted halfway: join the trainers again|gone|a peer was lost"
+    ):
         engine.receive_weights()
     engine.leave_weights()
     with pytest.raises(WeightTransferError, match="has joined no trainer"):
@@ -71,9 +76,17 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, transport: str) ->
     assert_holds(ready, seed=3, version=3)
 
 
-def with_parts(trainer: PlainTrainer, change: Callable[[tuple[Part, ...]], Sequence[Part]]) -> list[EngineLink]:
+def with_parts(
+    trainer: PlainTrainer, change: Callable[[tuple[Part, ...]], Sequence[Part]]
+) -> list[EngineLink]:
     return [
-        replace(link, schedules={source: TransferSchedule(change(schedule.parts)) for source, schedule in link.schedules.items()})
+        replace(
+            link,
+            schedules={
+                source: TransferSchedule(change(schedule.parts))
+                for source, schedule in link.schedules.items()
+            },
+        )
         for link in trainer.links
     ]
 
@@ -107,12 +120,16 @@ def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
         (on_another_device, "lie on device device-0, which an engine rank on device-9 cannot see"),
     ],
 )
-def test_a_link_that_cannot_be_right_is_refused(ready: Subject, changed: Callable[[PlainTrainer], list[EngineLink]], message: str) -> None:
+def test_a_link_that_cannot_be_right_is_refused(
+    ready: Subject, changed: Callable[[PlainTrainer], list[EngineLink]], message: str
+) -> None:
     with joined(ready.engine, ready.weights(0)) as trainer, pytest.raises(WeightTransferError, match=message):
         ready.engine.join_weights(changed(trainer))
     assert_holds(ready, seed=0, version=1)
     with joined(ready.engine, ready.weights(0)) as trainer:
         trainer.close()
-        with pytest.raises(WeightTransferError, match=r"(are gone|is not the trainer's memory).*transport=folder"):
+        with pytest.raises(
+            WeightTransferError, match=r"(are gone|is not the trainer's memory).*transport=folder"
+        ):
             ready.engine.join_weights(trainer.links)
         trainer.ends.clear()

@@ -32,14 +32,18 @@ def test_requests_are_dealt_in_order_to_the_least_loaded() -> None:
 
 
 def test_an_even_share_at_the_start() -> None:
-    assert queue(5, num_replicas=2, max_concurrency=9).assign([0, 1]) == {0: ["r0", "r2", "r4"], 1: ["r1", "r3"]}
+    assert queue(5, num_replicas=2, max_concurrency=9).assign([0, 1]) == {
+        0: ["r0", "r2", "r4"],
+        1: ["r1", "r3"],
+    }
 
 
 def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_that_has_room() -> None:
     requests = queue(2, num_replicas=2, max_concurrency=3)
     requests.add(named(2), first=True)
     requests.add(named(3, 4, 5, 6), prefer=1)
-    assert requests.assign([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}  # the other where it is full
+    # the other where it is full
+    assert requests.assign([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}
     requests.add(named(7), prefer=1)
     assert requests.requeue(1) == {3, 4, 5}
     assert requests.assign([0]) == {}
@@ -96,7 +100,12 @@ def test_requests_come_and_are_taken_back_while_others_run() -> None:
     num_replicas=st.integers(1, 4),
     max_concurrency=st.integers(1, 5),
     events=st.lists(
-        st.tuples(st.sampled_from(["assign", "finish", "requeue", "add", "cancel"]), st.integers(0, 3), st.integers(0, 100)), max_size=80
+        st.tuples(
+            st.sampled_from(["assign", "finish", "requeue", "add", "cancel"]),
+            st.integers(0, 3),
+            st.integers(0, 100),
+        ),
+        max_size=80,
     ),
 )
 def test_nothing_is_lost_or_doubled_whatever_happens(
@@ -117,7 +126,8 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
         for number in new:
             waiting.remove(number)
         assert all(len(one) <= max_concurrency for one in held)
-        assert not waiting or all(len(held[replica]) == max_concurrency for replica in ready)  # none is kept from working
+        # none is kept from working
+        assert not waiting or all(len(held[replica]) == max_concurrency for replica in ready)
         for replica in ready:  # nobody got one while another had fewer
             if len(held[replica]) > loads[replica]:
                 assert len(held[replica]) - 1 <= min(len(held[other]) for other in ready)

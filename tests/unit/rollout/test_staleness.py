@@ -1,4 +1,5 @@
-"""The staleness controller on random schedules: the bound is kept and reached, nothing sticks, prompts are trained once and in order."""
+"""The staleness controller on random schedules: the bound is kept and reached, nothing sticks, prompts are
+trained once and in order."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Trained(NamedTuple):
 
 
 def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
-    """Admits whatever may be admitted; groups end, steps begin and weights are pushed in any order that can be."""
+    """Admits whatever may be admitted; groups end, steps begin and weights are pushed in any order that can
+    be."""
     k, num_prompts, warmup, total, first = schedule
     version = 7
     staleness = StalenessController(
@@ -50,7 +52,9 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
             case "take":
                 in_training = staleness.next_step
                 begun = staleness.live
-                trained += [Trained(in_training, group, version - begun[group]) for group in staleness.take(version)]
+                trained += [
+                    Trained(in_training, group, version - begun[group]) for group in staleness.take(version)
+                ]
             case "push":
                 version += in_training is not None and in_training > warmup
                 in_training = None
@@ -63,10 +67,14 @@ def test_ages_are_within_the_bound_and_every_prompt_is_trained_once_in_order() -
     oldest = dict.fromkeys((0, 1, 2, 3, 5), 0)
     for _ in range(10_000):
         k = chance.choice(list(oldest))
-        schedule = Schedule(k, chance.randint(1, 4), chance.choice([0, 0, 1, 3]), chance.randint(3, 12), chance.randint(1, 3))
+        schedule = Schedule(
+            k, chance.randint(1, 4), chance.choice([0, 0, 1, 3]), chance.randint(3, 12), chance.randint(1, 3)
+        )
         trained = run(schedule, chance)
         steps = range(schedule.first_step, schedule.total_steps + 1)
-        assert [one.step for one in trained] == [step for step in steps for _ in range(schedule.prompts_per_step)]
+        assert [one.step for one in trained] == [
+            step for step in steps for _ in range(schedule.prompts_per_step)
+        ]
         assert [one.group for one in trained] == list(range(len(trained)))
         assert all(0 <= one.age <= k for one in trained)
         oldest[k] = max(oldest[k], *(one.age for one in trained))
@@ -99,7 +107,8 @@ def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> No
         assert not one.is_ready
         one.finish(group)
     assert one.take(version=1) == [0, 1]
-    assert admit_all(one, version=1) == []  # what would be trained by step 2 + ahead is too far from the weights of now
+    # what would be trained by step 2 + ahead is too far from the weights of now
+    assert admit_all(one, version=1) == []
     assert admit_all(one, version=2) == list(range(2 * (1 + ahead), 2 * (2 + ahead)))
 
 

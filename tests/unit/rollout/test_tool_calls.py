@@ -1,4 +1,5 @@
-"""Calls of other families, by SGLang's parsers: what is a call, and that nothing which should have been one is passed over."""
+"""Calls of other families, by SGLang's parsers: what is a call, and that nothing which should have been one
+is passed over."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ READ: list[tuple[str, str, list[Any]]] = [
     ("qwen25", "<tool_call>\n{price}\n</tool_call>", [UNREADABLE]),
     ("qwen25", "<tool_call>\n[1]\n</tool_call>", [UNREADABLE]),
     ("qwen25", f"<tool_call>\n{PRICE}", [UNREADABLE]),
-    ("qwen25", f"<tool_call>\n{PRICE}\n</tool_call>\n<tool_call>\n{{price}}\n</tool_call>", [CALL, UNREADABLE]),
+    (
+        "qwen25",
+        f"<tool_call>\n{PRICE}\n</tool_call>\n<tool_call>\n{{price}}\n</tool_call>",
+        [CALL, UNREADABLE],
+    ),
     ("qwen25", '<tool_call>\n{"name": "cost", "arguments": {}}\n</tool_call>', [["cost", {}]]),
     ("qwen25", '<tool_call>\n{"name": "price", "arguments": 3}\n</tool_call>', [["price", 3]]),
     ("qwen25", "42, and no {} at all", []),
@@ -49,19 +54,34 @@ READ: list[tuple[str, str, list[Any]]] = [
     ("deepseekv3", DEEPSEEK.format('{"item": "ab"}'), [CALL]),
     ("deepseekv3", DEEPSEEK.format('{"item": '), [UNREADABLE]),
     # What stands in thinking is a draft, and what is mentioned there no slip.
-    ("qwen25", f"<think>a <tool_call>\n{PRICE}\n</tool_call></think>\n\n<tool_call>\n{PRICE}\n</tool_call>", [CALL]),
+    (
+        "qwen25",
+        f"<think>a <tool_call>\n{PRICE}\n</tool_call></think>\n\n<tool_call>\n{PRICE}\n</tool_call>",
+        [CALL],
+    ),
     ("qwen25", "<think>no need of a <tool_call>\n here</think>The answer is 5.", []),
     ("hermes", f"<think>never closed <tool_call>{PRICE}</tool_call>", []),
     ("llama3", f"<think><|python_tag|>{LLAMA}</think><|python_tag|>{LLAMA}", [CALL]),
     ("mistral", f"<think>[TOOL_CALLS] [{PRICE}]</think>[TOOL_CALLS] [{PRICE}]", [CALL]),
     ("pythonic", "<think>[cost()]</think>[price(item='ab')]", [CALL]),
     ("qwen3_coder", f"<think>{CODER}</think>{CODER}", [CALL]),
-    ("deepseekv3", "<think>" + DEEPSEEK.format("{}") + "</think>" + DEEPSEEK.format('{"item": "ab"}'), [CALL]),
-    ("qwen25", f"<tool_call>\n{PRICE.replace('ab', '<think>a</think>')}\n</tool_call>", [["price", {"item": "<think>a</think>"}]]),
+    (
+        "deepseekv3",
+        "<think>" + DEEPSEEK.format("{}") + "</think>" + DEEPSEEK.format('{"item": "ab"}'),
+        [CALL],
+    ),
+    (
+        "qwen25",
+        f"<tool_call>\n{PRICE.replace('ab', '<think>a</think>')}\n</tool_call>",
+        [["price", {"item": "<think>a</think>"}]],
+    ),
 ]
 SCHEMA = {
     "type": "function",
-    "function": {"name": "price", "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}},
+    "function": {
+        "name": "price",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+    },
 }
 # In a process of its own: SGLang changes what others import.
 PROGRAM = """
@@ -93,7 +113,10 @@ def test_calls_of_other_families(warm_processes: None) -> None:
 
 
 def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder"):
+    with pytest.raises(
+        ValueError,
+        match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder",
+    ):
         call_parser(AgentConfig(parser="gpt"), [SCHEMA], opens_thinking=False)
     assert "sglang" not in sys.modules
     monkeypatch.setattr("megarl.rollout.sglang.function_calls.find_spec", lambda name: None)

@@ -1,4 +1,5 @@
-"""The weight loader of SGLang's processes on small models of our own that fuse, cut and pad as SGLang does."""
+"""The weight loader of SGLang's processes on small models of our own that fuse, cut and pad as SGLang
+does."""
 
 from __future__ import annotations
 
@@ -21,14 +22,20 @@ SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 10), "norm": (6,), "embed": (7, 
 
 
 class Model(torch.nn.Module):
-    """q and k are fused and cut by rows, `down` is cut by columns and padded, `embed` is padded by rows, `expert` is stored
-    transposed for each expert, `norm` is on every rank."""
+    """q and k are fused and cut by rows, `down` is cut by columns and padded, `embed` is padded by rows,
+    `expert` is stored transposed for each expert, `norm` is on every rank."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__()
         self._rank = rank
         self._num_ranks = num_ranks
-        shapes = {"qk": (12 // num_ranks, 6), "down": (6, 16 // num_ranks), "embed": (8 // num_ranks, 6), "expert": (2, 6, 3), "norm": (6,)}
+        shapes = {
+            "qk": (12 // num_ranks, 6),
+            "down": (6, 16 // num_ranks),
+            "embed": (8 // num_ranks, 6),
+            "expert": (2, 6, 3),
+            "norm": (6,),
+        }
         for name, shape in shapes.items():
             setattr(self, name, torch.nn.Parameter(torch.full(shape, 99.0)))
 
@@ -96,7 +103,9 @@ class ClientsEngine:
         pass
 
 
-def trainer_of(client: LoaderClient, weights: dict[str, torch.Tensor], message_numel: int = 1000) -> PlainTrainer:
+def trainer_of(
+    client: LoaderClient, weights: dict[str, torch.Tensor], message_numel: int = 1000
+) -> PlainTrainer:
     engine: Any = ClientsEngine(client)
     return PlainTrainer(engine, weights, message_numel=message_numel)
 
@@ -122,7 +131,9 @@ def client_of():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("chunk_elements", [2, 5, 1000])
-def test_pieces_of_any_size_arrive_as_whole_tensors_would(client_of: Callable, num_ranks: int, chunk_elements: int) -> None:
+def test_pieces_of_any_size_arrive_as_whole_tensors_would(
+    client_of: Callable, num_ranks: int, chunk_elements: int
+) -> None:
     weights = random_weights()
     expected = [Model(rank, num_ranks) for rank in range(num_ranks)]
     for model in expected:
@@ -162,9 +173,13 @@ def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
         client.prepare({**manifest, "bias": TensorMeta((6,), torch.float32)})
     with pytest.raises(WeightTransferError, match="no tensor goes into embed"):
         client.prepare({name: meta for name, meta in manifest.items() if name != "embed"})
-    with pytest.raises(WeightTransferError, match=r"refuses norm of shape \(5,\): AssertionError wrong shape"):
+    with pytest.raises(
+        WeightTransferError, match=r"refuses norm of shape \(5,\): AssertionError wrong shape"
+    ):
         client.prepare({**manifest, "norm": TensorMeta((5,), torch.float32)})
-    with pytest.raises(WeightTransferError, match=r"embed does not fit the engine's model: 12 of 54 elements are missing"):
+    with pytest.raises(
+        WeightTransferError, match=r"embed does not fit the engine's model: 12 of 54 elements are missing"
+    ):
         client.prepare({**manifest, "embed": TensorMeta((9, 6), torch.float32)})
     for name, parameter in scheduler.models[0].named_parameters():
         assert torch.equal(parameter, before[name])
@@ -213,7 +228,10 @@ def test_the_plan_survives_sleep(client_of: Callable, asked: list[list[str]]) ->
     client = client_of(scheduler)
     trainer = trainer_of(client, weights)
     trainer.push(weights, 1)
-    expected = [{name: parameter.clone() for name, parameter in model.named_parameters()} for model in scheduler.models]
+    expected = [
+        {name: parameter.clone() for name, parameter in model.named_parameters()}
+        for model in scheduler.models
+    ]
     asked.clear()
     for model in scheduler.models:
         asleep = empty_storages(list(model.parameters()))
@@ -267,7 +285,10 @@ def test_parameters_that_were_moved_between_updates_are_followed(client_of: Call
     client = client_of(scheduler)
     trainer = trainer_of(client, weights, 5)
     trainer.push(weights, 1)
-    expected = [{name: parameter.clone() for name, parameter in model.named_parameters()} for model in scheduler.models]
+    expected = [
+        {name: parameter.clone() for name, parameter in model.named_parameters()}
+        for model in scheduler.models
+    ]
     former = scheduler.models[1].down.data
     scheduler.models[1].down.data = moved(former)
     former.fill_(7.0)
@@ -350,7 +371,8 @@ def test_a_loader_of_single_tensors_is_asked_about_each(client_of: Callable, ask
 
 
 class Quantizing(Model):
-    """Fails with an error of Python's on one of its tensors, as where a parameter lacks an attribute that the loader uses."""
+    """Fails with an error of Python's on one of its tensors, as where a parameter lacks an attribute that the
+    loader uses."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -360,7 +382,10 @@ class Quantizing(Model):
 
 def test_a_refused_tensor_is_named_whatever_the_models_error(client_of: Callable) -> None:
     client = client_of(Scheduler([Quantizing(0, 1)]))
-    with pytest.raises(WeightTransferError, match=r"refuses down of shape \(6, 10\): AttributeError .*no attribute 'weight_loader'"):
+    with pytest.raises(
+        WeightTransferError,
+        match=r"refuses down of shape \(6, 10\): AttributeError .*no attribute 'weight_loader'",
+    ):
         client.prepare(manifest_of(random_weights()))
 
 
@@ -377,7 +402,9 @@ class Scaling(Model):
     """Changes a tensor in place before it is copied."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        super().load_weights([(name, tensor[:].mul_(2) if name == "norm" else tensor) for name, tensor in weights])
+        super().load_weights(
+            [(name, tensor[:].mul_(2) if name == "norm" else tensor) for name, tensor in weights]
+        )
 
 
 class Computing(Model):
@@ -404,7 +431,9 @@ class Flattening(Model):
         (Flattening, r"1 tensors .*q \(of shape \(8, 6\) it copies"),
     ],
 )
-def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(client_of: Callable, kind: type[Model], why: str) -> None:
+def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(
+    client_of: Callable, kind: type[Model], why: str
+) -> None:
     """Not before: a folder can still be loaded."""
     weights = random_weights()
     client = client_of(Scheduler([kind(0, 1)]))
@@ -416,5 +445,7 @@ def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(client_of
 def test_a_rank_that_does_not_answer(client_of: Callable) -> None:
     scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
     scheduler.silent_ranks = {1}
-    with pytest.raises(WeightTransferError, match=r"ranks \[1\] did not run megarl's weight loader \(prepare\)"):
+    with pytest.raises(
+        WeightTransferError, match=r"ranks \[1\] did not run megarl's weight loader \(prepare\)"
+    ):
         client_of(scheduler).prepare(manifest_of(random_weights()))

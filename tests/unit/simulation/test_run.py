@@ -1,4 +1,5 @@
-"""Runs in virtual time with the rollout buffer, staleness controller and scheduler of a run: many scripts, and kills at each event."""
+"""Runs in virtual time with the rollout buffer, staleness controller and scheduler of a run: many scripts,
+and kills at each event."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None =
         push_s=chance.choice([0.0, 0.5]),
         critic_warmup_steps=chance.choice([0, 0, 2]),
         max_without_signal=1000 if drops else None,
-        without_signal=frozenset(row for row in range(num_rows) if chance.random() < 0.3) if drops else frozenset(),
+        without_signal=frozenset(row for row in range(num_rows) if chance.random() < 0.3)
+        if drops
+        else frozenset(),
         failing=frozenset(row for row in range(num_rows) if chance.random() < 0.1) if fails else frozenset(),
         scoring_s=chance.choice([0.0, 0.3]),
         start_s=chance.choice([0.5, 5.0]),
@@ -52,7 +55,9 @@ def check(one: Script, outcome: SimulatedRun) -> None:
     assert [step.number for step in outcome.steps] == list(range(1, one.total_steps + 1))
     assert uids_of(outcome) == [f"0-{row}" for row in rows]
     for number, step in enumerate(outcome.steps):
-        assert step.lengths == [length for row in rows[number * size : (number + 1) * size] for length in one.lengths[row]]
+        assert step.lengths == [
+            length for row in rows[number * size : (number + 1) * size] for length in one.lengths[row]
+        ]
         ages = [step.trained_version - version for version in step.versions]
         assert 0 <= step.age <= max(ages) <= one.max_staleness
         assert step.trained_version == 1 + max(0, number - one.critic_warmup_steps)
@@ -71,7 +76,8 @@ def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
 
 
 def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached() -> None:
-    """Also with engines that are lost, prompts that are dropped or fail, a critic that warms up, and long pushes."""
+    """Also with engines that are lost, prompts that are dropped or fail, a critic that warms up, and long
+    pushes."""
     chance = random.Random(0)
     oldest = dict.fromkeys(range(4), 0)
     num_lost = num_dropped = num_failing = 0
@@ -189,14 +195,30 @@ def test_too_many_prompts_without_signal_end_the_wait() -> None:
     assert simulation.buffer.staleness.num_dropped > 4
 
 
-def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(caplog: pytest.LogCaptureFixture) -> None:
-    one = Script(lengths=[[5, 5]] * 9, prompts_per_step=3, total_steps=3, max_staleness=1, failing=frozenset([1, 4, 5]))
+def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = Script(
+        lengths=[[5, 5]] * 9, prompts_per_step=3, total_steps=3, max_staleness=1, failing=frozenset([1, 4, 5])
+    )
     simulation = Simulation(one)
-    assert [row for step in simulation.run().steps for row in step.uids] == ["0-0", "0-2", "0-3", "0-6", "0-7", "0-8", "1-0", "1-2", "1-3"]
+    assert [row for step in simulation.run().steps for row in step.uids] == [
+        "0-0",
+        "0-2",
+        "0-3",
+        "0-6",
+        "0-7",
+        "0-8",
+        "1-0",
+        "1-2",
+        "1-3",
+    ]
     assert simulation.buffer.num_failed == 4
     assert "dropped: prompt 0-4: scripted" in caplog.text
     with pytest.raises(
-        FailedPromptsError, match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: scripted\n"
+        FailedPromptsError,
+        match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: "
+        r"scripted\n",
     ):
         Simulation(replace(one, max_error_rate=0.4)).run()
 

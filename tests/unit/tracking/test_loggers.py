@@ -50,8 +50,12 @@ def test_tensorboard_files_hold_the_values(tmp_path):
 def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     written = []
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path), written.append)
-    logger.log({"reward/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0, "timing_s/step": 12.34}, 7)
-    logger.log({"actor/kl_loss": 0.25, "actor/lr": 1e-6, "actor/grad_norm": 0.5, "response_length/mean": 23.46}, 8)
+    logger.log(
+        {"reward/mean": 0.51234, "timing_s/gen": 2.0, "perf/throughput": 1500.0, "timing_s/step": 12.34}, 7
+    )
+    logger.log(
+        {"actor/kl_loss": 0.25, "actor/lr": 1e-6, "actor/grad_norm": 0.5, "response_length/mean": 23.46}, 8
+    )
     assert written == [
         "step 7  reward 0.5123  throughput 1500 tokens/s  time 12.34 s",
         "step 8  kl_loss 0.25  lr 1e-06  grad_norm 0.5  response 23.46 tokens",

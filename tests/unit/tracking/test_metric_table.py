@@ -1,4 +1,5 @@
-"""The table of metrics: complete for what runs log, and without rows that nothing logs. Runs of tests/integration are held against it."""
+"""The table of metrics: complete for what runs log, and without rows that nothing logs. Runs of
+tests/integration are held against it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,22 @@ from megarl.tracking.metric_table import METRICS, unknown_metrics
 
 ROOT = Path(__file__).parents[3]
 ROWS = [row for rows in METRICS.values() for row in rows]
-UNITS = {"", "share", "nats", "tokens", "tokens/s", "TFLOP/s", "GB/s", "GiB", "bytes", "s", "turns", "calls", "prompts", "versions"}
+UNITS = {
+    "",
+    "share",
+    "nats",
+    "tokens",
+    "tokens/s",
+    "TFLOP/s",
+    "GB/s",
+    "GiB",
+    "bytes",
+    "s",
+    "turns",
+    "calls",
+    "prompts",
+    "versions",
+}
 
 
 def names_in(value: Any) -> Iterator[str]:
@@ -45,15 +61,28 @@ def test_what_a_golden_run_logs_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["actor/pg_los", "reward/mean/", "val/score", "timing_s/", "critic/score/median", "actor/ratio_max,ratio_min", "perf/mfu"]
+    "name",
+    [
+        "actor/pg_los",
+        "reward/mean/",
+        "val/score",
+        "timing_s/",
+        "critic/score/median",
+        "actor/ratio_max,ratio_min",
+        "perf/mfu",
+    ],
 )
 def test_other_names_are_unknown(name: str) -> None:
-    assert unknown_metrics([name, "step", "val/score/mean", "val/gsm8k/score/mean", "reward/format/max", "val/best@8"]) == [name]
+    assert unknown_metrics(
+        [name, "step", "val/score/mean", "val/gsm8k/score/mean", "reward/format/max", "val/best@8"]
+    ) == [name]
 
 
 def test_every_row_is_of_something_that_the_code_logs() -> None:
     """Each word of a pattern is in the code that makes metrics."""
-    sources = "\n".join(path.read_text() for path in (ROOT / "megarl").rglob("*.py") if path.name != "metric_table.py")
+    sources = "\n".join(
+        path.read_text() for path in (ROOT / "megarl").rglob("*.py") if path.name != "metric_table.py"
+    )
     missing = {
         word
         for row in ROWS

@@ -14,12 +14,19 @@ from megarl.tracking.plot import _moving_average, _panels_with_data, plot_run
 
 
 def _write(folder, *lines):
-    (folder / "metrics.jsonl").write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
     return folder / "metrics.jsonl"
 
 
 def test_points_are_sorted_by_step_and_finite(tmp_path):
-    path = _write(tmp_path, {"step": 2, "a": 0.5, "b": 7}, {"step": 1, "a": float("nan"), "b": float("inf")}, {"step": 3, "a": 0.25})
+    path = _write(
+        tmp_path,
+        {"step": 2, "a": 0.5, "b": 7},
+        {"step": 1, "a": float("nan"), "b": float("inf")},
+        {"step": 3, "a": 0.25},
+    )
     assert read_metrics(path) == {"a": Points([2, 3], [0.5, 0.25]), "b": Points([2], [7.0])}
 
 
@@ -36,7 +43,10 @@ def test_a_line_that_a_killed_run_left_unfinished_is_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (({"step": 1, "a": 1.0}, "{broken\n", {"step": 3, "a": 1.0}), r"metrics.jsonl, line 2: not JSON .*fix or delete"),
+        (
+            ({"step": 1, "a": 1.0}, "{broken\n", {"step": 3, "a": 1.0}),
+            r"metrics.jsonl, line 2: not JSON .*fix or delete",
+        ),
         (("[1, 2]\n",), r"line 1: expected an object with an integer 'step', found '\[1, 2\]'"),
         (({"a": 1.0},), r"line 1: expected an object with an integer 'step'"),
         (("",), r"no complete step yet"),
@@ -62,8 +72,15 @@ def test_one_data_source_has_one_held_out_curve_and_several_have_their_mean_too(
     points = Points([0], [0.5])
     one = _panels_with_data({"val/sums/score/mean": points, "val/score/mean": points})
     assert [list(panel.curves.values()) for panel in one] == [["training samples", "held out: sums"]]
-    two = _panels_with_data({"val/sums/score/mean": points, "val/gcd/score/mean": points, "val/score/mean": points})
-    assert set(two[0].curves.values()) == {"training samples", "held out: sums", "held out: gcd", "held out: all"}
+    two = _panels_with_data(
+        {"val/sums/score/mean": points, "val/gcd/score/mean": points, "val/score/mean": points}
+    )
+    assert set(two[0].curves.values()) == {
+        "training samples",
+        "held out: sums",
+        "held out: gcd",
+        "held out: all",
+    }
 
 
 def _ppo_line(step):
@@ -83,13 +100,20 @@ def test_the_png_holds_curves(tmp_path):
     assert written == tmp_path / "curves.png"
     pixels = matplotlib.image.imread(written)[..., :3]
     blue = np.abs(pixels - np.array([0x1F, 0x6F, 0xB4]) / 255).max(axis=-1) < 0.02
-    # 5 panels in 3 columns: each third of the upper half has its curve, and so have two thirds of the lower one
+    # 5 panels in 3 columns: each third of the upper half has its curve, and so have two thirds of the lower
+    # one
     height, width = blue.shape
     tiles = [
-        [blue[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3] for column in range(3)]
+        [
+            blue[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
+            for column in range(3)
+        ]
         for row in (0, 1)
     ]
-    assert [[bool(tile.sum() > 50) for tile in row] for row in tiles] == [[True, True, True], [True, False, False]]
+    assert [[bool(tile.sum() > 50) for tile in row] for row in tiles] == [
+        [True, True, True],
+        [True, False, False],
+    ]
 
 
 def test_command_draws_and_says_where(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""The page of `megarl report` without a browser: its size, what is in its parts, damaged files, who may ask the live server."""
+"""The page of `megarl report` without a browser: its size, what is in its parts, damaged files, who may ask
+the live server."""
 
 from __future__ import annotations
 
@@ -77,9 +78,12 @@ def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_shown"), [(1, 1), (3 * TOKENS + 1, 3), (8 * TOKENS + 1, 8), (15 * TOKENS + 2, 8), (16 * TOKENS + 2, 16)]
+    ("max_tokens", "num_shown"),
+    [(1, 1), (3 * TOKENS + 1, 3), (8 * TOKENS + 1, 8), (15 * TOKENS + 2, 8), (16 * TOKENS + 2, 16)],
 )
-def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(run_dir: Path, max_tokens: int, num_shown: int) -> None:
+def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(
+    run_dir: Path, max_tokens: int, num_shown: int
+) -> None:
     """A file has two prompts of a token with eight samples each."""
     content = sample_part(sample_path(run_dir, STEPS), STEPS, max_tokens)
     header = json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])
@@ -96,10 +100,15 @@ def test_tokens_and_numbers_are_those_of_the_file(run_dir: Path) -> None:
     own, gaps, advantages = np.frombuffer(content, "<f2", 3 * total, end + 2 * total).reshape(3, total)
     texts = [header["tokens"][place] for place in places]
     assert "".join(texts) == "".join(header["response"]) == "".join(rows["response"].to_pylist())
-    expected = {name: np.concatenate(rows[name].to_pylist()) for name in ("response_ids", "log_probs", "rollout_log_probs", "advantages")}
+    expected = {
+        name: np.concatenate(rows[name].to_pylist())
+        for name in ("response_ids", "log_probs", "rollout_log_probs", "advantages")
+    }
     assert [header["ids"][place] for place in places] == expected["response_ids"].tolist()
     np.testing.assert_allclose(own, expected["log_probs"], rtol=1e-3)
-    np.testing.assert_allclose(gaps, expected["log_probs"] - expected["rollout_log_probs"], rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        gaps, expected["log_probs"] - expected["rollout_log_probs"], rtol=2e-3, atol=1e-6
+    )
     np.testing.assert_allclose(advantages, expected["advantages"], rtol=1e-3)
     largest = np.abs(expected["log_probs"] - expected["rollout_log_probs"]).reshape(-1, TOKENS).max(1)
     np.testing.assert_allclose(header["max_gap"], largest, rtol=1e-3)
@@ -119,8 +128,15 @@ def test_every_phase_and_call_of_megarl_has_a_readable_name() -> None:
     """Phases are read from the source, calls from the workers."""
     source = "\n".join(path.read_text() for path in Path(megarl.__file__).parent.rglob("*.py"))
     phases = set(re.findall(r"""with [^\n]*\bphase\("(\w+)"\)""", source))
-    modules = [import_module(f"{workers.__name__}.{module.name}") for module in iter_modules(workers.__path__)]
-    classes = [each for module in modules for each in vars(module).values() if isinstance(each, type) and issubclass(each, Worker)]
+    modules = [
+        import_module(f"{workers.__name__}.{module.name}") for module in iter_modules(workers.__path__)
+    ]
+    classes = [
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Worker)
+    ]
     calls = {"__init__"}.union(*map(registered_methods, classes))
     assert {"step", "gen", "save_checkpoint"} <= phases
     assert {"submit_and_poll", "finish", "update_scored", "resident_memory_gb", "exchange"} <= calls
@@ -136,7 +152,8 @@ def test_calls_of_one_name_share_it(tmp_path: Path) -> None:
     part = timeline_part(tmp_path / "timeline.json")
     assert (part["names"], part["name"]) == (["my_own_phase", "train"], [1, 0, 1])
     written = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert [event["name"] for event in written if event["ph"] == "X"] == list(names)  # the file has the methods
+    # the file has the methods
+    assert [event["name"] for event in written if event["ph"] == "X"] == list(names)
 
 
 def test_keys_that_one_kind_alone_can_have_are_named(run_dir: Path) -> None:
@@ -145,7 +162,10 @@ def test_keys_that_one_kind_alone_can_have_are_named(run_dir: Path) -> None:
         about = json.loads(opened(run_dir).part("about"))
         return [about["kind"], *about["foreign"]]
 
-    ppo = "kind: ppo\nalgorithm: {gamma: 1}\nactor: {optim: {lr: 1}}\ntracking: {loggers: [console]}\ndata: {train_weights: [1]}\n"
+    ppo = (
+        "kind: ppo\nalgorithm: {gamma: 1}\nactor: {optim: {lr: 1}}\ntracking: {loggers: [console]}\ndata: "
+        "{train_weights: [1]}\n"
+    )
     assert foreign(ppo) == ["ppo", "algorithm.gamma"]
     sft = "kind: sft\nactor: {optim: {lr: 1}}\ndata: {columns: {messages: m}, train_files: []}\n"
     assert foreign(sft) == ["sft", "data.columns.messages"]
@@ -161,7 +181,9 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, content) for name, all_of in DAMAGE.items() for content in all_of])
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, all_of in DAMAGE.items() for content in all_of]
+)
 def test_a_damaged_file_is_one_line(name: str, content: bytes, run_dir: Path) -> None:
     (run_dir / name).write_bytes(content)
     (problem,) = problems(run_dir)
@@ -189,13 +211,23 @@ def test_runs_are_named_by_what_tells_them_apart(made: Path, tmp_path: Path) -> 
     assert [run.name for run in open_runs(paths)] == ["a/ppo", "b/ppo", "grpo"]
 
 
-def test_what_is_no_run_is_refused_in_a_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused_in_a_line(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     cases = {
-        (str(tmp_path / "absent"),): f"{tmp_path / 'absent'}: there is no such folder; give a run's trainer.output_dir",
-        (str(tmp_path / "empty"),): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
+        (
+            str(tmp_path / "absent"),
+        ): f"{tmp_path / 'absent'}: there is no such folder; give a run's trainer.output_dir",
+        (
+            str(tmp_path / "empty"),
+        ): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
         (str(made), str(made)): f"{made}: is given twice; give each run once",
-        (str(made), "--output", str(tmp_path / "absent" / "page.html")): "cannot be written (No such file or directory); give another file",
+        (
+            str(made),
+            "--output",
+            str(tmp_path / "absent" / "page.html"),
+        ): "cannot be written (No such file or directory); give another file",
         (str(made), "--live", "--port", "99999"): "--port 99999: nothing can listen there",
     }
     for arguments, message in cases.items():
@@ -278,6 +310,10 @@ def test_the_live_server_gives_parts_and_nothing_else(live: LiveReport, run_dir:
     with (run_dir / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": STEPS + 1, "actor/entropy": 0.5}) + "\n")
     after = json.loads(ask(live, f"{path}manifest")[1])
-    changed = {name for name, version in after["runs"][0]["parts"].items() if before["runs"][0]["parts"][name] != version}
+    changed = {
+        name
+        for name, version in after["runs"][0]["parts"].items()
+        if before["runs"][0]["parts"][name] != version
+    }
     assert changed == {"metrics"}
     assert json.loads(gzip.decompress(ask(live, f"{path}part/0/metrics")[1]))["steps"][-1] == STEPS + 1

@@ -1,4 +1,5 @@
-"""A file of a run's folder that cannot be written is one error that names it, or says that the folder has gone."""
+"""A file of a run's folder that cannot be written is one error that names it, or says that the folder has
+gone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from megarl.tracking.tracked_run import TrackedRun
 WRITERS: dict[str, Callable[[Path], Callable[[], None]]] = {
     "timeline.json": lambda folder: Timeline(folder).write,
     "summary.json": lambda folder: lambda: write_summary(folder, {"steps": 1}),
-    "generations.jsonl": lambda folder: lambda: Tracker([], TrackedRun(output_dir=folder)).log_generations(1, [{"a": 1}]),
+    "generations.jsonl": lambda folder: (
+        lambda: Tracker([], TrackedRun(output_dir=folder)).log_generations(1, [{"a": 1}])
+    ),
 }
 
 
@@ -32,12 +35,15 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
     assert [path.name for path in folder.rglob("*.partial")] == []
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "generations.jsonl"])  # whose writer makes the folder
+# whose writer makes the folder
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "generations.jsonl"])
 def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: str) -> None:
     (folder := tmp_path / "run").mkdir()
     write = WRITERS[name](folder)
     shutil.rmtree(folder)
-    with pytest.raises(RunError, match=f"^{folder}: the run's folder was removed, or taken by something else"):
+    with pytest.raises(
+        RunError, match=f"^{folder}: the run's folder was removed, or taken by something else"
+    ):
         write()
     assert list(tmp_path.iterdir()) == []
 

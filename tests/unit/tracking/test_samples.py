@@ -1,4 +1,5 @@
-"""Files of samples: what is written is read, the folder keeps below its bound, damage is one line, a run that goes on has its own only."""
+"""Files of samples: what is written is read, the folder keeps below its bound, damage is one line, a run that
+goes on has its own only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.tracking.loggers import Tracker
-from megarl.tracking.samples import OF_EPISODES, SCHEMA, SamplesFileError, SampleTable, SampleWriter, read_samples, sample_files
+from megarl.tracking.samples import (
+    OF_EPISODES,
+    SCHEMA,
+    SamplesFileError,
+    SampleTable,
+    SampleWriter,
+    read_samples,
+    sample_files,
+)
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear, cut_after
 
@@ -39,7 +48,9 @@ ROW = {
 
 
 def table(step: int) -> SampleTable:
-    return SampleTable(pa.Table.from_pylist([{"step": step, **ROW}], SCHEMA), {7: "é 2", 1: "<end>"}, ["right", "short"])
+    return SampleTable(
+        pa.Table.from_pylist([{"step": step, **ROW}], SCHEMA), {7: "é 2", 1: "<end>"}, ["right", "short"]
+    )
 
 
 def write(folder: Path, steps: range, max_bytes: int = LARGE) -> list[int]:
@@ -56,8 +67,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     read = read_samples(path)
     assert read.rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(OF_EPISODES)}]
     assert (dict(read.tokens), list(read.score_parts)) == ({7: "é 2", 1: "<end>"}, ["right", "short"])
-    pq.write_table(pq.read_table(path).drop_columns([*OF_EPISODES, "reward_numbers"]), path)  # as before there were episodes
-    assert read_samples(path).rows.to_pylist() == [{"step": 1, **ROW, "reward_numbers": None, **dict.fromkeys(OF_EPISODES)}]
+    # as before there were episodes
+    pq.write_table(pq.read_table(path).drop_columns([*OF_EPISODES, "reward_numbers"]), path)
+    assert read_samples(path).rows.to_pylist() == [
+        {"step": 1, **ROW, "reward_numbers": None, **dict.fromkeys(OF_EPISODES)}
+    ]
 
 
 def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:
@@ -65,7 +79,8 @@ def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:
     size = (tmp_path / "samples" / "step_00000010.parquet").stat().st_size
     kept = write(tmp_path, range(20, 170, 10), max_bytes=round(5.5 * size))
     assert (len(kept), kept[0], kept[-1]) == (5, 10, 160)
-    assert max(later - earlier for earlier, later in pairwise(kept)) <= 2 * 150 / 4  # twice what even steps would leave
+    # twice what even steps would leave
+    assert max(later - earlier for earlier, later in pairwise(kept)) <= 2 * 150 / 4
     assert write(tmp_path, range(170, 171), max_bytes=size // 2) == [170]  # one alone is kept, however large
 
 
@@ -86,10 +101,13 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     pq.write_table(pa.table({"uid": ["1"]}), tmp_path / "other columns")
     pq.write_table(
-        table(1).rows.drop_columns("score").replace_schema_metadata(pq.read_schema(whole).metadata), tmp_path / "one column less"
+        table(1).rows.drop_columns("score").replace_schema_metadata(pq.read_schema(whole).metadata),
+        tmp_path / "one column less",
     )
     for name in (*contents, "other columns", "one column less", "absent"):
-        with pytest.raises(SamplesFileError, match=f"^{tmp_path / name}: cannot be read as a step's samples .*$"):
+        with pytest.raises(
+            SamplesFileError, match=f"^{tmp_path / name}: cannot be read as a step's samples .*$"
+        ):
             read_samples(tmp_path / name)
 
 
@@ -101,5 +119,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytes
             tracker.log_samples(step, lambda: table(1), LARGE)
             tracker.log({"a": 1.0}, step)
         tracker.close()
-    assert [record.message.split(":")[1] for record in caplog.records] == [" samples failed and is skipped from now on where it fails"]
+    assert [record.message.split(":")[1] for record in caplog.records] == [
+        " samples failed and is skipped from now on where it fails"
+    ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

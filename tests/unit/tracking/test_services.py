@@ -1,4 +1,5 @@
-"""W&B and MLflow, for real and without a server: what was logged is read back with their own formats; a silent one holds up nobody."""
+"""W&B and MLflow, for real and without a server: what was logged is read back with their own formats; a
+silent one holds up nobody."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from megarl.tracking.truncate_logs import clear
 from tests.unit.tracking.wandb_files import read_records
 
 SECRET = "5ec2e7" * 7
-GENERATIONS = [{"response": "48−61", "score": 1.0, "extra_info": {"index": 3}}, {"response": "", "score": 0.0, "extra_info": {}}]
+GENERATIONS = [
+    {"response": "48−61", "score": 1.0, "extra_info": {"index": 3}},
+    {"response": "", "score": 0.0, "extra_info": {}},
+]
 
 
 @pytest.fixture
@@ -54,7 +58,9 @@ def whole_records(path: Path) -> list[Any]:
         time.sleep(0.1)
 
 
-def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_has_a_run_and_goes_on_in_it(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     run.output_dir.mkdir()
@@ -75,9 +81,18 @@ def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.
         assert (settings["trainer"], settings["data"]) == (run.config["trainer"], run.config["data"])
         ids.add(described.run_id)
         for record in records:
-            values = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            values = {
+                ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.history.item
+            }
             if "val/sums/pass@2" in values:
-                logged.append((values["_step"], values["val/sums/pass@2"], any(key.startswith("generations") for key in values)))
+                logged.append(
+                    (
+                        values["_step"],
+                        values["val/sums/pass@2"],
+                        any(key.startswith("generations") for key in values),
+                    )
+                )
         assert next(record.exit.exit_code for record in records if record.HasField("exit")) == 0
     assert logged == [(1, 0.1, False), (2, 0.2, True), (3, 0.3, False)]
     assert ids == {run.run_id("wandb")}
@@ -91,7 +106,9 @@ def test_wandb_has_a_run_and_goes_on_in_it(run: TrackedRun, monkeypatch: pytest.
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_steps("mlflow", run, [1, 2, 3], failed=True)
     from mlflow import MlflowClient  # here, as in wandb_files.py
@@ -100,7 +117,8 @@ def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(run: TrackedRun, monk
     run_id = run.run_id("mlflow")
     assert run_id is not None
     assert client.get_run(run_id).info.status == "FAILED"
-    log_steps("mlflow", replace(run, config={"trainer": {"seed": 4}}), [2, 3, 4])  # from a checkpoint of step 1
+    # from a checkpoint of step 1
+    log_steps("mlflow", replace(run, config={"trainer": {"seed": 4}}), [2, 3, 4])
     read = client.get_run(run_id)
     assert (read.info.run_name, read.info.status) == ("first", "FINISHED")
     assert read.data.params == {"trainer.seed": "3", "data.train_files": "['a.parquet']"}
@@ -178,6 +196,8 @@ def test_an_error_of_a_call_is_said_once_and_the_others_go_on(
 
 
 def test_a_service_without_its_package_is_refused_with_the_command(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'swanlab' needs a package that is not installed: pip install swanlab"):
+    with pytest.raises(
+        ValueError, match="'swanlab' needs a package that is not installed: pip install swanlab"
+    ):
         Tracker(["swanlab"], TrackedRun(output_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -45,7 +45,12 @@ STATUS = RunStatus(
 
 
 def test_it_is_written_until_the_end_and_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    looks = [STATUS, replace(STATUS, stalled="replica 0 is silent"), replace(STATUS, stalled="replica 0 is silent still"), STATUS]
+    looks = [
+        STATUS,
+        replace(STATUS, stalled="replica 0 is silent"),
+        replace(STATUS, stalled="replica 0 is silent still"),
+        STATUS,
+    ]
     given: list[RunStatus] = []
 
     def look() -> RunStatus:
@@ -68,7 +73,9 @@ def test_it_is_written_until_the_end_and_read_back(tmp_path: Path, caplog: pytes
         assert read_status(tmp_path).run.state == state
 
 
-def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), StatusWriter(tmp_path / "gone", lambda: STATUS, every_s=0.001):
         time.sleep(0.02)
     assert len(caplog.messages) == 1
@@ -79,7 +86,10 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(tmp_path: 
     ("content", "says"),
     [
         (None, "no run has written here (no status.json, no config.yaml); give a run's trainer.output_dir"),
-        ("config.yaml", "no status.json yet: it is there when a run of reinforcement learning has started its processes"),
+        (
+            "config.yaml",
+            "no status.json yet: it is there when a run of reinforcement learning has started its processes",
+        ),
         ("summary.json", "this run has ended, and has left no status.json; see `megarl report"),
         ('{"format": 1, "wri', "is damaged: it is not JSON"),
         ('{"format": 2, "else": []}', "has the format 2, this megarl reads 1; use the megarl that runs it"),
@@ -106,7 +116,10 @@ def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str |
         ({"phases": "gen"}, "run.phases is 'gen'"),
         ({"phases": [1]}, "run.phases is '1'"),
         ({"groups": {"waiting": 1.5}}, "run.groups.waiting is '1.5'"),
-        ({"replicas": [{"state": "idle"}]}, "run.replicas has other keys than state, in_flight, tokens_per_s, silent_s"),
+        (
+            {"replicas": [{"state": "idle"}]},
+            "run.replicas has other keys than state, in_flight, tokens_per_s, silent_s",
+        ),
         ({"stalled": 5}, "run.stalled is '5'"),
         ({"trainer_idle": None}, "run.trainer_idle is 'None'"),
     ],

@@ -11,12 +11,20 @@ from megarl.tracking.timeline import Span, Timeline
 
 def _read(path):
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [event for event in events if event["ph"] == "X"], [event for event in events if event["ph"] == "M"]
+    return [event for event in events if event["ph"] == "X"], [
+        event for event in events if event["ph"] == "M"
+    ]
 
 
 def test_spans_become_events_in_microseconds_on_named_rows(tmp_path):
     trace = Timeline(tmp_path)
-    trace.add([Span("train", "actor", 0, "update_actor", 10.0, 12.5), Span("train", "actor", 1, "update_actor", 10.25, 12.5)], step=3)
+    trace.add(
+        [
+            Span("train", "actor", 0, "update_actor", 10.0, 12.5),
+            Span("train", "actor", 1, "update_actor", 10.25, 12.5),
+        ],
+        step=3,
+    )
     trace.add([Span("rollout", "rollout", 0, "generate", 12.5, 13.0)], step=4)
     trace.write()
     spans, names = _read(tmp_path / "timeline.json")
@@ -26,9 +34,15 @@ def test_spans_become_events_in_microseconds_on_named_rows(tmp_path):
         ("generate", 12.5e6, 0.5e6, 4),
     ]
     processes = {name["pid"]: name["args"]["name"] for name in names if name["name"] == "process_name"}
-    threads = {(name["pid"], name["tid"]): name["args"]["name"] for name in names if name["name"] == "thread_name"}
+    threads = {
+        (name["pid"], name["tid"]): name["args"]["name"] for name in names if name["name"] == "thread_name"
+    }
     assert [processes[span["pid"]] for span in spans] == ["pool train", "pool train", "pool rollout"]
-    assert [threads[span["pid"], span["tid"]] for span in spans] == ["actor rank 0", "actor rank 1", "rollout rank 0"]
+    assert [threads[span["pid"], span["tid"]] for span in spans] == [
+        "actor rank 0",
+        "actor rank 1",
+        "rollout rank 0",
+    ]
 
 
 def test_counts_become_curves_of_a_row_of_their_own(tmp_path):
@@ -38,18 +52,27 @@ def test_counts_become_curves_of_a_row_of_their_own(tmp_path):
     trace.write()
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     (count,) = [event for event in events if event["ph"] == "C"]
-    assert (count["name"], count["ts"], count["args"]) == ("prompts", 2.0e6, {"waiting": 3, "generating": 1.5})
+    assert (count["name"], count["ts"], count["args"]) == (
+        "prompts",
+        2.0e6,
+        {"waiting": 3, "generating": 1.5},
+    )
     assert count["pid"] not in {event["pid"] for event in events if event["ph"] == "X"}
-    assert [row["label"] for row in timeline_part(tmp_path / "timeline.json")["rows"]] == ["actor rank 0"]  # of the report
+    # of the report
+    assert [row["label"] for row in timeline_part(tmp_path / "timeline.json")["rows"]] == ["actor rank 0"]
 
 
 def test_roles_that_share_a_pool_and_rank_have_rows_of_their_own(tmp_path):
     trace = Timeline(tmp_path)
-    trace.add([Span("critic", "critic", 0, "values", 0.0, 2.0), Span("critic", "reward", 0, "score", 1.0, 3.0)], step=1)
+    trace.add(
+        [Span("critic", "critic", 0, "values", 0.0, 2.0), Span("critic", "reward", 0, "score", 1.0, 3.0)],
+        step=1,
+    )
     trace.write()
     spans, _ = _read(tmp_path / "timeline.json")
     assert spans[0]["pid"] == spans[1]["pid"]
-    assert spans[0]["tid"] != spans[1]["tid"]  # overlapping spans on one row would be drawn as a nesting that is not there
+    # overlapping spans on one row would be drawn as a nesting that is not there
+    assert spans[0]["tid"] != spans[1]["tid"]
 
 
 def test_every_write_leaves_a_whole_file_and_nothing_else(tmp_path):

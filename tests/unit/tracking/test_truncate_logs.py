@@ -1,4 +1,5 @@
-"""What a run logged after a step goes, also the half of a line that a kill has left; what it logged before stays as it is."""
+"""What a run logged after a step goes, also the half of a line that a kill has left; what it logged before
+stays as it is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from megarl.tracking.truncate_logs import clear, cut_after
 
 
 def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:
-    """By a process of its own: the files of TensorBoard are named after the second in which they were made."""
+    """By a process of its own: the files of TensorBoard are named after the second in which they were
+    made."""
     for number, path in enumerate(sorted((folder / "tensorboard").glob("*"))):
         os.rename(path, path.with_name(f"events.out.tfevents.{number:010d}.host"))
     tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder, resumed_after=resumed_after))
@@ -35,7 +37,8 @@ def test_all_files_end_with_the_step_and_go_on_after_it(tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     resumed = tmp_path / "resumed"
     log(straight, range(9))
-    for steps, resumed_after in ((range(6), None), (range(4, 8), 3), (range(2, 4), 1), (range(4, 9), 3)):  # killed three times
+    # killed three times
+    for steps, resumed_after in ((range(6), None), (range(4, 8), 3), (range(2, 4), 1), (range(4, 9), 3)):
         if resumed_after is not None:
             cut_after(resumed, resumed_after)
         log(resumed, steps, resumed_after)
@@ -52,7 +55,11 @@ def test_torn_ends_are_cut(tmp_path: Path) -> None:
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.write_bytes(events.read_bytes()[:-5])
     cut_after(tmp_path, 3)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+    ]
     assert curve(tmp_path) == [(0, 0), (1, 1)]
     cut_after(tmp_path, 1)
     log(tmp_path, range(2, 4), resumed_after=1)

@@ -1,4 +1,5 @@
-"""A run that logs to services that accept connections and never answer: python -m tests.unit.tracking.unanswered OUTPUT_DIR
+"""A run that logs to services that accept connections and never answer: python -m
+tests.unit.tracking.unanswered OUTPUT_DIR
 
 Prints the seconds that logging took, and then those that closing took.
 """
@@ -18,7 +19,12 @@ from megarl.tracking.tracked_run import TrackedRun
 if __name__ == "__main__":
     silent = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    os.environ |= {"WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online", "MLFLOW_TRACKING_URI": address}
+    os.environ |= {
+        "WANDB_BASE_URL": address,
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_MODE": "online",
+        "MLFLOW_TRACKING_URI": address,
+    }
     background.CLOSE_LIMIT_S = 1.0
     tracker = Tracker(["wandb", "mlflow", "jsonl"], TrackedRun(output_dir=Path(sys.argv[1])))
     started_s = time.monotonic()

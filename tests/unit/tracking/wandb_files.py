@@ -1,4 +1,5 @@
-"""Reads what W&B wrote offline: a log of records in LevelDB's format, each a message of W&B's own protocol."""
+"""Reads what W&B wrote offline: a log of records in LevelDB's format, each a message of W&B's own
+protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _LAST = 4
 
 
 def read_records(path: Path) -> list[Record]:
-    from wandb.proto.wandb_internal_pb2 import Record  # here: every worker of pytest-xdist reads all modules of tests
+    # here: every worker of pytest-xdist reads all modules of tests
+    from wandb.proto.wandb_internal_pb2 import Record
 
     return [Record.FromString(content) for content in _contents(path.read_bytes())]
 

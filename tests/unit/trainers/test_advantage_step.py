@@ -34,12 +34,17 @@ NAN = float("nan")  # what stands outside the mask must not count
 
 def batch(**tensors: Tensor) -> DataProto:
     scores = torch.tensor([[0.0, 1.0], [0.5, NAN]])
-    return DataProto.from_dict({"token_level_scores": scores, "response_mask": MASK, **tensors}, {"uid": ["a", "a"]})
+    return DataProto.from_dict(
+        {"token_level_scores": scores, "response_mask": MASK, **tensors}, {"uid": ["a", "a"]}
+    )
 
 
 def log_probs() -> dict[str, Tensor]:
     """KL (k1) per token: 0.1, 0.3 | 0.4: row means 0.2 and 0.4, of which the mean is 0.3."""
-    return {"old_log_probs": torch.tensor([[-1.0, -1.0], [-1.0, NAN]]), "ref_log_prob": torch.tensor([[-1.1, -1.3], [-1.4, NAN]])}
+    return {
+        "old_log_probs": torch.tensor([[-1.0, -1.0], [-1.0, NAN]]),
+        "ref_log_prob": torch.tensor([[-1.1, -1.3], [-1.4, NAN]]),
+    }
 
 
 def gae_config(kl: KLConfig) -> AlgorithmConfig:
@@ -47,13 +52,17 @@ def gae_config(kl: KLConfig) -> AlgorithmConfig:
 
 
 def test_the_penalty_is_in_the_rewards() -> None:
-    """beta 0.5: rewards -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1 returns are sums of what is to come."""
+    """beta 0.5: rewards -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1 returns are sums of what is to
+    come."""
     values = torch.tensor([[0.1, 0.2], [0.3, NAN]])
-    result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)), max_response_length=2)(batch(**log_probs(), values=values))
+    result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)), max_response_length=2)(
+        batch(**log_probs(), values=values)
+    )
     tensors = result.tensors
     assert torch.allclose(tensors["token_level_rewards"], torch.tensor([[-0.05, 0.85], [0.3, 0.0]]))
     assert torch.allclose(tensors["returns"], torch.tensor([[0.8, 0.85], [0.3, 0.0]]))
-    # before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 + 0.2025) / 2
+    # before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 +
+    # 0.2025) / 2
     deviation = 0.1525**0.5
     assert torch.allclose(tensors["advantages"], torch.tensor([[0.25, 0.2], [-0.45, 0.0]]) / deviation)
     assert metrics == pytest.approx({"actor/reward_kl_penalty": 0.3, "actor/reward_kl_penalty_coeff": 0.5})
@@ -63,13 +72,19 @@ def test_the_controller_moves_after_the_step() -> None:
     """KL 0.3 is 50 % over the target, cut to 20 %; two samples of a horizon of ten: beta * 1.04."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
     step = AdvantageStep(gae_config(KLConfig(coefficient=0.5, controller=controller)), max_response_length=2)
-    coefficients = [step(batch(**log_probs(), values=torch.zeros(2, 2)))[1]["actor/reward_kl_penalty_coeff"] for _ in range(3)]
+    coefficients = [
+        step(batch(**log_probs(), values=torch.zeros(2, 2)))[1]["actor/reward_kl_penalty_coeff"]
+        for _ in range(3)
+    ]
     assert coefficients == pytest.approx([0.5, 0.52, 0.5408])
 
 
 def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
-    step = AdvantageStep(gae_config(KLConfig(where=KLWhere.loss, coefficient=0.5, controller=controller)), max_response_length=2)
+    step = AdvantageStep(
+        gae_config(KLConfig(where=KLWhere.loss, coefficient=0.5, controller=controller)),
+        max_response_length=2,
+    )
     result, metrics = step(batch(**log_probs(), values=torch.zeros(2, 2)))
     assert torch.equal(result.tensors["token_level_rewards"], torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
     assert metrics == {}  # a penalty that is not applied is not logged
@@ -77,10 +92,13 @@ def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
 
 
 def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
-    """Prompt a: outcomes 1, 0.5 and one that failed; without it the mean is 0.75 and the deviation 0.5 / sqrt 2, so that the advantages are
-    +-0.25 / 0.35355 = +-0.7071. Of prompt b one sample is left, which has nothing to compare. Were the failed ones worth 0, a's first
-    would have 1 - 0.5 over a deviation of 0.5, and b's +-0.7071."""
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    """Prompt a: outcomes 1, 0.5 and one that failed; without it the mean is 0.75 and the deviation 0.5 / sqrt
+    2, so that the advantages are +-0.25 / 0.35355 = +-0.7071. Of prompt b one sample is left, which has
+    nothing to compare. Were the failed ones worth 0, a's first would have 1 - 0.5 over a deviation of 0.5,
+    and b's +-0.7071."""
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+    )
     scores = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     columns = {"token_level_scores": scores, "response_mask": torch.ones(5, 2, dtype=torch.bool)}
     failed = torch.tensor([True, True, False, True, False])
@@ -89,30 +107,50 @@ def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
         result, _ = AdvantageStep(algorithm, max_response_length=2)(rows)
         advantages = result.columns["advantages"]
         found = advantages if isinstance(advantages, Tensor) else advantages.padded()
-        assert torch.allclose(found, torch.tensor([[1.0], [-1.0], [0.0], [0.0], [0.0]]).expand(5, 2) * 0.5**0.5, atol=1e-4)
+        assert torch.allclose(
+            found, torch.tensor([[1.0], [-1.0], [0.0], [0.0], [0.0]]).expand(5, 2) * 0.5**0.5, atol=1e-4
+        )
 
 
 def test_samples_whose_greedy_baseline_failed_get_no_advantage() -> None:
-    """Prompt a: 1 - 0.25; prompt b's greedy response could not be scored, so that its score of 0 is no baseline."""
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none))
-    columns = {"token_level_scores": torch.tensor([[1.0], [1.0]]), "response_mask": torch.ones(2, 1, dtype=torch.bool)}
-    baselines = {"baseline_scores": torch.tensor([0.25, 0.0]), "is_baseline_scored": torch.tensor([True, False])}
-    result, _ = AdvantageStep(algorithm, max_response_length=1)(DataProto.from_dict({**columns, **baselines}, {"uid": ["a", "b"]}))
+    """Prompt a: 1 - 0.25; prompt b's greedy response could not be scored, so that its score of 0 is no
+    baseline."""
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none)
+    )
+    columns = {
+        "token_level_scores": torch.tensor([[1.0], [1.0]]),
+        "response_mask": torch.ones(2, 1, dtype=torch.bool),
+    }
+    baselines = {
+        "baseline_scores": torch.tensor([0.25, 0.0]),
+        "is_baseline_scored": torch.tensor([True, False]),
+    }
+    result, _ = AdvantageStep(algorithm, max_response_length=1)(
+        DataProto.from_dict({**columns, **baselines}, {"uid": ["a", "b"]})
+    )
     assert result.tensors["advantages"].tolist() == [[0.75], [0.0]]
 
 
 def of_tokens(made: DataProto) -> DataProto:
     """The same batch with rows of tokens, all of whose slots are valid."""
-    rows = {name: RaggedTensor.of_rows(list(made.tensors[name].numpy()), made.tensors[name].dtype) for name in _OF_TOKENS}
+    rows = {
+        name: RaggedTensor.of_rows(list(made.tensors[name].numpy()), made.tensors[name].dtype)
+        for name in _OF_TOKENS
+    }
     return DataProto.from_dict({**rows, "is_scored": made.tensors["is_scored"]}, made.non_tensor_batch)
 
 
 def test_grpo_compares_the_samples_of_a_prompt() -> None:
     """Outcomes 1 and 0.5: mean 0.75, standard deviation 0.5 / sqrt 2."""
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none))
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+    )
     result, metrics = AdvantageStep(algorithm, max_response_length=2)(batch())
     scaled = 0.25 / (0.5 / 2**0.5)
-    assert torch.allclose(result.tensors["advantages"], torch.tensor([[scaled, scaled], [-scaled, 0.0]]), atol=1e-5)
+    assert torch.allclose(
+        result.tensors["advantages"], torch.tensor([[scaled, scaled], [-scaled, 0.0]]), atol=1e-5
+    )
     assert metrics == {}
 
 
@@ -122,7 +160,8 @@ def test_gae_without_values_is_an_error() -> None:
 
 
 def test_a_response_near_the_limit_is_penalised_in_the_reward() -> None:
-    """A buffer of one token of two: the first response fills it, the second is out of it. The scores stay as they were given."""
+    """A buffer of one token of two: the first response fills it, the second is out of it. The scores stay as
+    they were given."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo),
         kl=KLConfig(where=KLWhere.none),
@@ -135,19 +174,30 @@ def test_a_response_near_the_limit_is_penalised_in_the_reward() -> None:
 
 
 def test_several_rewards_are_normalised_apart_and_weighted() -> None:
-    """Functions of 0 and 10, and of 1 and 0: each is +-1 / sqrt 2 of its group; with weights 1 and 3 the second wins."""
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.gdpo), kl=KLConfig(where=KLWhere.none))
+    """Functions of 0 and 10, and of 1 and 0: each is +-1 / sqrt 2 of its group; with weights 1 and 3 the
+    second wins."""
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.gdpo), kl=KLConfig(where=KLWhere.none)
+    )
     parts = batch(score_parts=torch.tensor([[10.0, 0.0], [0.0, 1.0]]))
-    other = AdvantageStep(algorithm, max_response_length=2, score_weights=[3.0, 1.0])(parts)[0].tensors["advantages"]
+    other = AdvantageStep(algorithm, max_response_length=2, score_weights=[3.0, 1.0])(parts)[0].tensors[
+        "advantages"
+    ]
     assert float(other[0, 0]) > 0
-    weighted = AdvantageStep(algorithm, max_response_length=2, score_weights=[1.0, 3.0])(parts)[0].tensors["advantages"]
+    weighted = AdvantageStep(algorithm, max_response_length=2, score_weights=[1.0, 3.0])(parts)[0].tensors[
+        "advantages"
+    ]
     assert bool((weighted[0] < 0).all())
     assert float(weighted[1, 0]) > 0
 
 
 def test_a_greedy_baseline_is_taken_off() -> None:
-    algorithm = AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none))
-    result, _ = AdvantageStep(algorithm, max_response_length=2)(batch(baseline_scores=torch.tensor([0.25, 0.75])))
+    algorithm = AlgorithmConfig(
+        advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none)
+    )
+    result, _ = AdvantageStep(algorithm, max_response_length=2)(
+        batch(baseline_scores=torch.tensor([0.25, 0.75]))
+    )
     assert torch.equal(result.tensors["advantages"], torch.tensor([[0.75, 0.75], [-0.25, 0.0]]))
 
 
@@ -166,8 +216,11 @@ def test_a_correction_that_is_off_only_shows_its_diagnostics() -> None:
 
 
 def test_weights_and_rejections_are_for_the_update() -> None:
-    """Truncated at 2; the first response has k1 = -ln 4 over its tokens, below the limit of -1, and is left out of the loss alone."""
-    rejection = RejectionConfig(estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0)
+    """Truncated at 2; the first response has k1 = -ln 4 over its tokens, below the limit of -1, and is left
+    out of the loss alone."""
+    rejection = RejectionConfig(
+        estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0
+    )
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, high=2.0, rejection=rejection)
     tensors = correct_rollout(log_ratios(), config)[0].tensors
     assert torch.allclose(tensors["rollout_weights"], torch.tensor([[2.0, 1.0], [1.0, 0.0]]))

@@ -130,7 +130,14 @@ def test_saves_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     path = case.folder.latest()
     assert path is not None
     state = json.loads((path / "trainer.json").read_text())
-    assert state == {"step": 5, "seconds": 0.0, "threads": threads_setting(), "best": None, "early_stop": None, "position": 50}
+    assert state == {
+        "step": 5,
+        "seconds": 0.0,
+        "threads": threads_setting(),
+        "best": None,
+        "early_stop": None,
+        "position": 50,
+    }
     description = check_files(path)
     assert description["roles"] == ["actor"]
     assert description["versions"].keys() >= {"megarl", "torch", "megatron-core", "python"}
@@ -164,7 +171,12 @@ def test_the_best_stays_beside_the_newest_and_is_known_after_resuming(tmp_path: 
     assert [next(training) for _ in range(5)] == [1, 2, 3, 4, 5]
     training.close()  # killed; step 4 is written
     pointer = case.folder.path / "best.json"
-    assert json.loads(pointer.read_text()) == {"checkpoint": "step_00000002", "step": 2, "metric": "val/loss", "value": 0.25}
+    assert json.loads(pointer.read_text()) == {
+        "checkpoint": "step_00000002",
+        "step": 2,
+        "metric": "val/loss",
+        "value": 0.25,
+    }
     case.checkpoints._go_on(wait=True)
     assert case.saved == [2, 4]
     state = json.loads((case.folder.path / "step_00000004" / "trainer.json").read_text())
@@ -206,24 +218,34 @@ def test_a_run_that_gets_no_better_ends_saved_and_goes_on_with_more_patience(tmp
 
 
 def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
-    state = {"step": 3, "seconds": 7.0, "early_stop": {"metric": "val/loss", "mode": "min", "step": 2, "value": 0.8, "num_since": 1}}
+    state = {
+        "step": 3,
+        "seconds": 7.0,
+        "early_stop": {"metric": "val/loss", "mode": "min", "step": 2, "value": 0.8, "num_since": 1},
+    }
     case = Case(tmp_path, early_stop=EARLY_STOP, resumed=state)
     case.losses = LOSSES
     assert list(case.train()) == [4]
     assert case.checkpoints.seconds == 7.0
-    other = Case(tmp_path, early_stop=replace(EARLY_STOP, mode=MetricMode.max), resumed=state)  # of which the values say nothing
+    # of which the values say nothing
+    other = Case(tmp_path, early_stop=replace(EARLY_STOP, mode=MetricMode.max), resumed=state)
     other.losses = LOSSES
     assert list(other.train()) == [4, 5]
 
 
-def test_a_metric_that_was_not_measured_loses_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_was_not_measured_loses_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every step is saved, and a validation without the metric is no better one."""
     best = KeepBestConfig(metric="val/score", mode=MetricMode.max)
     case = Case(tmp_path, total_steps=3, every_steps=1, keep=0, keep_best=best)
     case.losses = LOSSES
     assert list(case.train()) == [1, 2, 3]
     assert (case.saved, case.checkpoints.best) == ([1, 2, 3], None)
-    assert caplog.messages[0] == "the validation after step 1 has no metric val/score, so it does not count as better"
+    assert (
+        caplog.messages[0]
+        == "the validation after step 1 has no metric val/score, so it does not count as better"
+    )
     case = Case(tmp_path / "early", early_stop=replace(EARLY_STOP, metric="val/score"))
     case.losses = LOSSES
     assert list(case.train()) == [1, 2]  # the end of its patience
@@ -295,14 +317,19 @@ def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> Non
     ("failure", "said"),
     [
         (CheckpointError("__0_0.distcp: No space left on device"), "__0_0.distcp: No space left"),
-        (OSError(errno.ENOSPC, "No space left on device", "manifest.json"), "manifest.json: the checkpoint of step 3 cannot be written"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "manifest.json"),
+            "manifest.json: the checkpoint of step 3 cannot be written",
+        ),
         (
             OSError(errno.ENOSPC, "No space left on device", "model/config.json", None, "full/config.json"),
             "full/config.json: the checkpoint of step 3 cannot be written",
         ),
     ],
 )
-def test_a_save_that_fails_leaves_nothing_half_written_and_the_one_before(tmp_path: Path, failure: Exception, said: str) -> None:
+def test_a_save_that_fails_leaves_nothing_half_written_and_the_one_before(
+    tmp_path: Path, failure: Exception, said: str
+) -> None:
     case = Case(tmp_path, every_steps=1, save_hf=False, asynchronous=False)
     training = case.train()
     assert [next(training) for _ in range(3)] == [1, 2, 3]
@@ -339,7 +366,10 @@ def test_what_is_half_written_goes_with_the_run_and_what_is_written_stays(tmp_pa
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     case = Case(tmp_path, every_steps=1)
     (tmp_path / "checkpoints").rmdir()
-    with pytest.raises(CheckpointError, match="step 1 cannot be written .No such file or directory.; put back the folder that was removed"):
+    with pytest.raises(
+        CheckpointError,
+        match="step 1 cannot be written .No such file or directory.; put back the folder that was removed",
+    ):
         list(case.train())
     assert list(tmp_path.iterdir()) == []
 
@@ -358,7 +388,10 @@ def test_a_folder_that_goes_away_under_the_ranks_is_asked_for(tmp_path: Path) ->
         finish(*arguments)
 
     case.models.finish_save = remove_and_finish  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match="written .step_00000001/actor: No such file or directory.; put back the folder that was"):
+    with pytest.raises(
+        CheckpointError,
+        match="written .step_00000001/actor: No such file or directory.; put back the folder that was",
+    ):
         next(training)
 
 

@@ -67,7 +67,13 @@ class FakeReward:
 
 def run(num_generations: int) -> tuple[Any, FakeRollout]:
     rollout = FakeRollout()
-    evaluation = Evaluation(Rows(), SamplingConfig(n=2, temperature=0.3), batch_size=2, num_generations=num_generations, pass_score=1)  # type: ignore[arg-type]
+    evaluation = Evaluation(
+        Rows(),
+        SamplingConfig(n=2, temperature=0.3),
+        batch_size=2,
+        num_generations=num_generations,
+        pass_score=1,
+    )  # type: ignore[arg-type]
     return evaluation.run(rollout, FakeReward()), rollout  # type: ignore[arg-type]
 
 
@@ -120,9 +126,11 @@ def sample(uid: str, score: float, answer: str) -> ScoredSample:
 
 
 def test_what_k_of_four_samples_achieve() -> None:
-    """Right are 2 of 4: of the 6 pairs one has none right. Answers 7 7 8 9: the pair of sevens wins itself, every other pair by lot.
+    """Right are 2 of 4: of the 6 pairs one has none right. Answers 7 7 8 9: the pair of sevens wins itself,
+    every other pair by lot.
 
-    maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6. maj@4: 7.
+    maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6.
+    maj@4: 7.
     """
     right = [1.0, 1.0, 0.0, 0.0]
     wrong = [0.0] * 4
@@ -141,13 +149,18 @@ def test_what_k_of_four_samples_achieve() -> None:
         "reward/error_rate": [0, 0],
     }
     assert prompt_values([sample("0", 1.0, "7")], 1.0) == {"score/mean": [1], "reward/error_rate": [0]}
-    episodes = [sample(uid, 1.0, "7")._replace(num_turns=turns) for uid, turns in (("0", 2), ("0", 3), ("1", 1))]
+    episodes = [
+        sample(uid, 1.0, "7")._replace(num_turns=turns) for uid, turns in (("0", 2), ("0", 3), ("1", 1))
+    ]
     assert prompt_values(episodes, 1.0)["turns/mean"] == [2.5, 1]
 
 
 def test_names_of_metrics_do_not_depend_on_scores() -> None:
-    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5: best of pairs 0.5, 1, 1."""
-    partial = [sample("0", *given) for given in zip([0.5, 0.0, 0.1 + 0.1 + 0.1 + 0.7 - 1e-9], "abc", strict=True)]
+    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5: best of pairs 0.5,
+    1, 1."""
+    partial = [
+        sample("0", *given) for given in zip([0.5, 0.0, 0.1 + 0.1 + 0.1 + 0.7 - 1e-9], "abc", strict=True)
+    ]
     right = [one._replace(score=1.0) for one in partial]
     assert list(prompt_values(partial, 1.0)) == list(prompt_values(right, 1.0))
     assert prompt_values(partial, 1.0)["best@2"] == pytest.approx([(0.5 + 1 + 1) / 3])
@@ -158,12 +171,21 @@ def test_names_of_metrics_do_not_depend_on_scores() -> None:
 
 def test_answers_are_compared_only_where_the_reward_returns_them() -> None:
     """Whole responses never stand in for answers. Samples without an answer (None) agree with each other."""
-    texts = [sample("0", *given)._replace(has_answer=False) for given in ((1.0, "so 18"), (1.0, "18!"), (1.0, "it is 18"), (0.0, "7"))]
+    texts = [
+        sample("0", *given)._replace(has_answer=False)
+        for given in ((1.0, "so 18"), (1.0, "18!"), (1.0, "it is 18"), (0.0, "7"))
+    ]
     assert not any(name.startswith("maj") for name in prompt_values(texts, 1.0))
-    answers = [one._replace(has_answer=True, answer=answer) for one, answer in zip(texts, ("18", "18", "18", "7"), strict=True)]
+    answers = [
+        one._replace(has_answer=True, answer=answer)
+        for one, answer in zip(texts, ("18", "18", "18", "7"), strict=True)
+    ]
     assert prompt_values(answers, 1.0)["maj@4"] == [1]
-    silent = [one._replace(answer=answer) for one, answer in zip(answers, ("18", None, None, None), strict=True)]
-    assert prompt_values(silent, 1.0)["maj@4"] == pytest.approx([2 / 3])  # the mean score of the three that agree
+    silent = [
+        one._replace(answer=answer) for one, answer in zip(answers, ("18", None, None, None), strict=True)
+    ]
+    # the mean score of the three that agree
+    assert prompt_values(silent, 1.0)["maj@4"] == pytest.approx([2 / 3])
 
 
 def test_samples_whose_scoring_failed_do_not_count() -> None:
@@ -171,7 +193,10 @@ def test_samples_whose_scoring_failed_do_not_count() -> None:
     samples = [sample("0", *given) for given in ((1.0, "7"), (0.0, "8"), (0.0, "9"), (0.0, "failed"))]
     samples += [sample("1", 0.0, "failed") for _ in range(4)]
     samples = [
-        one._replace(is_scored=one.answer != "failed", reward_numbers={"length": 4.0} if one.answer == "7" else {}) for one in samples
+        one._replace(
+            is_scored=one.answer != "failed", reward_numbers={"length": 4.0} if one.answer == "7" else {}
+        )
+        for one in samples
     ]
     values = prompt_values(samples, 1.0)
     expected: dict[str, list[float]] = {
@@ -195,7 +220,10 @@ def test_samples_whose_scoring_failed_do_not_count() -> None:
 
 def test_a_comparison_names_what_only_one_side_has() -> None:
     """Here 4 samples without answers, there 2 with: the difference of the only prompt's means is 0.25 - 1."""
-    here = [sample("0", score, "7")._replace(has_answer=False, reward_numbers={"length": 1.0}) for score in (1.0, 0.0, 0.0, 0.0)]
+    here = [
+        sample("0", score, "7")._replace(has_answer=False, reward_numbers={"length": 1.0})
+        for score in (1.0, 0.0, 0.0, 0.0)
+    ]
     there = [sample("0", 1.0, "7") for _ in range(2)]
     (comparison,) = compare(here, there, 1.0).values()
     assert comparison.differences["score/mean"] == (-0.75, None)
@@ -204,19 +232,34 @@ def test_a_comparison_names_what_only_one_side_has() -> None:
 
 
 def test_names_of_metrics_are_known_before_a_run() -> None:
-    """The names that follow from a configuration are those that a validation measures, in every combination."""
+    """The names that follow from a configuration are those that a validation measures, in every
+    combination."""
     for n, pass_score, has_answer in itertools.product((1, 2, 5), (None, 0.5), (False, True)):
-        config = PPOConfig(rollout=RolloutConfig(validation=SamplingConfig(n=n)), reward=RewardConfig(pass_score=pass_score))
+        config = PPOConfig(
+            rollout=RolloutConfig(validation=SamplingConfig(n=n)), reward=RewardConfig(pass_score=pass_score)
+        )
         keys = RewardKeys(has_answer, frozenset(["length"]))
-        samples = [sample("0", 0.3, "a")._replace(has_answer=has_answer, reward_numbers={"length": 1.0}) for _ in range(n)]
+        samples = [
+            sample("0", 0.3, "a")._replace(has_answer=has_answer, reward_numbers={"length": 1.0})
+            for _ in range(n)
+        ]
         assert set(prompt_values(samples, pass_score)) == set(source_metrics(config, keys))
     names = validation_metrics(config, {"a": keys, "b": RewardKeys()})
-    assert {"val/best@4", "val/a/maj@4", "val/reward/length/mean", "val/a/reward/length/mean", "val/b/pass@2"} <= set(names)
-    assert not {"val/maj@4", "val/b/maj@4", "val/b/reward/length/mean"} & set(names)  # not all samples have an answer
+    assert {
+        "val/best@4",
+        "val/a/maj@4",
+        "val/reward/length/mean",
+        "val/a/reward/length/mean",
+        "val/b/pass@2",
+    } <= set(names)
+    # not all samples have an answer
+    assert not {"val/maj@4", "val/b/maj@4", "val/b/reward/length/mean"} & set(names)
 
 
 def test_each_sample_has_what_is_kept_of_it() -> None:
-    (first, _), *_ = Evaluation(Rows(), SamplingConfig(n=1), batch_size=2, pass_score=1).samples(FakeRollout(), FakeReward())  # type: ignore[arg-type]
+    (first, _), *_ = Evaluation(Rows(), SamplingConfig(n=1), batch_size=2, pass_score=1).samples(
+        FakeRollout(), FakeReward()
+    )  # type: ignore[arg-type]
     assert first == ScoredSample(
         uid="0",
         data_source="sums",

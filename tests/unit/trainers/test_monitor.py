@@ -92,7 +92,8 @@ class Group:
 
 
 class Clock:
-    """Every look at the steady one is a second later. set_s: by which the clock of the day is set at every look at it."""
+    """Every look at the steady one is a second later. set_s: by which the clock of the day is set at every
+    look at it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -179,11 +180,16 @@ def test_a_step_that_fails_is_not_logged(monitor: Monitor, tmp_path: Path) -> No
         monitor.record({"a": 1.0})
     with monitor.step(3):
         pass
-    assert [sorted(line) for line in logged(tmp_path)] == [["a", "step", "timing_s/step"], ["step", "timing_s/step"]]
+    assert [sorted(line) for line in logged(tmp_path)] == [
+        ["a", "step", "timing_s/step"],
+        ["step", "timing_s/step"],
+    ]
 
 
 @pytest.mark.parametrize("set_s", [0.0, -3600.0, 3600.0])
-def test_a_clock_that_is_set_changes_no_timing(monitor: Monitor, clock: Clock, tmp_path: Path, set_s: float) -> None:
+def test_a_clock_that_is_set_changes_no_timing(
+    monitor: Monitor, clock: Clock, tmp_path: Path, set_s: float
+) -> None:
     clock.set_s = set_s
     with monitor.step(1):
         with monitor.phase("adv"):

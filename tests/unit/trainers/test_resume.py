@@ -1,4 +1,5 @@
-"""Which checkpoint is found, from small made-up ones; what they hold is read and refused as a real one's would be."""
+"""Which checkpoint is found, from small made-up ones; what they hold is read and refused as a real one's
+would be."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ MANIFEST: dict[str, Any] = {
     "format": 1,
     "head": "lm",
     "dtype": "bfloat16",
-    "layout": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "virtual_pipeline_parallel_size": None, "data_parallel_size": 1},
+    "layout": {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "virtual_pipeline_parallel_size": None,
+        "data_parallel_size": 1,
+    },
     "tensors": {},
     "objects": {},
     "files": {},
@@ -44,14 +50,23 @@ def config(tmp_path: Path) -> PPOConfig:
     return load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
 
 
-def save(config: PPOConfig, step: int, folder: CheckpointFolder | None = None, *, state: Any = NOTHING, **architecture: Any) -> Path:
+def save(
+    config: PPOConfig,
+    step: int,
+    folder: CheckpointFolder | None = None,
+    *,
+    state: Any = NOTHING,
+    **architecture: Any,
+) -> Path:
     folder = folder or checkpoint_folder(config)
     folder.prepare()
     partial = folder.begin(step)
     for role in ("actor", "critic"):
         model_folder(partial / role / "huggingface", **architecture)
         (partial / role / "manifest.json").write_text(json.dumps({**MANIFEST, "step": step}))
-    (partial / "trainer.json").write_text(json.dumps({"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}} | state))
+    (partial / "trainer.json").write_text(
+        json.dumps({"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}} | state)
+    )
     dump_config(config, partial / "config.yaml")
     folder.seal(step, {"roles": ["actor", "critic"], "versions": {}})
     return folder.commit(step)
@@ -61,7 +76,9 @@ def write_models(checkpoint: Path, step: int) -> None:
     """What PyTorch writes, so that every byte can be compared."""
     layout = Layout(**MANIFEST["layout"])
     for folder in (checkpoint / "actor", checkpoint / "critic"):
-        dcp.save({"weight": torch.full((2,), step)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save(
+            {"weight": torch.full((2,), step)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True
+        )
         (folder / "metadata.json").write_text(json.dumps(TORCH_DIST))
         torch.save({}, folder / "common.pt")
         checksums = item_checksums(folder, [path.name for path in folder.iterdir()])
@@ -91,7 +108,9 @@ def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(co
     with pytest.raises(CheckpointError) as caught:
         find_resume(config)
     said = str(caught.value)
-    assert said.startswith(f"{latest / 'critic'}: is of step 2, and the checkpoint that it lies in is of step 6: ")
+    assert said.startswith(
+        f"{latest / 'critic'}: is of step 2, and the checkpoint that it lies in is of step 6: "
+    )
     assert "\n" not in said
     assert f"Older complete checkpoints: {older};" in said
 
@@ -126,7 +145,9 @@ def test_harmless_changes_are_listed(config: PPOConfig) -> None:
     actor = replace(config.actor, optim=OptimConfig(lr=1e-4))
     found = find_resume(replace(config, actor=actor))
     assert found is not None
-    assert [(change.key, change.before, change.now) for change in found.differences] == [("actor.optim.lr", 1e-6, 1e-4)]
+    assert [(change.key, change.before, change.now) for change in found.differences] == [
+        ("actor.optim.lr", 1e-6, 1e-4)
+    ]
 
 
 def test_another_number_of_threads_is_listed(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +185,10 @@ def test_another_trainers_checkpoint_is_refused(config: PPOConfig) -> None:
 
 def test_a_state_of_another_step_is_refused(config: PPOConfig) -> None:
     path = save(config, 4, state={"step": 2})
-    with pytest.raises(CheckpointError, match=f"{path / 'trainer.json'}: is of step 2, and the checkpoint that it lies in is of step 4"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{path / 'trainer.json'}: is of step 2, and the checkpoint that it lies in is of step 4",
+    ):
         find_resume(config)
 
 
@@ -197,12 +221,20 @@ def test_a_file_that_no_run_writes_is_one_line(config: PPOConfig, name: str, con
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: (path / "actor" / "manifest.json").unlink(), "actor/manifest.json: the file is missing"),
+        (
+            lambda path: (path / "actor" / "manifest.json").unlink(),
+            "actor/manifest.json: the file is missing",
+        ),
         (lambda path: (path / "config.yaml").unlink(), "config.yaml: is missing"),
-        (lambda path: (path / "trainer.json").write_text(" " * len((path / "trainer.json").read_text())), "trainer.json: its content"),
+        (
+            lambda path: (path / "trainer.json").write_text(" " * len((path / "trainer.json").read_text())),
+            "trainer.json: its content",
+        ),
     ],
 )
-def test_damage_is_named_and_no_older_one_is_taken(config: PPOConfig, damage: Callable[[Path], object], said: str) -> None:
+def test_damage_is_named_and_no_older_one_is_taken(
+    config: PPOConfig, damage: Callable[[Path], object], said: str
+) -> None:
     damage(save(config, 4))
     with pytest.raises(CheckpointError, match=f"{said}.*There is no older complete checkpoint") as caught:
         find_resume(config)

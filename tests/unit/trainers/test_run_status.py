@@ -29,20 +29,27 @@ class Scene:
         monkeypatch.setattr(run_status, "time", time)
         monkeypatch.setattr(clock_module, "time", time)
         self.engines = ScriptedEngines(self.clock, 2, lambda request: request.prompt[0])
-        self.scheduler = RequestScheduler(self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(
+            self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
+        )  # type: ignore[arg-type]
         self.position = Position()
         self.counts: list[tuple[str, dict[str, float]]] = []
-        monitor: Any = SimpleNamespace(position=self.position, count=lambda name, values: self.counts.append((name, values)))
+        monitor: Any = SimpleNamespace(
+            position=self.position, count=lambda name, values: self.counts.append((name, values))
+        )
         rollout = SimpleNamespace(scheduler=self.scheduler, snapshot=self.scheduler.snapshot, num_restarts=0)
         roles: Any = SimpleNamespace(rollout=rollout, weights=SimpleNamespace(version=7))
         config = PPOConfig(
-            rollout=RolloutConfig(max_staleness=2), trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400)
+            rollout=RolloutConfig(max_staleness=2),
+            trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400),
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
         self._status = StatusOfRun(config, roles, monitor, async_rollout)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
-        requests = [GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)]
+        requests = [
+            GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)
+        ]
         self.scheduler.add(requests, lambda replica, finished: None)
 
     def look_at(self, second: float) -> RunStatus:
@@ -62,7 +69,11 @@ def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch
     ]
     assert [(replica.state, replica.in_flight) for replica in status.replicas] == [("generating", 2)] * 2
     assert (status.weight_version, status.total_steps, status.max_staleness, status.step) == (7, 9, 2, None)
-    assert scene.counts == [("prompts", status.groups), ("requests", {"replica 0": 2, "replica 1": 2}), ("weights", {"version": 7})]
+    assert scene.counts == [
+        ("prompts", status.groups),
+        ("requests", {"replica 0": 2, "replica 1": 2}),
+        ("weights", {"version": 7}),
+    ]
     status = scene.look_at(70)  # 20, 30, 40 at once; 60 after 20
     assert [(one.uid, one.missing) for one in status.oldest] == [("b", 2)]
     status = scene.look_at(100)
@@ -101,6 +112,7 @@ def test_what_does_not_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     stalled = scene.look_at(140).stalled
     assert stalled is not None
     assert stalled == (
-        "rollout replica 1 has finished none of its 1 requests for 110 s; the oldest is of prompt b, asked for 140 s ago. After 400 s "
+        "rollout replica 1 has finished none of its 1 requests for 110 s; the oldest is of prompt b, asked "
+        "for 140 s ago. After 400 s "
         "(trainer.phase_time_limit_s) it is considered hung and restarted"
     )

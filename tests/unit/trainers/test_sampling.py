@@ -1,4 +1,5 @@
-"""How a step's samples come about, with a rollout and a reward that are made up: dynamic sampling and its budget, greedy baselines."""
+"""How a step's samples come about, with a rollout and a reward that are made up: dynamic sampling and its
+budget, greedy baselines."""
 
 from __future__ import annotations
 
@@ -38,12 +39,20 @@ class Rows:
 
 
 class FakeRollout:
-    """The response to a prompt has as many tokens as there were generations before in the step, and one more."""
+    """The response to a prompt has as many tokens as there were generations before in the step, and one
+    more."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingConfig, int, int]] = []
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, scoring: object = None) -> DataProto:
+    def generate(
+        self,
+        prompts: DataProto,
+        sampling: SamplingConfig,
+        step: int,
+        generation: int = 0,
+        scoring: object = None,
+    ) -> DataProto:
         self.asked.append((len(prompts), sampling, step, generation))
         batch = prompts.repeat(sampling.n)
         length = generation + 1
@@ -57,7 +66,8 @@ class FakeRollout:
 
 
 class FakeReward:
-    """The samples of a prompt whose number is in `mixed` score 1 and 0, those of the others all 1; greedy ones score their number."""
+    """The samples of a prompt whose number is in `mixed` score 1 and 0, those of the others all 1; greedy
+    ones score their number."""
 
     def __init__(self, mixed: Sequence[int], failed: tuple[int, int] | None = None) -> None:
         """failed: the number of a prompt, and which of its samples could not be scored."""
@@ -70,13 +80,17 @@ class FakeReward:
     def score(self, batch: DataProto) -> Any:
         numbers = (batch.tensors["prompts"][:, -1] - 1).tolist()
         sample = [row % NUM_SAMPLES for row in range(len(batch))]
-        scores = [float(k == 0 or number not in self._mixed) for number, k in zip(numbers, sample, strict=True)]
+        scores = [
+            float(k == 0 or number not in self._mixed) for number, k in zip(numbers, sample, strict=True)
+        ]
         zeros = RaggedTensor.constant(0.0, batch.ragged["response_mask"].lengths, torch.float32)
         return DataProto.from_dict(
             {
                 "token_level_scores": zeros,
                 "score_parts": torch.tensor(scores)[:, None],
-                "is_scored": torch.tensor([(number, k) != self._failed for number, k in zip(numbers, sample, strict=True)]),
+                "is_scored": torch.tensor(
+                    [(number, k) != self._failed for number, k in zip(numbers, sample, strict=True)]
+                ),
             },
             {"score": scores},
             {"reward/error_rate": 0.25 if len(batch) == 8 else 0.0},
@@ -89,7 +103,11 @@ def dynamic(
     rollout = FakeRollout()
     loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
     config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
-    return DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4), loader, rollout  # type: ignore[arg-type]
+    return (
+        DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4),
+        loader,
+        rollout,
+    )  # type: ignore[arg-type]
 
 
 def prompts_of(batch: DataProto) -> list[int]:
@@ -97,12 +115,17 @@ def prompts_of(batch: DataProto) -> list[int]:
 
 
 def test_prompts_without_signal_are_replaced() -> None:
-    """Of 0 to 3 only 1 and 2 have one: two more are wanted where half have one, so that four are drawn, and of these 4 is kept; the last
-    one is expected among 8 to 10, and with the margin of a fifth 11 is drawn too."""
+    """Of 0 to 3 only 1 and 2 have one: two more are wanted where half have one, so that four are drawn, and
+    of these 4 is kept; the last one is expected among 8 to 10, and with the margin of a fifth 11 is drawn
+    too."""
     sampling, loader, rollout = dynamic(mixed=[1, 2, 4, 9, 8], max_generations=3)
     samples = sampling(next(loader), step=5)
     assert prompts_of(samples.batch) == [1, 1, 2, 2, 4, 4, 8, 8]
-    assert [(number, step, generation) for number, _, step, generation in rollout.asked] == [(4, 5, 0), (4, 5, 1), (4, 5, 2)]
+    assert [(number, step, generation) for number, _, step, generation in rollout.asked] == [
+        (4, 5, 0),
+        (4, 5, 1),
+        (4, 5, 2),
+    ]
     assert loader.state_dict()["num_served"] == [12]  # a resumed run goes on behind all that was drawn
     assert samples.scores == []
     assert samples.metrics == pytest.approx(
@@ -118,7 +141,8 @@ def test_prompts_without_signal_are_replaced() -> None:
 
 
 def test_a_sample_that_failed_makes_no_signal() -> None:
-    """Prompt 1's second sample scores 0 for its scoring failed: its first has nothing to be compared with, and 5 takes its place."""
+    """Prompt 1's second sample scores 0 for its scoring failed: its first has nothing to be compared with,
+    and 5 takes its place."""
     sampling, loader, _ = dynamic(mixed=[0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
     assert prompts_of(sampling(next(loader), step=1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
 
@@ -145,7 +169,11 @@ def test_a_batch_full_of_signal_is_one_generation() -> None:
 
 def test_a_spent_budget_ends_the_run() -> None:
     sampling, loader, rollout = dynamic(mixed=[1], max_generations=3)
-    with pytest.raises(RunError, match=r"step 2: only 1 of 12 prompts .* and 4 are needed; the mean score is 0\.958.*max_generations=3 "):
+    with pytest.raises(
+        RunError,
+        match=r"step 2: only 1 of 12 prompts .* and 4 are needed; the mean score is "
+        r"0\.958.*max_generations=3 ",
+    ):
         sampling(next(loader), step=2)
     assert len(rollout.asked) == 3
     assert loader.state_dict()["num_served"] == [12]
@@ -178,18 +206,25 @@ class Done(RemoteFuture):
 
 
 def test_the_greedy_baseline_is_generated_and_scored() -> None:
-    """Prompts 4, 0, 2: greedy responses score their numbers, and every sample of a prompt has its prompt's."""
+    """Prompts 4, 0, 2: greedy responses score their numbers, and every sample of a prompt has its
+    prompt's."""
 
     class ByTemperature(FakeReward):
         def score(self, batch: DataProto) -> Done:
             numbers = prompts_of(batch)
             is_scored = torch.tensor([number != 0 for number in numbers])
-            return Done(DataProto.from_dict({"is_scored": is_scored}, {"score": [float(number) for number in numbers]}))
+            return Done(
+                DataProto.from_dict(
+                    {"is_scored": is_scored}, {"score": [float(number) for number in numbers]}
+                )
+            )
 
     rollout = FakeRollout()
     prompts = Rows().batch([4, 0, 2], ["a", "b", "c"])
     samples = GreedyBaseline(rollout, ByTemperature([]), SAMPLING)(prompts, step=3)  # type: ignore[arg-type]
-    assert [(number, sampling.n, sampling.temperature, step) for number, sampling, step, _ in rollout.asked] == [
+    assert [
+        (number, sampling.n, sampling.temperature, step) for number, sampling, step, _ in rollout.asked
+    ] == [
         (3, 2, 0.7, 3),
         (3, 1, 0, 3),
     ]

@@ -56,11 +56,15 @@ class Export(NamedTuple):
         """What the folder is to hold."""
         state = stored_state(random_model(self.family, tied=self.tied))
         state[VALUE_HEAD_TENSOR] = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
-        return {name: state[name].to(self.dtype) for name in manifest_of(self.architecture, self.dtype, self.head)}
+        return {
+            name: state[name].to(self.dtype) for name in manifest_of(self.architecture, self.dtype, self.head)
+        }
 
     def shards(self, rank: int) -> Shards:
         layout = self.cut.layouts(self.architecture)[rank]
-        parameters = shards_of(stored_state(random_model(self.family, tied=self.tied)), self.architecture, layout)
+        parameters = shards_of(
+            stored_state(random_model(self.family, tied=self.tied)), self.architecture, layout
+        )
         if self.head == "value" and layout.holds_output:
             parameters["output_layer.weight"] = self.state()[VALUE_HEAD_TENSOR]
         return Shards(
@@ -111,9 +115,13 @@ def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
 
 def differing(folder: Path, state: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that the folder's files hold otherwise, not, or besides."""
-    found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = {
+        name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
     return [
-        name for name in found.keys() | state.keys() if name not in found or name not in state or not torch.equal(found[name], state[name])
+        name
+        for name in found.keys() | state.keys()
+        if name not in found or name not in state or not torch.equal(found[name], state[name])
     ]
 
 

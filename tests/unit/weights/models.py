@@ -1,4 +1,5 @@
-"""Tiny Hugging Face models of each family, and their Megatron shards made by slow loops that share no code with the tables."""
+"""Tiny Hugging Face models of each family, and their Megatron shards made by slow loops that share no code
+with the tables."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ EXPERTS = 4
 EXPERT_FFN = 8
 SHARED_FFN = 12
 PADDED_VOCAB = 208  # a multiple of 8: divisible by TP 1, 2, 4; with TP 4 the last rank has 9 padded rows
-# Sizes of the examples that are changed: smaller ones, and heads that are not hidden_size / num_attention_heads.
+# Sizes of the examples that are changed: smaller ones, and heads that are not hidden_size /
+# num_attention_heads.
 _SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
@@ -39,18 +41,30 @@ _SIZES = {
 
 
 def config_of(family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS) -> PretrainedConfig:
-    return example_config(family, **_SIZES, num_hidden_layers=num_layers, num_key_value_heads=KV_HEADS, tie_word_embeddings=tied)
-
-
-def architecture_of(family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS, num_key_value_heads: int = KV_HEADS) -> Architecture:
-    return example_architecture(
-        family, **_SIZES, num_hidden_layers=num_layers, num_key_value_heads=num_key_value_heads, tie_word_embeddings=tied
+    return example_config(
+        family, **_SIZES, num_hidden_layers=num_layers, num_key_value_heads=KV_HEADS, tie_word_embeddings=tied
     )
 
 
-def random_model(family: str, *, tied: bool = False, seed: int = 0, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
+def architecture_of(
+    family: str, *, tied: bool = False, num_layers: int = NUM_LAYERS, num_key_value_heads: int = KV_HEADS
+) -> Architecture:
+    return example_architecture(
+        family,
+        **_SIZES,
+        num_hidden_layers=num_layers,
+        num_key_value_heads=num_key_value_heads,
+        tie_word_embeddings=tied,
+    )
+
+
+def random_model(
+    family: str, *, tied: bool = False, seed: int = 0, num_layers: int = NUM_LAYERS
+) -> PreTrainedModel:
     """Norms and biases are random too, so that a swapped or forgotten one shows."""
-    model = AutoModelForCausalLM.from_config(config_of(family, tied=tied, num_layers=num_layers), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config_of(family, tied=tied, num_layers=num_layers), dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -61,12 +75,15 @@ def random_model(family: str, *, tied: bool = False, seed: int = 0, num_layers: 
 def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors of the model's folder."""
     tied = model.config.tie_word_embeddings
-    state = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    state = {
+        name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
     return as_stored(state, model)
 
 
 def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return tensors of a model by the names in a folder, as transformers writes them: it holds a layer's experts as one tensor."""
+    """Return tensors of a model by the names in a folder, as transformers writes them: it holds a layer's
+    experts as one tensor."""
     return {name: value.contiguous() for name, value in revert_weight_conversion(model, dict(state)).items()}
 
 
@@ -87,10 +104,13 @@ def slow_shards(
     experts: Sequence[int] = (),
     expert_cut: tuple[int, int] = (1, 0),
 ) -> dict[str, torch.Tensor]:
-    """The rank's Megatron parameters, row by row, as Megatron-Core lays them out. expert_cut: size and rank of what cuts experts."""
+    """The rank's Megatron parameters, row by row, as Megatron-Core lays them out. expert_cut: size and rank
+    of what cuts experts."""
     shards: dict[str, torch.Tensor] = {}
     if holds_embedding:
-        shards["embedding.word_embeddings.weight"] = _vocabulary(state["model.embed_tokens.weight"], tensor_parallel_size, rank)
+        shards["embedding.word_embeddings.weight"] = _vocabulary(
+            state["model.embed_tokens.weight"], tensor_parallel_size, rank
+        )
     for layer in layers:
         hf = f"model.layers.{layer}."
         megatron = f"decoder.layers.{layer}."
@@ -98,11 +118,15 @@ def slow_shards(
         shards[megatron + "pre_mlp_layernorm.weight"] = state[hf + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
             q, k, v = (state[f"{hf}self_attn.{letter}_proj.{kind}"] for letter in "qkv")
-            shards[f"{megatron}self_attention.linear_qkv.{kind}"] = _qkv(q, k, v, architecture, tensor_parallel_size, rank)
+            shards[f"{megatron}self_attention.linear_qkv.{kind}"] = _qkv(
+                q, k, v, architecture, tensor_parallel_size, rank
+            )
         if architecture.qk_norm:
             shards[megatron + "self_attention.q_layernorm.weight"] = state[hf + "self_attn.q_norm.weight"]
             shards[megatron + "self_attention.k_layernorm.weight"] = state[hf + "self_attn.k_norm.weight"]
-        shards[megatron + "self_attention.linear_proj.weight"] = _columns(state[hf + "self_attn.o_proj.weight"], tensor_parallel_size, rank)
+        shards[megatron + "self_attention.linear_proj.weight"] = _columns(
+            state[hf + "self_attn.o_proj.weight"], tensor_parallel_size, rank
+        )
         if f"{hf}mlp.gate_proj.weight" in state:
             shards |= _feed_forward(state, f"{hf}mlp", f"{megatron}mlp", (tensor_parallel_size, rank))
             continue
@@ -111,20 +135,32 @@ def slow_shards(
         shards[f"{megatron}mlp.router.weight"] = state[f"{block}.gate.weight"]
         for expert in experts:
             names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-            shards |= _feed_forward(state, f"{block}.experts.{expert}", f"{megatron}mlp.experts.local_experts.{expert}", expert_cut, names)
+            shards |= _feed_forward(
+                state,
+                f"{block}.experts.{expert}",
+                f"{megatron}mlp.experts.local_experts.{expert}",
+                expert_cut,
+                names,
+            )
         if f"{block}.shared_expert_gate.weight" in state:
-            shards |= _feed_forward(state, f"{block}.shared_expert", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank))
+            shards |= _feed_forward(
+                state, f"{block}.shared_expert", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank)
+            )
             shards[f"{megatron}mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
     if holds_output:
         shards["decoder.final_layernorm.weight"] = state["model.norm.weight"]
         if not architecture.tie_word_embeddings:
             shards["output_layer.weight"] = _vocabulary(state["lm_head.weight"], tensor_parallel_size, rank)
         elif not holds_embedding:
-            shards["output_layer.weight"] = _vocabulary(state["model.embed_tokens.weight"], tensor_parallel_size, rank)
+            shards["output_layer.weight"] = _vocabulary(
+                state["model.embed_tokens.weight"], tensor_parallel_size, rank
+            )
     return shards
 
 
-def shards_of(state: dict[str, torch.Tensor], architecture: Architecture, layout: ShardLayout) -> dict[str, torch.Tensor]:
+def shards_of(
+    state: dict[str, torch.Tensor], architecture: Architecture, layout: ShardLayout
+) -> dict[str, torch.Tensor]:
     """`slow_shards` of a layout."""
     return slow_shards(
         state,
@@ -149,7 +185,10 @@ def _feed_forward(
     gate, up, down = (state[f"{hf}.{name}.weight"] for name in names)
     (size, rank), each = cut, gate.shape[0] // cut[0]
     rows = [matrix[rank * each + row] for matrix in (gate, up) for row in range(each)]
-    return {f"{megatron}.linear_fc1.weight": torch.stack(rows), f"{megatron}.linear_fc2.weight": _columns(down, size, rank)}
+    return {
+        f"{megatron}.linear_fc1.weight": torch.stack(rows),
+        f"{megatron}.linear_fc2.weight": _columns(down, size, rank),
+    }
 
 
 def _vocabulary(matrix: torch.Tensor, tensor_parallel_size: int, rank: int) -> torch.Tensor:
@@ -159,7 +198,12 @@ def _vocabulary(matrix: torch.Tensor, tensor_parallel_size: int, rank: int) -> t
 
 
 def _qkv(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, architecture: Architecture, tensor_parallel_size: int, rank: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    architecture: Architecture,
+    tensor_parallel_size: int,
+    rank: int,
 ) -> torch.Tensor:
     groups = architecture.num_key_value_heads
     dim = architecture.head_dim

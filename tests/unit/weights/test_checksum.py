@@ -1,5 +1,5 @@
-"""The checksum against a loop over Python's unlimited whole numbers, and over cuts of a tensor; those of shards add up to those of the
-whole tensors, in every layout, and a lie is named."""
+"""The checksum against a loop over Python's unlimited whole numbers, and over cuts of a tensor; those of
+shards add up to those of the whole tensors, in every layout, and a lie is named."""
 
 import struct
 from pathlib import Path
@@ -39,7 +39,13 @@ def weight(index: int) -> int:
 
 
 def slow(values: list[float]) -> int:
-    return sum(struct.unpack("<i", struct.pack("<f", value))[0] * weight(index) for index, value in enumerate(values)) % MODULUS
+    return (
+        sum(
+            struct.unpack("<i", struct.pack("<f", value))[0] * weight(index)
+            for index, value in enumerate(values)
+        )
+        % MODULUS
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -75,7 +81,9 @@ def test_adds_up_over_any_cut(shape: tuple[int, int], dtype: torch.dtype) -> Non
     rows = shape[0] // 4
     columns = shape[1] // 2
     parts = [
-        checksum(tensor[row : row + rows, column : column + columns].clone(), row * shape[1] + column, strides)
+        checksum(
+            tensor[row : row + rows, column : column + columns].clone(), row * shape[1] + column, strides
+        )
         for row in range(0, shape[0], rows)
         for column in range(0, shape[1], columns)
     ]
@@ -106,7 +114,13 @@ def test_elements_of_eight_bytes_are_refused() -> None:
         checksum(torch.zeros(2, dtype=torch.float64))
 
 
-LAYOUTS = {"TP1": Cut(), "TP2": Cut(tensor=2), "PP2": Cut(pipeline=2), "TP2xPP2": Cut(tensor=2, pipeline=2), "PP2xVPP2": Cut(1, 2, 2)}
+LAYOUTS = {
+    "TP1": Cut(),
+    "TP2": Cut(tensor=2),
+    "PP2": Cut(pipeline=2),
+    "TP2xPP2": Cut(tensor=2, pipeline=2),
+    "PP2xVPP2": Cut(1, 2, 2),
+}
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", False)])
@@ -119,7 +133,10 @@ def test_shards_add_up_to_the_whole(tmp_path: Path, family: str, tied: bool) -> 
     for cut in LAYOUTS.values():
         parts = [
             shard_checksums(
-                Shards(parameters=loaded(folder, architecture, layout), architecture=architecture, layout=layout), torch.float32
+                Shards(
+                    parameters=loaded(folder, architecture, layout), architecture=architecture, layout=layout
+                ),
+                torch.float32,
             )
             for layout in cut.layouts(architecture, PADDED_VOCAB)
         ]
@@ -137,5 +154,8 @@ def test_a_lie_is_found_and_named() -> None:
     changed[[1, 4]] = changed[[4, 1]]  # two rows in each other's place
     engine["model.layers.2.mlp.up_proj.weight"] = checksum(changed)
     del engine["model.norm.weight"]
-    with pytest.raises(WeightMismatchError, match=r"replica 1 does not hold.*2 of \d+ tensors.*layers\.2\.mlp\.up_proj.*model\.norm"):
+    with pytest.raises(
+        WeightMismatchError,
+        match=r"replica 1 does not hold.*2 of \d+ tensors.*layers\.2\.mlp\.up_proj.*model\.norm",
+    ):
         compare_checksums(manifest, trainer, engine, "replica 1")

@@ -21,7 +21,9 @@ from tests.unit.weights.transfers import Cut
 def test_windows_are_stretches_of_a_file() -> None:
     """By hand: 6 + 1 + 5 elements in windows of 4."""
     shapes = {"a": (2, 3), "b": (1,), "c": (5,)}
-    file = FilePlan("model.safetensors", 0, {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()})
+    file = FilePlan(
+        "model.safetensors", 0, {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
+    )
     windows = list(windows_of(file, 4))
     assert [window.chunks for window in windows] == [
         (ChunkMeta("a", 0, 4),),
@@ -34,15 +36,22 @@ def test_windows_are_stretches_of_a_file() -> None:
 
 
 def test_plans_one_after_another() -> None:
-    """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first has two to do besides."""
+    """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first
+    has two to do besides."""
     shapes = {"a": (6,)}
     sources = [RankSlices(RankPlace("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
     needed = [{"a": (TensorSlice((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
-    plans = [plan_transfer(shapes, sources, [RankSlices(RankPlace("node", "of the target"), slices)], 3, [2, 0]) for slices in needed]
+    plans = [
+        plan_transfer(shapes, sources, [RankSlices(RankPlace("node", "of the target"), slices)], 3, [2, 0])
+        for slices in needed
+    ]
     assert [plan.num_rounds for plan in plans] == [2, 1]
     whole = one_after_another(plans)
     assert whole.num_rounds == 3
-    messages = {pair: [list(schedule.message(number)) for number in range(3)] for pair, schedule in whole.schedules.items()}
+    messages = {
+        pair: [list(schedule.message(number)) for number in range(3)]
+        for pair, schedule in whole.schedules.items()
+    }
 
     def part(start: int, stop: int) -> Part:
         return Part("a", TensorSlice((start,), (stop,)))
@@ -72,7 +81,9 @@ def check_windows(plan: ExportPlan, writer: int) -> None:
     number = 0
     for window in plan.windows[writer]:
         arrived: dict[str, list[TensorSlice]] = defaultdict(list)
-        while sum(tensor_slice.volume for slices in arrived.values() for tensor_slice in slices) < window.numel:
+        while (
+            sum(tensor_slice.volume for slices in arrived.values() for tensor_slice in slices) < window.numel
+        ):
             for schedule in plan.transfer.of_target(writer).values():
                 for name, tensor_slice in schedule.message(number):
                     arrived[name].append(tensor_slice)
@@ -81,9 +92,14 @@ def check_windows(plan: ExportPlan, writer: int) -> None:
         for name, slices in window.slices.items():
             shape = window.file.manifest[name].shape
             (chunk,) = (chunk for chunk in window.chunks if chunk.name == name)
-            others = [*range_slices(shape, 0, chunk.offset), *range_slices(shape, chunk.offset + chunk.numel, prod(shape))]
+            others = [
+                *range_slices(shape, 0, chunk.offset),
+                *range_slices(shape, chunk.offset + chunk.numel, prod(shape)),
+            ]
             assert tiling_fault(shape, [*arrived[name], *others]) is None, name
-            assert sum(tensor_slice.volume for tensor_slice in slices) == sum(tensor_slice.volume for tensor_slice in arrived[name])
+            assert sum(tensor_slice.volume for tensor_slice in slices) == sum(
+                tensor_slice.volume for tensor_slice in arrived[name]
+            )
 
 
 def test_the_ranks_of_the_first_copy_of_a_stage_write_in_turns() -> None:
@@ -109,7 +125,8 @@ def test_what_a_writer_holds_does_not_travel() -> None:
 
 @pytest.mark.parametrize("max_file_bytes", [15_000, 40_000, 10**9])
 def test_copies_share_the_work(max_file_bytes: int) -> None:
-    """Ranks 0 and 2 hold the same, and so do 1 and 3. Who writes keeps its part of what it writes, and sends less to others."""
+    """Ranks 0 and 2 hold the same, and so do 1 and 3. Who writes keeps its part of what it writes, and sends
+    less to others."""
     plan = Export(Cut(tensor=2, data=2), "llama", False, 700, max_file_bytes).plan()
     for rank, copy in ((0, 2), (1, 3)):
         work = plan.transfer.sent(rank)
@@ -119,7 +136,10 @@ def test_copies_share_the_work(max_file_bytes: int) -> None:
 
 
 def test_a_message_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 bytes has no room for a torch\.float32 element; give a larger resharding.bucket_mb"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 bytes has no room for a torch\.float32 element; give a larger resharding.bucket_mb",
+    ):
         Export(Cut(), "llama", False, 3).plan()
     with pytest.raises(ValueError, match=r"too small.* give a larger resharding\.bucket_mb"):
         Export(Cut(tensor=2), "llama", False, 4, max_file_bytes=15_000).plan()

@@ -1,4 +1,5 @@
-"""Trainer ranks in every layout write a Hugging Face folder that holds the model to the bit, and send each other no more than they must."""
+"""Trainer ranks in every layout write a Hugging Face folder that holds the model to the bit, and send each
+other no more than they must."""
 
 from __future__ import annotations
 
@@ -34,9 +35,11 @@ LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2xEP2": Cut(
 def exports_of(cut: Cut) -> list[Export]:
     return [
         Export(cut, "qwen2", True, 10_000),  # a file of each stage; most tensors are smaller than a message
-        Export(cut, "llama" if cut.expert == 1 else "qwen2_moe", False, 700, max_file_bytes=40_000),  # most are larger
+        # most are larger
+        Export(cut, "llama" if cut.expert == 1 else "qwen2_moe", False, 700, max_file_bytes=40_000),
         Export(cut, "qwen3", False, 3000, max_file_bytes=15_000, head="value"),
-        Export(cut, "qwen3", False, 10**6, max_file_bytes=40_000, dtype=torch.bfloat16),  # a file goes in one message
+        # a file goes in one message
+        Export(cut, "qwen3", False, 10**6, max_file_bytes=40_000, dtype=torch.bfloat16),
     ]
 
 
@@ -52,7 +55,11 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
         assert differing(folder, export.state()) == []
         assert sorted(path.name for path in folder.iterdir()) == sorted(file.name for file in plan.files)
         for rank, written in enumerate(results[number] for results in per_rank):
-            travels = sum(schedule.numel for (source, target), schedule in plan.transfer.schedules.items() if source == rank != target)
+            travels = sum(
+                schedule.numel
+                for (source, target), schedule in plan.transfer.schedules.items()
+                if source == rank != target
+            )
             assert written.sent_bytes == travels * export.dtype.itemsize
             assert written.report.nbytes == plan.transfer.sent(rank) * export.dtype.itemsize
             assert written.report.planned_extra_bytes <= NUM_BUFFERS * export.message_bytes
@@ -92,13 +99,18 @@ def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_who_cannot_write_takes_what_others_send_and_says_which_file(rank_pool, tmp_path: Path, failing: int) -> None:
-    """Of eight files in turns, the first and the last are too large: the first of rank 0, the last of rank 1."""
+def test_who_cannot_write_takes_what_others_send_and_says_which_file(
+    rank_pool, tmp_path: Path, failing: int
+) -> None:
+    """Of eight files in turns, the first and the last are too large: the first of rank 0, the last of rank
+    1."""
     export = Export(Cut(tensor=2), "llama", False, 700, max_file_bytes=15_000)
     folders = [tmp_path / "failed", tmp_path / "again"]
     for folder in folders:
         folder.mkdir()
-    failures = rank_pool.run(fail_on, world_size=2, failing=failing, export=export, folder=folders[0], again=folders[1])
+    failures = rank_pool.run(
+        fail_on, world_size=2, failing=failing, export=export, folder=folders[0], again=folders[1]
+    )
     names = [file.name for file in export.plan().files]
     assert len(names) == 8
     assert failures == [names[0] if failing == 0 else "", names[-1] if failing == 1 else ""]
@@ -149,13 +161,23 @@ def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch
 
 
 def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
-    """What the kernel counts while a model of 130 MB is written, a third of it cut along columns: that is packed."""
+    """What the kernel counts while a model of 130 MB is written, a third of it cut along columns: that is
+    packed."""
     architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
     layouts = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=PADDED_VOCAB)
     rank = dist.get_rank()
-    parameters = {name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()}
+    parameters = {
+        name: torch.ones(shape) for name, shape in shard_shapes(architecture, layouts[rank]).items()
+    }
     shards = Shards(parameters=parameters, architecture=architecture, layout=layouts[rank])
-    plan = plan_export(architecture, layouts, ["node"] * 2, torch.float32, message_bytes=message_bytes, max_file_bytes=80 * 10**6)
+    plan = plan_export(
+        architecture,
+        layouts,
+        ["node"] * 2,
+        torch.float32,
+        message_bytes=message_bytes,
+        max_file_bytes=80 * 10**6,
+    )
     p2p = P2PGroup.of_default_group(CPU)
     reports = []
     for number in range(2):

@@ -1,4 +1,5 @@
-"""A model as a Hugging Face folder: its files, and what goes with them: which class config.json names, and whether its head has a bias."""
+"""A model as a Hugging Face folder: its files, and what goes with them: which class config.json names, and
+whether its head has a bias."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megarl.models.families import FAMILIES
@@ -34,7 +39,9 @@ def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
     parameters = {name: torch.empty(shape) for name, shape in shard_shapes(ARCHITECTURE, layout).items()}
     load_into_shards(source, ARCHITECTURE, layout, parameters)
     shards = Shards(parameters=parameters, architecture=ARCHITECTURE, layout=layout)
-    plan = plan_export(ARCHITECTURE, [layout], ["node"], torch.float32, message_bytes=3000, max_file_bytes=max_file_bytes)
+    plan = plan_export(
+        ARCHITECTURE, [layout], ["node"], torch.float32, message_bytes=3000, max_file_bytes=max_file_bytes
+    )
 
     def write(folder: Path) -> None:
         end = FolderSender(None, 0, plan.of_rank(0), folder)
@@ -50,21 +57,26 @@ def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    folder = save(random_model("qwen2", tied=True).to(torch.bfloat16), tmp_path / "source", max_shard_size="30KB")
+    folder = save(
+        random_model("qwen2", tied=True).to(torch.bfloat16), tmp_path / "source", max_shard_size="30KB"
+    )
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
 @pytest.mark.parametrize(("max_file_bytes", "num_files"), [(5 * 10**9, 1), (40_000, 3)])
-def test_transformers_loads_the_folder_and_gives_the_same_logits(tmp_path, source, max_file_bytes: int, num_files: int) -> None:
+def test_transformers_loads_the_folder_and_gives_the_same_logits(
+    tmp_path, source, max_file_bytes: int, num_files: int
+) -> None:
     target = tmp_path / "runs" / "export"
     target.parent.mkdir()
     export(source, target, max_file_bytes)
 
     files = list(target.glob("*.safetensors"))
     assert len(files) == num_files
-    assert all(file.stat().st_size <= max_file_bytes + 4000 for file in files)  # 107 kB of weights; 4000 for the header
+    # 107 kB of weights; 4000 for the header
+    assert all(file.stat().st_size <= max_file_bytes + 4000 for file in files)
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (target / "tokenizer.json").is_file()
     assert (target / "generation_config.json").is_file()
@@ -89,7 +101,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, source) -> None:
 
 
 def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
-    manifest = {name: meta for name, meta in manifest_of(ARCHITECTURE, torch.float32).items() if name == "model.norm.weight"}
+    manifest = {
+        name: meta
+        for name, meta in manifest_of(ARCHITECTURE, torch.float32).items()
+        if name == "model.norm.weight"
+    }
     half = ChunkMeta("model.norm.weight", 0, 16)
     other_half = ChunkMeta("model.norm.weight", 16, 16)
     data = torch.zeros(16)
@@ -141,7 +157,9 @@ def source_of(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def copied(source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None) -> dict[str, object]:
+def copied(
+    source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None
+) -> dict[str, object]:
     target.mkdir()
     copy_companions(source, target, dtype, head)
     return json.loads((target / "config.json").read_text())
@@ -162,10 +180,16 @@ def copied(source: Path, target: Path, dtype: torch.dtype | None = None, head: H
         (["OurQwen2ForCausalLM"], "lm", "OurQwen2ForCausalLM"),  # a custom model keeps its own class
     ],
 )
-def test_the_class_has_the_head(tmp_path: Path, architectures: list[str] | None, head: Head, expected: str) -> None:
+def test_the_class_has_the_head(
+    tmp_path: Path, architectures: list[str] | None, head: Head, expected: str
+) -> None:
     config = copied(source_of(tmp_path / "a", architectures=architectures), tmp_path / "b", head=head)
     assert config["architectures"] == [expected]
-    labels = {name for name in ("id2label", "label2id", "num_labels", "problem_type") if config.get(name) is not None}
+    labels = {
+        name
+        for name in ("id2label", "label2id", "num_labels", "problem_type")
+        if config.get(name) is not None
+    }
     assert labels == ({"id2label", "label2id"} if head == "value" else set())
     if head == "value":
         assert (config["id2label"], config["label2id"]) == ({"0": "LABEL_0"}, {"LABEL_0": 0})
@@ -179,7 +203,13 @@ def test_a_family_has_its_own_class(tmp_path: Path, family: str) -> None:
 
 
 def test_nothing_is_changed_that_was_not_asked_for(tmp_path: Path) -> None:
-    source = source_of(tmp_path / "a", architectures=[SEQUENCES], torch_dtype="float16", id2label={"0": "good"}, rope_scaling=None)
+    source = source_of(
+        tmp_path / "a",
+        architectures=[SEQUENCES],
+        torch_dtype="float16",
+        id2label={"0": "good"},
+        rope_scaling=None,
+    )
     assert copied(source, tmp_path / "b") == json.loads((source / "config.json").read_text())
 
 
@@ -191,7 +221,14 @@ def test_the_dtype_has_one_name(tmp_path: Path) -> None:
 
 def test_all_but_weights_is_copied(tmp_path: Path) -> None:
     source = source_of(tmp_path / "a")
-    kept = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "modeling_ours.py")
+    kept = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "modeling_ours.py",
+    )
     left = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "training_args.bin")
     for name in (*kept, *left):
         (source / name).write_text(name)
@@ -201,8 +238,12 @@ def test_all_but_weights_is_copied(tmp_path: Path) -> None:
     assert all((tmp_path / "b" / name).read_text() == name for name in kept)
 
 
-@pytest.mark.parametrize(("architectures", "expected"), [([LM], False), ([TOKENS], True), ([SEQUENCES], False), (None, False)])
-def test_which_class_has_a_bias_is_what_transformers_says(tmp_path: Path, architectures: list[str] | None, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("architectures", "expected"), [([LM], False), ([TOKENS], True), ([SEQUENCES], False), (None, False)]
+)
+def test_which_class_has_a_bias_is_what_transformers_says(
+    tmp_path: Path, architectures: list[str] | None, expected: bool
+) -> None:
     source = source_of(tmp_path / "a", architectures=architectures)
     assert has_bias(source) is expected
     kinds = {TOKENS: AutoModelForTokenClassification, SEQUENCES: AutoModelForSequenceClassification}
@@ -216,7 +257,11 @@ def test_transformers_loads_the_class_that_is_named(tmp_path: Path) -> None:
     """A language model's folder becomes a critic's: its trunk, a head, and the bias of zeros."""
     source = save(random_model("qwen2"), tmp_path / "a")
     copied(source, tmp_path / "b", head="value")
-    tensors = {name: value for name, value in load_file(source / "model.safetensors").items() if name != "lm_head.weight"}
+    tensors = {
+        name: value
+        for name, value in load_file(source / "model.safetensors").items()
+        if name != "lm_head.weight"
+    }
     head = {"score.weight": torch.ones(1, 32), "score.bias": torch.zeros(1)}
     save_file({**tensors, **head}, tmp_path / "b" / "model.safetensors", metadata={"format": "pt"})
     model, report = AutoModelForTokenClassification.from_pretrained(tmp_path / "b", output_loading_info=True)
@@ -226,7 +271,13 @@ def test_transformers_loads_the_class_that_is_named(tmp_path: Path) -> None:
 
 
 def test_the_part_of_a_class_name_that_says_its_head() -> None:
-    names = ("Qwen2ForCausalLM", "LlamaForTokenClassification", "Qwen3ForSequenceClassification", "Qwen2Model", "")
+    names = (
+        "Qwen2ForCausalLM",
+        "LlamaForTokenClassification",
+        "Qwen3ForSequenceClassification",
+        "Qwen2Model",
+        "",
+    )
     assert [model_class({"architectures": [name]}) for name in names] == [
         "ForCausalLM",
         "ForTokenClassification",

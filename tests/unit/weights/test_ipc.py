@@ -93,7 +93,9 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
         transfer(writer, reader, value + 1)  # without being freed in between
         writer.empty()
         assert resident_shared_bytes() - before < size // 4
-        open_maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-ipc-" in line]
+        open_maps = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-ipc-" in line
+        ]
         assert open_maps == []
     writer.close()
     reader.close()
@@ -112,7 +114,10 @@ sys.stdin.readline()
 
 def test_a_reader_that_is_killed_is_noticed(writer: IPCWriter) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", READER, repr(tuple(writer.address))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", READER, repr(tuple(writer.address))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "joined\n"
@@ -138,7 +143,9 @@ sys.stdin.readline()
 
 
 def test_a_writer_that_is_killed_is_noticed() -> None:
-    process = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     address = IPCAddress(*eval(process.stdout.readline()))
     reader = IPCReader(address, CPU, "device-0")
@@ -155,7 +162,9 @@ def test_a_writer_that_is_killed_is_noticed() -> None:
 
 
 def test_another_device_and_other_files_are_refused(writer: IPCWriter, tmp_path) -> None:
-    with pytest.raises(WeightTransferError, match="lie on device device-0, which an engine rank on device-1 cannot see"):
+    with pytest.raises(
+        WeightTransferError, match="lie on device device-0, which an engine rank on device-1 cannot see"
+    ):
         IPCReader(writer.address, CPU, "device-1")
     with (tmp_path / "file").open("wb+") as file:
         file.write(bytes(SLOT_BYTES * NUM_IPC_BUFFERS))

@@ -14,7 +14,14 @@ from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice, tiling_fault
 from tests.unit.checkpoints.convert.test_source import everything
-from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, shards_of, stored_state
+from tests.unit.weights.models import (
+    PADDED_VOCAB,
+    architecture_of,
+    random_model,
+    save,
+    shards_of,
+    stored_state,
+)
 from tests.unit.weights.transfers import Cut
 
 MODELS = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
@@ -26,21 +33,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
     root = tmp_path_factory.mktemp("folders")
     return {
         # Half of the folders have several files and an index.
-        (family, tied): save(random_model(family, tied=tied), root / f"{family}-{tied}", "30KB" if tied else "5GB")
+        (family, tied): save(
+            random_model(family, tied=tied), root / f"{family}-{tied}", "30KB" if tied else "5GB"
+        )
         for family, tied in MODELS
     }
 
 
-def loaded(folder: Path, architecture, layout: ShardLayout, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    parameters = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in shard_shapes(architecture, layout).items()}
+def loaded(
+    folder: Path, architecture, layout: ShardLayout, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    parameters = {
+        name: torch.full(shape, torch.nan, dtype=dtype)
+        for name, shape in shard_shapes(architecture, layout).items()
+    }
     load_into_shards(folder, architecture, layout, parameters)
     return parameters
 
 
 def sub_boxes(tensor_slice: TensorSlice) -> list[TensorSlice]:
-    """The box, and what an engine with other cuts would ask for: rows that begin and end inside of a head, some columns."""
+    """The box, and what an engine with other cuts would ask for: rows that begin and end inside of a head,
+    some columns."""
     rows = tensor_slice.stops[0] - tensor_slice.starts[0]
-    found = [tensor_slice, tensor_slice.along(0, tensor_slice.starts[0] + rows // 3, tensor_slice.stops[0] - rows // 4)]
+    found = [
+        tensor_slice,
+        tensor_slice.along(0, tensor_slice.starts[0] + rows // 3, tensor_slice.stops[0] - rows // 4),
+    ]
     if len(tensor_slice.starts) > 1:
         found.append(found[-1].along(1, tensor_slice.starts[1] + 1, tensor_slice.stops[1] - 2))
     return [part for part in found if part.volume]
@@ -77,14 +95,19 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
         manifest = manifest_of(architecture, torch.float32)
         assert held.keys() == manifest.keys()
         for name, meta in manifest.items():
-            assert tiling_fault(meta.shape, sorted(held[name], key=lambda tensor_slice: tensor_slice.starts)) is None, name
+            assert (
+                tiling_fault(meta.shape, sorted(held[name], key=lambda tensor_slice: tensor_slice.starts))
+                is None
+            ), name
 
 
 def test_fused_experts_are_read_each_by_itself(tmp_path: Path) -> None:
     """As they lie in transformers' memory: here the half of each of two experts."""
     model = random_model("qwen3_moe")
     architecture = architecture_of("qwen3_moe")
-    save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors"
+    )
     layout = Cut(data=4, expert=2, expert_tensor=2).layouts(architecture)[3]
     parameters = loaded(tmp_path, architecture, layout)
     expected = shards_of(stored_state(model), architecture, layout)
@@ -101,7 +124,9 @@ def test_bfloat16_parameters_and_float32_folder(folders) -> None:
     architecture = architecture_of("qwen3")
     layout = model_layouts(architecture, tensor_parallel_size=1, padded_vocab_size=PADDED_VOCAB)[0]
     shards = Shards(
-        parameters=loaded(folders["qwen3", False], architecture, layout, torch.bfloat16), architecture=architecture, layout=layout
+        parameters=loaded(folders["qwen3", False], architecture, layout, torch.bfloat16),
+        architecture=architecture,
+        layout=layout,
     )
     state = random_model("qwen3").state_dict()
     for name, (tensor_slice,) in held_slices(architecture, layout).items():

@@ -16,10 +16,14 @@ from megarl.weights.tensors import WeightTransferError
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, stored_state
 
 
-def load(folder: Path, *, tied: bool = False, head: str = "lm", value_head: str = "stored", num_layers: int = 1) -> dict[str, torch.Tensor]:
+def load(
+    folder: Path, *, tied: bool = False, head: str = "lm", value_head: str = "stored", num_layers: int = 1
+) -> dict[str, torch.Tensor]:
     architecture = architecture_of("qwen2", tied=tied, num_layers=num_layers)
     layout = model_layouts(architecture, tensor_parallel_size=1, padded_vocab_size=PADDED_VOCAB)[0]
-    parameters = {name: torch.full(shape, 7.0) for name, shape in shard_shapes(architecture, layout, head).items()}
+    parameters = {
+        name: torch.full(shape, 7.0) for name, shape in shard_shapes(architecture, layout, head).items()
+    }
     load_into_shards(folder, architecture, layout, parameters, head, value_head)
     return parameters
 
@@ -73,13 +77,21 @@ def test_missing_extra_and_wrong_shape_are_all_named(folder: Path) -> None:
     message = str(caught.value)
     assert "3 tensors do not fit config.json" in message
     assert "model.norm.weight is missing" in message
-    assert "model.layers.0.mlp.gate_proj.weight in model.safetensors has shape (32, 20), config.json makes it (20, 32)" in message
-    assert "model.layers.0.self_attn.o_proj.bias in model.safetensors is not a tensor of this architecture" in message
+    assert (
+        "model.layers.0.mlp.gate_proj.weight in model.safetensors has shape (32, 20), config.json makes it "
+        "(20, 32)" in message
+    )
+    assert (
+        "model.layers.0.self_attn.o_proj.bias in model.safetensors is not a tensor of this architecture"
+        in message
+    )
 
 
 def test_quantized_storage_is_refused(folder: Path) -> None:
     edit(folder, model__norm__weight=torch.zeros(32, dtype=torch.int8))
-    with pytest.raises(WeightTransferError, match=r"model\.norm\.weight in model\.safetensors is stored as I8"):
+    with pytest.raises(
+        WeightTransferError, match=r"model\.norm\.weight in model\.safetensors is stored as I8"
+    ):
         load(folder)
 
 
@@ -96,22 +108,29 @@ def test_a_tied_model_may_store_its_output_layer_only_if_equal(tied_folder: Path
     different[198, 31] += 1e-3
     edit(tied_folder, lm_head__weight=different)
     with pytest.raises(
-        WeightTransferError, match=r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight.*set it to"
+        WeightTransferError,
+        match=r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight.*set it to",
     ):
         load(tied_folder, tied=True)
 
 
 def test_an_untied_config_over_tied_weights_is_refused(tied_folder: Path) -> None:
-    with pytest.raises(WeightTransferError, match=r"lm_head\.weight is missing .*is tie_word_embeddings true"):
+    with pytest.raises(
+        WeightTransferError, match=r"lm_head\.weight is missing .*is tie_word_embeddings true"
+    ):
         load(tied_folder, tied=False)
 
 
 def test_value_head_stored_or_left_to_the_caller(folder: Path) -> None:
-    with pytest.raises(WeightTransferError, match=r"score\.weight is missing .*does not score as a reward model"):
+    with pytest.raises(
+        WeightTransferError, match=r"score\.weight is missing .*does not score as a reward model"
+    ):
         load(folder, head="value")
     parameters = load(folder, head="value", value_head="initial")
     assert torch.equal(parameters["output_layer.weight"], torch.full((1, 32), 7.0))
-    assert not any((tensor == 7.0).any() for name, tensor in parameters.items() if name != "output_layer.weight")
+    assert not any(
+        (tensor == 7.0).any() for name, tensor in parameters.items() if name != "output_layer.weight"
+    )
     score = torch.arange(32.0).view(1, 32)
     edit(folder, lm_head__weight=None, score__weight=score)
     assert torch.equal(load(folder, head="value")["output_layer.weight"], score)
@@ -122,10 +141,14 @@ def test_truncated_missing_and_corrupt_files(folder: Path, tmp_path: Path) -> No
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], content[:5], b"\xff" * 100):
         path.write_bytes(damaged)
-        with pytest.raises(WeightTransferError, match=r"model/model\.safetensors: truncated or not a safetensors file"):
+        with pytest.raises(
+            WeightTransferError, match=r"model/model\.safetensors: truncated or not a safetensors file"
+        ):
             load(folder)
     path.unlink()
-    with pytest.raises(WeightTransferError, match=r"model: no model\.safetensors and no model\.safetensors\.index\.json"):
+    with pytest.raises(
+        WeightTransferError, match=r"model: no model\.safetensors and no model\.safetensors\.index\.json"
+    ):
         load(folder)
 
 
@@ -169,6 +192,8 @@ def test_parameters_that_are_not_the_layouts(folder: Path) -> None:
     assert "decoder.layers.1.mlp.linear_fc2.weight is not held in this layout" in str(caught.value)
     assert "decoder.final_layernorm.weight has shape (31,), the layout makes it (32,)" in str(caught.value)
     with pytest.raises(
-        WeightTransferError, match=r"lm_head\.weight in model\.safetensors has shape \(199, 32\), config\.json makes it \(200, 32\)"
+        WeightTransferError,
+        match=r"lm_head\.weight in model\.safetensors has shape \(199, 32\), config\.json makes it \(200, "
+        r"32\)",
     ):
         load_into_shards(folder, replace(architecture, vocab_size=200), layout, parameters)

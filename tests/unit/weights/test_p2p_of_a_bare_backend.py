@@ -1,4 +1,5 @@
-"""How a wire speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its signatures are every backend's."""
+"""How a wire speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its
+signatures are every backend's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from megarl.weights.tensors import WeightTransferError
 
 def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
     """gloo refuses to coalesce, with an error of its own; of wrong arguments Python would complain first."""
-    backend = BACKENDS["gloo"](dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1)
+    backend = BACKENDS["gloo"](
+        dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1
+    )
     p2p = P2PGroup(backend, torch.device("cpu"), "bare")
     p2p._waiter = None  # as for NCCL
     with pytest.raises(WeightTransferError, match="gloo does not implement startCoalescing"):

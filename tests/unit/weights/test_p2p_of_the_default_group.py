@@ -1,4 +1,5 @@
-"""The wire among trainers uses the default process group, whose communicator NCCL creates only when something first needs it."""
+"""The wire among trainers uses the default process group, whose communicator NCCL creates only when something
+first needs it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
 def exchange(place: Place) -> None:
-    """Ranks 0 and 1 exchange their numbers; rank 2 has nothing to send. Each says how many communicators there were, and what came."""
+    """Ranks 0 and 1 exchange their numbers; rank 2 has nothing to send. Each says how many communicators
+    there were, and what came."""
     register()
-    dist.init_process_group(BACKEND, store=dist.FileStore(place.store_path, place.size), rank=place.rank, world_size=place.size)
+    dist.init_process_group(
+        BACKEND, store=dist.FileStore(place.store_path, place.size), rank=place.rank, world_size=place.size
+    )
     dist.new_group([0, 1])
     before = num_live_communicators()
     p2p = P2PGroup.of_default_group(CPU)
@@ -41,4 +45,8 @@ def exchange(place: Place) -> None:
 
 def test_messages_do_not_wait_for_ranks_that_have_none(tmp_path: Path) -> None:
     with mortal_ranks(tmp_path, [exchange] * 3) as ranks:
-        assert [rank.hear() for rank in ranks] == [(0, 1, [1.0, 1.0]), (0, 1, [0.0, 0.0]), (0, 1, [-1.0, -1.0])]
+        assert [rank.hear() for rank in ranks] == [
+            (0, 1, [1.0, 1.0]),
+            (0, 1, [0.0, 0.0]),
+            (0, 1, [-1.0, -1.0]),
+        ]

@@ -1,4 +1,5 @@
-"""The plan of a transfer: every needed element once, from the nearest, in rounds that are bounded; for models of every size."""
+"""The plan of a transfer: every needed element once, from the nearest, in rounds that are bounded; for models
+of every size."""
 
 from __future__ import annotations
 
@@ -68,7 +69,12 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
         for name, slices in each.slices.items():
             for tensor_slice in slices:
                 inside = [part for part in coming[name] if part.intersect(tensor_slice)]
-                assert tiling_fault(tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside]) is None
+                assert (
+                    tiling_fault(
+                        tensor_slice.shape, [part.relative_to(tensor_slice.starts) for part in inside]
+                    )
+                    is None
+                )
         assert plan.received(target) == numel_of(each.slices)
     assert max(sends.values()) <= message_numel
 
@@ -76,7 +82,12 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
 @pytest.mark.parametrize("message_numel", [4, 7, 50, 10**6])
 def test_any_cut_to_any_other(message_numel: int) -> None:
     by_rows = [rank(number, rows(4 * number, 4 * number + 4)) for number in range(2)]
-    for needed in ([WHOLE], [rows(0, 2), rows(2, 7), rows(7, 8)], [columns(0, 2), columns(2, 6)], [WHOLE, columns(1, 3)]):
+    for needed in (
+        [WHOLE],
+        [rows(0, 2), rows(2, 7), rows(7, 8)],
+        [columns(0, 2), columns(2, 6)],
+        [WHOLE, columns(1, 3)],
+    ):
         targets = [rank(10 + number, slices) for number, slices in enumerate(needed)]
         plan = plan_transfer(SHAPES, by_rows, targets, message_numel)
         check(plan, targets, message_numel)
@@ -89,7 +100,12 @@ def test_who_is_nearest_sends() -> None:
     assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).schedules) == {(1, 0)}
     assert set(plan_transfer(SHAPES, sources, [rank(3, WHOLE)], 1000).schedules) == {(0, 0), (1, 0)}
     assert set(plan_transfer(SHAPES, sources, [rank(12, WHOLE)], 1000).schedules) == {(2, 0)}
-    assert {source for source, _ in plan_transfer(SHAPES, sources, [rank(99, WHOLE)], 1000).schedules} == {0, 1, 2, 3}
+    assert {source for source, _ in plan_transfer(SHAPES, sources, [rank(99, WHOLE)], 1000).schedules} == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 @pytest.mark.parametrize("num_copies", [2, 3, 5])
@@ -119,13 +135,17 @@ def test_the_same_fraction_of_every_stream_in_each_round() -> None:
 
 def test_what_cannot_be_planned_is_named() -> None:
     half = rows(0, 4)
-    with pytest.raises(WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"):
+    with pytest.raises(
+        WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"
+    ):
         plan_transfer(SHAPES, [rank(0, half)], [rank(1, WHOLE)], 100)
     with pytest.raises(WeightTransferError, match="d is not a tensor of the model"):
         plan_transfer(SHAPES, [rank(0, WHOLE)], [rank(1, {"d": [TensorSlice((0,), (2,))]})], 100)
     by_rows = [rank(number, rows(number, number + 1)) for number in range(8)]
     with pytest.raises(
-        ValueError, match=r"a message of 7 elements is too small: rank 0 receives parts of 8 .*larger resharding\.bucket_mb"
+        ValueError,
+        match=r"a message of 7 elements is too small: rank 0 receives parts of 8 .*larger "
+        r"resharding\.bucket_mb",
     ):
         plan_transfer(SHAPES, by_rows, [rank(20, WHOLE)], 7)
 
@@ -138,7 +158,9 @@ def test_a_plan_can_be_read() -> None:
 # ---- whole models
 
 
-def of_size(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> Architecture:
+def of_size(
+    model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int
+) -> Architecture:
     return Architecture(
         model_type=model_type,
         num_hidden_layers=layers,
@@ -170,7 +192,9 @@ def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 
         pipeline_parallel_size=pipeline,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, tensor),
     )
-    order = [stage * tensor + each for stage in range(pipeline) for _ in range(data) for each in range(tensor)]
+    order = [
+        stage * tensor + each for stage in range(pipeline) for _ in range(data) for each in range(tensor)
+    ]
     return slices_by_rank(architecture, [layouts[number] for number in order])  # type: ignore[return-value]
 
 
@@ -183,21 +207,31 @@ def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 
     ids=["7B", "70B"],
 )
 @pytest.mark.parametrize("data", [1, 2])
-def test_each_rank_of_two_engines_gets_its_half_and_no_more(architecture: Architecture, least_gb: float, data: int) -> None:
+def test_each_rank_of_two_engines_gets_its_half_and_no_more(
+    architecture: Architecture, least_gb: float, data: int
+) -> None:
     sources = [rank(number, slices) for number, slices in enumerate(cut(architecture, 4, 2, data))]
     targets = [rank(100 + number, slices) for number, slices in enumerate(cut(architecture, 2) * 2)]
     plan = plan_transfer(shapes_of(architecture), sources, targets, 2**28)
-    assert [round(2 * plan.received(target) / 1e9, 2 if least_gb < 10 else 1) for target in range(4)] == [least_gb] * 4
+    assert [round(2 * plan.received(target) / 1e9, 2 if least_gb < 10 else 1) for target in range(4)] == [
+        least_gb
+    ] * 4
     sent = [plan.sent(source) for source in range(len(sources))]
     assert min(sent) > 0.9 * max(sent)
     assert plan.num_rounds <= 1.02 * ceil(max(plan.received(target) for target in range(4)) / 2**28) + 1
 
 
 def test_a_model_with_experts_is_planned_in_seconds() -> None:
-    """235B: 94 layers of 128 experts, three matrices each, as made-up boxes; a trainer of EP 8 with two copies, engines of EP 4."""
+    """235B: 94 layers of 128 experts, three matrices each, as made-up boxes; a trainer of EP 8 with two
+    copies, engines of EP 4."""
     matrices = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(94)]
-    shapes = {f"{layer}.{expert}.{name}": shape for layer in layers for expert in range(128) for name, shape in matrices.items()}
+    shapes = {
+        f"{layer}.{expert}.{name}": shape
+        for layer in layers
+        for expert in range(128)
+        for name, shape in matrices.items()
+    }
 
     def ranks(num_ranks: int, copies: int, first: int) -> list[RankSlices]:
         """Each has whole experts, as many as the others."""
@@ -226,7 +260,10 @@ def test_layouts_of_tiny_models_are_all_planned_exactly() -> None:
     for family, tied in (("qwen2", True), ("qwen3", False), ("llama", False)):
         architecture = architecture_of(family, tied=tied)
         for tensor, pipeline, data in ((1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 2, 3)):
-            sources = [rank(number, slices) for number, slices in enumerate(cut(architecture, tensor, pipeline, data))]
+            sources = [
+                rank(number, slices)
+                for number, slices in enumerate(cut(architecture, tensor, pipeline, data))
+            ]
             shapes = shapes_of(architecture)
             for needed in ([whole_slices(shapes)] * 2, cut(architecture, 2), cut(architecture, 4) * 2):
                 targets = [rank(number, slices) for number, slices in enumerate(needed)]

@@ -20,7 +20,9 @@ def test_a_buffer_of_one_pass_does_not_outlive_it() -> None:
         asked.append(part)
         return [tensors[part.name][part.tensor_slice.index]]
 
-    destinations = DestinationViews(PeerTransfers({0: schedule}), {"matrix": [matrix], "vector": [vector]}, torch.float32, places)
+    destinations = DestinationViews(
+        PeerTransfers({0: schedule}), {"matrix": [matrix], "vector": [vector]}, torch.float32, places
+    )
     num_asked = 0
     for version in (0, 100):
         ipc = torch.empty(2, destinations.sources.largest)

@@ -19,7 +19,16 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError
 from megarl.workers.megatron import megatron_mesh
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
-LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, None), (4, 2, None), (1, 2, 2), (2, 2, 2)]
+LAYOUTS = [
+    (1, 1, None),
+    (2, 1, None),
+    (4, 1, None),
+    (1, 2, None),
+    (2, 2, None),
+    (4, 2, None),
+    (1, 2, 2),
+    (2, 2, 2),
+]
 
 
 def whole_model(architecture, tensor_parallel_size=1, pipeline=1, virtual=None) -> tuple[ShardLayout, ...]:
@@ -38,7 +47,11 @@ def whole_model(architecture, tensor_parallel_size=1, pipeline=1, virtual=None) 
 def test_every_layout_holds_every_tensor_exactly_once(family: str, tied: bool, head: str) -> None:
     architecture = architecture_of(family, tied=tied)
     for sizes in LAYOUTS:
-        check_coverage(architecture, [rank_pieces(architecture, layout, head) for layout in whole_model(architecture, *sizes)], head)
+        check_coverage(
+            architecture,
+            [rank_pieces(architecture, layout, head) for layout in whole_model(architecture, *sizes)],
+            head,
+        )
 
 
 def test_planted_faults_are_named() -> None:
@@ -46,8 +59,17 @@ def test_planted_faults_are_named() -> None:
     layouts = whole_model(architecture, 2, 2)
     good = [rank_pieces(architecture, layout) for layout in layouts]
 
-    with pytest.raises(WeightTransferError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight: 512 of 1024 elements are missing"):
-        check_coverage(architecture, [[piece for piece in good[0] if "layers.0.self_attn.q_proj.weight" not in piece.hf_name], *good[1:]])
+    with pytest.raises(
+        WeightTransferError,
+        match=r"model\.layers\.0\.self_attn\.q_proj\.weight: 512 of 1024 elements are missing",
+    ):
+        check_coverage(
+            architecture,
+            [
+                [piece for piece in good[0] if "layers.0.self_attn.q_proj.weight" not in piece.hf_name],
+                *good[1:],
+            ],
+        )
     with pytest.raises(WeightTransferError, match=r"comes twice"):
         check_coverage(architecture, [good[0], good[0], *good[2:]])
     shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
@@ -61,9 +83,14 @@ def test_planted_faults_are_named() -> None:
 
 
 def test_query_groups_by_hand() -> None:
-    """8 query heads of 4 rows, 4 groups: rank 1 of 2 has groups 2 and 3; a group is 8 query rows, 4 key rows, 4 value rows."""
+    """8 query heads of 4 rows, 4 groups: rank 1 of 2 has groups 2 and 3; a group is 8 query rows, 4 key rows,
+    4 value rows."""
     architecture = architecture_of("llama")
-    qkv = next(weight for weight in weights_of(architecture, "lm") if weight.megatron_name.endswith("linear_qkv.weight"))
+    qkv = next(
+        weight
+        for weight in weights_of(architecture, "lm")
+        if weight.megatron_name.endswith("linear_qkv.weight")
+    )
     layout = whole_model(architecture, 2)[1]
     q, k, v = pieces(qkv, layout)
     assert (q.hf_view, q.hf, q.shard_view) == ((4, 8, 32), TensorSlice((2, 0, 0), (4, 8, 32)), (2, 16, 32))
@@ -76,22 +103,34 @@ def test_query_groups_by_hand() -> None:
 def test_interleaved_stages() -> None:
     layouts = whole_model(architecture_of("qwen2"), 1, 2, 2)
     assert [layout.layers for layout in layouts] == [(0, 2), (1, 3)]
-    assert [(layout.holds_embedding, layout.holds_output) for layout in layouts] == [(True, False), (False, True)]
+    assert [(layout.holds_embedding, layout.holds_output) for layout in layouts] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
-    """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2: the four ranks of a stage, in two replicas, hold each expert's halves once."""
+    """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2: the four ranks of a stage, in two replicas, hold each
+    expert's halves once."""
     architecture = architecture_of("qwen3_moe")
     parallel = ParallelConfig(
-        tensor_parallel_size=2, data_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2, expert_tensor_parallel_size=2
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        pipeline_parallel_size=2,
+        expert_parallel_size=2,
+        expert_tensor_parallel_size=2,
     )
     layouts = layouts_of(architecture, parallel)
-    held = [(layout.layers, layout.tensor_parallel_rank, list(layout.experts), layout.expert_tensor_parallel_rank) for layout in layouts]
+    held = [
+        (layout.layers, layout.tensor_parallel_rank, list(layout.experts), layout.expert_tensor_parallel_rank)
+        for layout in layouts
+    ]
     first = [((0, 1), 0, [0, 1], 0), ((0, 1), 1, [0, 1], 1), ((0, 1), 0, [2, 3], 0), ((0, 1), 1, [2, 3], 1)]
     assert held == first + [((2, 3), *rest) for _, *rest in first]
     assert parallel.expert_data_parallel_size == 1
     shapes = shard_shapes(architecture, layouts[2])
-    assert shapes["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"] == (8, 32)  # half of gate, half of up
+    # half of gate, half of up
+    assert shapes["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"] == (8, 32)
     assert shapes["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"] == (32, 4)
     assert shapes["decoder.layers.1.mlp.router.weight"] == (4, 32)
     assert not any("local_experts.0" in name for name in shapes)
@@ -102,14 +141,21 @@ def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
     [
         ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
         ParallelConfig(pipeline_parallel_size=2, data_parallel_size=3),
-        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, data_parallel_size=2),
+        ParallelConfig(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            virtual_pipeline_parallel_size=2,
+            data_parallel_size=2,
+        ),
     ],
 )
 def test_ranks_are_counted_as_workers_count_them(parallel: ParallelConfig) -> None:
     architecture = architecture_of("qwen2")
     size = parallel.tensor_parallel_size
     of_replica = layouts_of(architecture, replace(parallel, data_parallel_size=1))
-    assert list(layouts_of(architecture, parallel)) == [of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)]
+    assert list(layouts_of(architecture, parallel)) == [
+        of_replica[place.pp * size + place.tp] for place in megatron_mesh(parallel)
+    ]
 
 
 def test_shapes_of_tied_and_value_heads() -> None:
@@ -138,21 +184,32 @@ def test_padding_may_fill_a_whole_rank() -> None:
 def test_plan_is_readable() -> None:
     architecture = architecture_of("qwen2", tied=True)
     text = describe(architecture, whole_model(architecture, 2, 2)[2])
-    assert "model.layers.2.mlp.up_proj.weight (1, 20, 32)[0:1, 0:10, 0:32] -> (2, 10, 32)[1:2, 0:10, 0:32]" in text
+    assert (
+        "model.layers.2.mlp.up_proj.weight (1, 20, 32)[0:1, 0:10, 0:32] -> (2, 10, 32)[1:2, 0:10, 0:32]"
+        in text
+    )
     assert "model.embed_tokens.weight (199, 32)[0:104, 0:32] -> (104, 32)[0:104, 0:32] (copy)" in text
 
 
 def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
     odd = architecture_of("llama", num_key_value_heads=1)
-    with pytest.raises(ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be cut over tensor_parallel_size 2"):
+    with pytest.raises(
+        ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be cut over tensor_parallel_size 2"
+    ):
         shard_shapes(odd, whole_model(odd, 2)[0])
-    with pytest.raises(ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"):
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"
+    ):
         whole_model(odd, 1, 3)
-    with pytest.raises(ValueError, match=r"padded_vocab_size 199 is not a multiple of tensor_parallel_size 2"):
+    with pytest.raises(
+        ValueError, match=r"padded_vocab_size 199 is not a multiple of tensor_parallel_size 2"
+    ):
         model_layouts(odd, tensor_parallel_size=2, padded_vocab_size=199)
     with pytest.raises(ValueError, match=r"padded_vocab_size 104 is smaller than the vocabulary of 199"):
         shard_shapes(odd, model_layouts(odd, tensor_parallel_size=1, padded_vocab_size=104)[0])
     with pytest.raises(
-        ValueError, match=r"model_type 'gpt2' has no tensor table; supported: llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"
+        ValueError,
+        match=r"model_type 'gpt2' has no tensor table; supported: llama, mixtral, qwen2, qwen2_moe, qwen3, "
+        r"qwen3_moe",
     ):
         weights_of(replace(odd, model_type="gpt2"), "lm")

@@ -1,4 +1,5 @@
-"""The tests of tests/gpu/test_weights.py, on the CPU: the same code, with memfds in the place of CUDA IPC and gloo in that of NCCL."""
+"""The tests of tests/gpu/test_weights.py, on the CPU: the same code, with memfds in the place of CUDA IPC and
+gloo in that of NCCL."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ def test_a_complete_load_in_any_order_passes() -> None:
         ([A_HEAD, A_TAIL], r"b \(missing from element 0 of 4\)"),
         ([A_HEAD, A_HEAD, A_TAIL, B_WHOLE], r"a \(twice at element 0\)"),
         ([(ChunkMeta("c", 0, 1), torch.float32)], "'c' is not in the model's manifest"),
-        ([(ChunkMeta("b", 0, 4), torch.float32)], "'b' arrived as torch.float32, the manifest says torch.bfloat16"),
+        (
+            [(ChunkMeta("b", 0, 4), torch.float32)],
+            "'b' arrived as torch.float32, the manifest says torch.bfloat16",
+        ),
         ([(ChunkMeta("a", 5, 2), torch.float32)], r"'a': elements 5..7 lie outside shape \(2, 3\)"),
     ],
 )
@@ -91,4 +94,6 @@ def test_ranges_are_contiguous_rectangles_in_order(shape: tuple[int, ...]) -> No
             tensor_slices = list(range_slices(shape, start, stop))
             assert len(tensor_slices) <= max(1, 2 * len(shape) - 1)
             values = [tensor[tensor_slice.index].reshape(-1) for tensor_slice in tensor_slices]
-            assert torch.equal(torch.cat(values) if values else tensor.new_empty(0), torch.arange(start, stop))
+            assert torch.equal(
+                torch.cat(values) if values else tensor.new_empty(0), torch.arange(start, stop)
+            )

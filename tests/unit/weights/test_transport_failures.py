@@ -76,7 +76,9 @@ class ObeyingTrainer(Obeying):
         self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
         if self.place.rank in route.beside:
             number = route.beside.index(self.place.rank)
-            return self.own.device.serve(replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU)
+            return self.own.device.serve(
+                replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU
+            )
         return None
 
     def send(self, seed: int, replicas: list[int]) -> SendReport | None:
@@ -133,7 +135,9 @@ class ObeyingEngine(Obeying):
 
 def buffers_route(case: Case, replica: int) -> Any:
     devices = [f"device-{rank}" for rank in range(case.trainer.num_ranks)]
-    return device_route(case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]})
+    return device_route(
+        case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]}
+    )
 
 
 def serve_trainer(case: Case, place: Place) -> None:
@@ -167,7 +171,12 @@ class World(NamedTuple):
             address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
             for number, sender in enumerate(route.senders):
                 self.trainers[sender].tell(("join_group", replica, GroupPlace(address, number)))
-            engine.tell(("link", EngineLink(GroupPlace(address, len(route.senders)), route.receives[0], torch.float32)))
+            engine.tell(
+                (
+                    "link",
+                    EngineLink(GroupPlace(address, len(route.senders)), route.receives[0], torch.float32),
+                )
+            )
             assert [self.trainers[sender].hear() for sender in route.senders] == [None] * len(route.senders)
         else:
             way = buffers_route(case, replica)
@@ -207,7 +216,9 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     transport, backend = request.param
     architecture = architecture_of("qwen3")
     case = Case(architecture, "qwen3", False, Cut(tensor=2), (Cut(), Cut()), transport, 3000, backend)
-    functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)]
+    functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [
+        partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)
+    ]
     with mortal_ranks(tmp_path, functions) as ranks:
         trainers = ranks[:NUM_TRAINERS]
         first = ranks[NUM_TRAINERS : NUM_TRAINERS + 2]
@@ -215,7 +226,9 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         made = World(case, trainers, dict(enumerate(first)), dict(enumerate(again)))
         address = None
         if transport == "device":
-            address = P2PAddress("trainers", "127.0.0.1", made.ask(trainers[0], "reserve"), NUM_TRAINERS, backend, LIMIT_S)
+            address = P2PAddress(
+                "trainers", "127.0.0.1", made.ask(trainers[0], "reserve"), NUM_TRAINERS, backend, LIMIT_S
+            )
         for trainer in trainers:
             trainer.tell(("join_trainers", address))
         assert [trainer.hear() for trainer in trainers] == [None] * NUM_TRAINERS

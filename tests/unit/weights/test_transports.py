@@ -58,14 +58,22 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
 
 
 @pytest.mark.parametrize("transport", ["group", "device"])
-@pytest.mark.parametrize("engines", [(Cut(),), (Cut(tensor=2, expert_tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"])
+@pytest.mark.parametrize(
+    "engines", [(Cut(),), (Cut(tensor=2, expert_tensor=2),), (Cut(), Cut())], ids=["whole", "TP2", "two"]
+)
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engines: tuple[Cut, ...], transport: str) -> None:
+def test_each_element_arrives_where_it_is_needed(
+    rank_pool, trainer: str, engines: tuple[Cut, ...], transport: str
+) -> None:
     cut = TRAINERS[trainer]
     num_engine_ranks = sum(engine.num_ranks for engine in engines)
     if transport == "device" and num_engine_ranks > cut.num_ranks:
-        pytest.skip("an engine rank has no trainer rank beside it")  # which the placement refuses: test_transport.py
-    cases = [(family, tied, message_numel, "gloo") for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)]
+        # which the placement refuses: test_transport.py
+        pytest.skip("an engine rank has no trainer rank beside it")
+    cases = [
+        (family, tied, message_numel, "gloo")
+        for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)
+    ]
     for family, tied, message_numel, backend in [*cases, ("qwen3", False, 2000, "nccl_semantics")]:
         architecture = architecture_of(family, tied=tied)
         case = Case(architecture, family, tied, cut, engines, transport, message_numel, backend)
@@ -80,7 +88,8 @@ def test_each_element_arrives_where_it_is_needed(rank_pool, trainer: str, engine
 
 
 def measured(case: Case) -> list[int]:
-    """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in its landing."""
+    """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in
+    its landing."""
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
@@ -88,7 +97,9 @@ def measured(case: Case) -> list[int]:
     if rank < num_trainers:
         own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, p2p)
         layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
-        parameters = {name: torch.ones(shape) for name, shape in shard_shapes(case.architecture, layout).items()}
+        parameters = {
+            name: torch.ones(shape) for name, shape in shard_shapes(case.architecture, layout).items()
+        }
         shards = Shards(parameters=parameters, architecture=case.architecture, layout=layout)
     else:
         own = EngineRank(case, rank - num_trainers)
@@ -101,7 +112,9 @@ def measured(case: Case) -> list[int]:
         dist.barrier()
         if turn == 2 and isinstance(own, TrainerRank):
             own.end.release()
-        trim_heap()  # an earlier test of this process may have told glibc to keep what is freed, which a pass would use again
+        # an earlier test of this process may have told glibc to keep what is freed, which a pass would use
+        # again
+        trim_heap()
         peak = PeakMemory(CPU)
         if isinstance(own, TrainerRank):
             sending = SendPass(own.end, shards, [0])
@@ -115,16 +128,30 @@ def measured(case: Case) -> list[int]:
     return extra
 
 
-@pytest.mark.parametrize(("transport", "trainer", "engine"), [("group", 1, 2), ("group", 2, 1), ("device", 2, 2)])
-def test_memory_as_measured_is_at_most_two_messages_each_way(rank_pool, transport: str, trainer: int, engine: int) -> None:
-    """Of a model of 130 MB, a third of it cut along columns, which the side with fewer ranks packs or unpacks. The first pass makes what is
-    kept, the second finds it, the third comes after it was given back."""
+@pytest.mark.parametrize(
+    ("transport", "trainer", "engine"), [("group", 1, 2), ("group", 2, 1), ("device", 2, 2)]
+)
+def test_memory_as_measured_is_at_most_two_messages_each_way(
+    rank_pool, transport: str, trainer: int, engine: int
+) -> None:
+    """Of a model of 130 MB, a third of it cut along columns, which the side with fewer ranks packs or
+    unpacks. The first pass makes what is kept, the second finds it, the third comes after it was given back.
+    """
     architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
     message_bytes = 16 * 2**20 if transport == "group" else 8 * 2**20  # with four IPC buffers
-    case = Case(architecture, "qwen3", False, Cut(tensor=trainer), (Cut(tensor=engine),), transport, message_bytes // 4)
+    case = Case(
+        architecture,
+        "qwen3",
+        False,
+        Cut(tensor=trainer),
+        (Cut(tensor=engine),),
+        transport,
+        message_bytes // 4,
+    )
     slack = 4 * 2**20  # of gloo, and of the interpreter
     results = rank_pool.run(measured, world_size=case.num_ranks, case=case)
     for number, extra in enumerate(results):
-        most = (4 if transport == "device" else 2) * message_bytes  # the IPC buffers, which both sides have mapped
+        # the IPC buffers, which both sides have mapped
+        most = (4 if transport == "device" else 2) * message_bytes
         assert max(extra) <= most + slack, (number, extra)
     assert max(results[0 if trainer <= engine else -1]) > message_bytes  # it measures

@@ -1,4 +1,5 @@
-"""Transfers among real ranks without a driver: some are trainers, cut from a model, the others engine ranks, cut as an engine would."""
+"""Transfers among real ranks without a driver: some are trainers, cut from a model, the others engine ranks,
+cut as an engine would."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ class Cut(NamedTuple):
             expert_parallel_size=self.expert,
             expert_tensor_parallel_size=self.expert_tensor,
         )
-        return [replace(layout, padded_vocab_size=padded_vocab) for layout in layouts_of(architecture, parallel)]
+        return [
+            replace(layout, padded_vocab_size=padded_vocab) for layout in layouts_of(architecture, parallel)
+        ]
 
 
 class Case(NamedTuple):
-    """`engines`: the cut of each. `transport`: group or device; with device, the engines lie on the trainers' devices, in their order."""
+    """`engines`: the cut of each. `transport`: group or device; with device, the engines lie on the trainers'
+    devices, in their order."""
 
     architecture: Architecture
     family: str
@@ -93,16 +97,23 @@ class Case(NamedTuple):
             for rank, layout in enumerate(self.trainer.layouts(self.architecture, self.padded_vocab))
         ]
         targets = [
-            RankSlices(RankPlace("node", self.device(target)), self.needed(target)) for target in range(sum(map(len, self.engine_ranks)))
+            RankSlices(RankPlace("node", self.device(target)), self.needed(target))
+            for target in range(sum(map(len, self.engine_ranks)))
         ]
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
     def needed(self, target: int) -> dict[str, tuple[TensorSlice, ...]]:
-        layouts = [layout for engine in self.engines for layout in engine.layouts(self.architecture, self.padded_vocab)]
+        layouts = [
+            layout
+            for engine in self.engines
+            for layout in engine.layouts(self.architecture, self.padded_vocab)
+        ]
         return held_slices(self.architecture, layouts[target])
 
 
-def _semantics(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> NcclSemantics:
+def _semantics(
+    store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int
+) -> NcclSemantics:
     return NcclSemantics(store, rank, size, limit)
 
 
@@ -126,7 +137,9 @@ class TrainerRank:
 
     def shards(self, seed: int) -> Shards:
         case = self.case
-        model = random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers)
+        model = random_model(
+            case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers
+        )
         parameters = shards_of(stored_state(model), case.architecture, self.layout)
         return Shards(
             parameters={name: value.contiguous() for name, value in parameters.items()},
@@ -150,12 +163,15 @@ class EngineRank:
     def __init__(self, case: Case, target: int) -> None:
         self.needed = case.needed(target)
         self.tensors = {
-            name: [torch.full(tensor_slice.shape, torch.nan) for tensor_slice in slices] for name, slices in self.needed.items()
+            name: [torch.full(tensor_slice.shape, torch.nan) for tensor_slice in slices]
+            for name, slices in self.needed.items()
         }
 
     def link(self, link: EngineLink) -> None:
         self.end = EngineLink.decode(_as_json(link.encode())).open(CPU)
-        self.destinations = DestinationViews(PeerTransfers(link.schedules), self.needed, torch.float32, self.places)
+        self.destinations = DestinationViews(
+            PeerTransfers(link.schedules), self.needed, torch.float32, self.places
+        )
 
     def places(self, part: Part) -> Iterator[torch.Tensor]:
         for tensor_slice, tensor in zip(self.needed[part.name], self.tensors[part.name], strict=True):
@@ -172,7 +188,11 @@ class EngineRank:
         self.end.close()
 
     def differing(self, case: Case, seed: int) -> list[str]:
-        state = stored_state(random_model(case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers))
+        state = stored_state(
+            random_model(
+                case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers
+            )
+        )
         return [
             name
             for name, slices in self.needed.items()
@@ -200,7 +220,12 @@ def trainers_wire(case: Case) -> P2PGroup | None:
     port = shared(listener and listener.getsockname()[1])[0]
     if rank >= case.trainer.num_ranks or case.transport == "group":
         return None
-    return P2PGroup.join(P2PAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0), rank, CPU, listener)
+    return P2PGroup.join(
+        P2PAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0),
+        rank,
+        CPU,
+        listener,
+    )
 
 
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
@@ -220,7 +245,13 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                own.link(EngineLink(GroupPlace(address, len(route.senders) + number), route.receives[number], torch.float32))
+                own.link(
+                    EngineLink(
+                        GroupPlace(address, len(route.senders) + number),
+                        route.receives[number],
+                        torch.float32,
+                    )
+                )
     else:
         devices = [f"device-{trainer}" for trainer in range(num_trainers)]
         way = device_route(plan, devices, {target: case.device(target) for target in targets})
@@ -228,7 +259,9 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         if isinstance(own, TrainerRank):
             own.device.relay(replica, way.relays.get(rank, {}))
             if rank in way.beside:
-                address = own.device.serve(replica, f"device-{rank}", way.sources[way.beside.index(rank)], torch.float32, CPU)
+                address = own.device.serve(
+                    replica, f"device-{rank}", way.sources[way.beside.index(rank)], torch.float32, CPU
+                )
         addresses = shared(address)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:

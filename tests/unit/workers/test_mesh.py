@@ -10,7 +10,12 @@ from tests.ranks import RankPool
 from tests.unit.engine.rank_side import CONTEXT_LAYOUTS, LAYOUTS, MIXED_LAYOUTS, start
 
 CONTEXT = {name: CONTEXT_LAYOUTS[name] for name in ("CP2xTP2+SP", "CP2xPP2", "CP2xDP2")}
-ALL = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT, "TP2xDP2": ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)}
+ALL = {
+    **LAYOUTS,
+    **MIXED_LAYOUTS,
+    **CONTEXT,
+    "TP2xDP2": ParallelConfig(tensor_parallel_size=2, data_parallel_size=2),
+}
 
 
 def place_in_rank(parallel: ParallelConfig) -> tuple[int, ...]:
@@ -26,5 +31,11 @@ def test_it_is_megatrons(rank_pool: RankPool, layout: str) -> None:
 
 def test_three_axes() -> None:
     """Worked out by hand: with tp=2, dp=2, pp=2 rank 5 is tp 1 of replica 0 in stage 1."""
-    mesh = megatron_mesh(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2))
-    assert [tuple(place) for place in (mesh[1], mesh[2], mesh[5])] == [(0, 1, 0, 0), (1, 0, 0, 0), (0, 1, 1, 0)]
+    mesh = megatron_mesh(
+        ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    )
+    assert [tuple(place) for place in (mesh[1], mesh[2], mesh[5])] == [
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 1, 0),
+    ]

@@ -1,4 +1,5 @@
-"""The speed of an update: by hand, over replicas of unlike work, and without rows that only fill a micro-batch."""
+"""The speed of an update: by hand, over replicas of unlike work, and without rows that only fill a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ ROWS = [(3, 2), (1, 4), (2, 3)]
 
 
 def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto:
-    prompts, responses = (RaggedTensor.constant(1, torch.tensor(lengths), torch.int32) for lengths in zip(*rows, strict=True))
-    scored = RaggedTensor.of_rows([np.full(response, row != filler) for row, (_, response) in enumerate(rows)], torch.bool)
+    prompts, responses = (
+        RaggedTensor.constant(1, torch.tensor(lengths), torch.int32) for lengths in zip(*rows, strict=True)
+    )
+    scored = RaggedTensor.of_rows(
+        [np.full(response, row != filler) for row, (_, response) in enumerate(rows)], torch.bool
+    )
     micro_batches = [[row] for row in range(len(rows))]
     tensors = {"prompts": prompts, "responses": responses, "response_mask": scored}
     return DataProto.from_dict(tensors, meta_info={MICRO_BATCHES: micro_batches})
@@ -52,7 +57,10 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 def test_it_is_the_work_of_all_replicas_by_the_time_of_their_devices(spec: ModelSpec) -> None:
     """Two replicas of 2 x 2 devices, one of which worked for 3 s and the other for 5."""
-    replicas = [speed_metrics(spec, part_of(ROWS[:2]), 3.0, "actor", 0.5), speed_metrics(spec, part_of(ROWS[2:]), 5.0, "actor", 0.5)]
+    replicas = [
+        speed_metrics(spec, part_of(ROWS[:2]), 3.0, "actor", 0.5),
+        speed_metrics(spec, part_of(ROWS[2:]), 5.0, "actor", 0.5),
+    ]
     tflops = training_flops(spec.architecture, ROWS) / 1e12 / (4 * 3.0 + 4 * 5.0)
     tokens = sum(map(sum, ROWS)) / (4 * 3.0 + 4 * 5.0)
     assert values_of(merge_metrics(replicas)) == pytest.approx(
@@ -72,9 +80,15 @@ def test_a_prompt_that_rows_share_is_computed_once(spec: ModelSpec) -> None:
     part.meta_info = {MICRO_BATCHES: [[0, 1], [2]]}
     flops = training_flops(spec.architecture, rows) - training_flops(spec.architecture, [(3, 0)])
     expected = {"tflops": flops / 1e12, "tokens_per_s": 8 + 5 + 7, "computed_tokens_per_s": 8 + 2 + 7}
-    assert speed(spec, part) == pytest.approx({f"perf/{key}/actor": value / 8.0 for key, value in expected.items()})
+    assert speed(spec, part) == pytest.approx(
+        {f"perf/{key}/actor": value / 8.0 for key, value in expected.items()}
+    )
     apart = speed(replace(spec, engine=EngineConfig(share_prompts=False)), part)
-    assert apart["perf/computed_tokens_per_s/actor"] == apart["perf/tokens_per_s/actor"] == pytest.approx(20 / 8.0)
+    assert (
+        apart["perf/computed_tokens_per_s/actor"]
+        == apart["perf/tokens_per_s/actor"]
+        == pytest.approx(20 / 8.0)
+    )
 
 
 def test_a_prompt_is_counted_with_a_row_that_is(spec: ModelSpec) -> None:

@@ -1,4 +1,5 @@
-"""Python imports this at its start, as it is on the path of what the tests start: processes that SGLang's server spawns are warm.
+"""Python imports this at its start, as it is on the path of what the tests start: processes that SGLang's
+server spawns are warm.
 
 The server itself starts cold, as it is known by its process id.
 """

@@ -9,6 +9,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def function(*arguments: object, **keywords: object) -> NoReturn:
-        raise NotImplementedError(f"soundfile.{name} was called: megarl generates text, install soundfile for speech")
+        raise NotImplementedError(
+            f"soundfile.{name} was called: megarl generates text, install soundfile for speech"
+        )
 
     return function

@@ -1,4 +1,5 @@
-"""What runs inside the ranks of the tests: each saves its part of a real GPTModel as Megatron's own programs do, in both formats."""
+"""What runs inside the ranks of the tests: each saves its part of a real GPTModel as Megatron's own programs
+do, in both formats."""
 
 from __future__ import annotations
 
@@ -23,21 +24,31 @@ _WITH_TRANSFORMER_ENGINE = {
 }
 
 
-def save_classic(parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype, engine_names: bool) -> None:
+def save_classic(
+    parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype, engine_names: bool
+) -> None:
     """In a rank. engine_names: as with Transformer Engine, and with the extra states that its layers have."""
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
-    states = [_renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine._models]
+    states = [
+        _renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine._models
+    ]
     pipeline = parallel.pipeline_parallel_size
     name = f"mp_rank_{groups.tensor_rank:02d}" + (f"_{groups.pipeline_rank:03d}" if pipeline > 1 else "")
     (folder / name).mkdir(parents=True)
-    content: dict[str, Any] = {"model": states[0]} if len(states) == 1 else {f"model{number}": state for number, state in enumerate(states)}
+    content: dict[str, Any] = (
+        {"model": states[0]}
+        if len(states) == 1
+        else {f"model{number}": state for number, state in enumerate(states)}
+    )
     torch.save(
         {
             "args": arguments(parallel, model),
             "checkpoint_version": 3.0,
             "iteration": 7,
-            "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-6}]}},
+            "optimizer": {
+                "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-6}]}
+            },
             "rng_state": [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}],
             **content,
         },
@@ -45,13 +56,17 @@ def save_classic(parallel: ParallelConfig, model: str, folder: Path, head: str, 
     )
 
 
-def save_distributed(parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype) -> None:
+def save_distributed(
+    parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype
+) -> None:
     """In a rank: by Megatron's own writer, with the arguments that its programs keep."""
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
     from megatron.core import dist_checkpointing
 
-    names = ["model"] if len(engine._models) == 1 else [f"model{number}" for number in range(len(engine._models))]
+    names = (
+        ["model"] if len(engine._models) == 1 else [f"model{number}" for number in range(len(engine._models))]
+    )
     models = {name: chunk.sharded_state_dict() for name, chunk in zip(names, engine._models, strict=True)}
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
@@ -62,7 +77,8 @@ def save_distributed(parallel: ParallelConfig, model: str, folder: Path, head: s
 
 @contextmanager
 def _children_allowed() -> Iterator[None]:
-    """Megatron's writer starts processes, which a rank of the pool may not have, and a server for a queue that one process uses."""
+    """Megatron's writer starts processes, which a rank of the pool may not have, and a server for a queue
+    that one process uses."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]

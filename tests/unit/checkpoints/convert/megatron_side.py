@@ -1,4 +1,5 @@
-"""What runs inside the ranks of the tests of conversions: Megatron loads what was written, and an engine saves what is to be read."""
+"""What runs inside the ranks of the tests of conversions: Megatron loads what was written, and an engine
+saves what is to be read."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.unit.engine.rank_side import Tensors, build, deal, hf_weights, join_r
 
 
 class Loaded(NamedTuple):
-    """wrong: parameters that are not as the engine itself loads them from the Hugging Face folder. outputs: of the whole batch."""
+    """wrong: parameters that are not as the engine itself loads them from the Hugging Face folder. outputs:
+    of the whole batch."""
 
     wrong: list[str]
     outputs: Tensors
@@ -20,7 +22,8 @@ class Loaded(NamedTuple):
 
 
 def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
-    """In a rank: Megatron's own loader fills the state dict of a real GPTModel, and finds neither too much nor too little."""
+    """In a rank: Megatron's own loader fills the state dict of a real GPTModel, and finds neither too much
+    nor too little."""
     groups = start(settings.parallel)
     engine = build(groups, settings.folder, head=settings.head, dtype=settings.dtype)
     from megatron.core import dist_checkpointing
@@ -30,8 +33,14 @@ def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
     want = {name: value.clone() for name, value in engine.parameters().items()}
     for value in engine.parameters().values():
         value.fill_(float("nan"))
-    metadata = {**(dist_checkpointing.load_content_metadata(str(folder)) or {}), "dp_cp_group": groups.data_context}
-    states = {f"model{number}": model.sharded_state_dict(metadata=metadata) for number, model in enumerate(engine._models)}
+    metadata = {
+        **(dist_checkpointing.load_content_metadata(str(folder)) or {}),
+        "dp_cp_group": groups.data_context,
+    }
+    states = {
+        f"model{number}": model.sharded_state_dict(metadata=metadata)
+        for number, model in enumerate(engine._models)
+    }
     loaded = dist_checkpointing.load(states, str(folder), strict="raise_all")
     for number, model in enumerate(engine._models):
         model.load_state_dict(loaded[f"model{number}"], strict=True)

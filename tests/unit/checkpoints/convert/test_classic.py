@@ -1,4 +1,5 @@
-"""Checkpoints that Megatron's own code wrote of real models, read back to the bit; and what is said of damaged classic ones."""
+"""Checkpoints that Megatron's own code wrote of real models, read back to the bit; and what is said of
+damaged classic ones."""
 
 import os
 import shutil
@@ -39,7 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def saved(rank_pool: RankPool, models: Path, folder: Path, case: tuple[str, str, str, torch.dtype, bool]) -> Path:
+def saved(
+    rank_pool: RankPool, models: Path, folder: Path, case: tuple[str, str, str, torch.dtype, bool]
+) -> Path:
     """The Hugging Face folder of which `folder` becomes a checkpoint."""
     family, layout, head, dtype, engine_names = case
     model = models / (family if head == "lm" else f"{family}-value")
@@ -69,7 +72,11 @@ def test_a_classic_checkpoint_is_the_model_bit_for_bit(
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == case[3] and torch.equal(found[name], expected[name]) for name in expected)
     assert (source.head, source.step) == (case[2], 7)
-    assert source.layout.replace(" ", "") == {"TP1": "TP1xPP1", "TP2": "TP2xPP1", "PP2xVPP2": "TP1xPP2xVPP2"}.get(case[1], case[1])
+    assert source.layout.replace(" ", "") == {
+        "TP1": "TP1xPP1",
+        "TP2": "TP2xPP1",
+        "PP2xVPP2": "TP1xPP2xVPP2",
+    }.get(case[1], case[1])
 
 
 @pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=lambda case: "-".join(map(str, case)))
@@ -78,7 +85,9 @@ def test_a_distributed_checkpoint_by_megatron_s_writer(
 ) -> None:
     family, layout, head, dtype, _ = case
     model = models / (family if head == "lm" else f"{family}-value")
-    arguments = dict(parallel=LAYOUTS[layout], model=str(model), folder=tmp_path / "iter_0000007", head=head, dtype=dtype)
+    arguments = dict(
+        parallel=LAYOUTS[layout], model=str(model), folder=tmp_path / "iter_0000007", head=head, dtype=dtype
+    )
     world_size = LAYOUTS[layout].tensor_parallel_size * LAYOUTS[layout].pipeline_parallel_size
     rank_pool.run(save_distributed, world_size=world_size, **arguments)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
@@ -145,7 +154,9 @@ def a_norm_of_another(content: dict[str, Any]) -> None:
 
 
 def transposed(content: dict[str, Any]) -> None:
-    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = content["model"]["decoder.layers.0.mlp.linear_fc2.weight"].T.contiguous()
+    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = content["model"][
+        "decoder.layers.0.mlp.linear_fc2.weight"
+    ].T.contiguous()
 
 
 class Opens:
@@ -154,14 +165,32 @@ class Opens:
 
 
 DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
-    (flipped, r"mp_rank_01_000/model_optim_rng\.pt: decoder\.layers\.1\.mlp\.linear_fc2\.weight is not what was written"),
+    (
+        flipped,
+        r"mp_rank_01_000/model_optim_rng\.pt: decoder\.layers\.1\.mlp\.linear_fc2\.weight is not what was "
+        r"written",
+    ),
     (truncated, r"mp_rank_00_001/model_optim_rng\.pt: damaged"),
-    (swapped, r"mp_rank_00_000/model_optim_rng\.pt: was written by rank 1, of tensor-parallel rank 1: files were swapped"),
+    (
+        swapped,
+        r"mp_rank_00_000/model_optim_rng\.pt: was written by rank 1, of tensor-parallel rank 1: files were "
+        r"swapped",
+    ),
     (stages_swapped, r"mp_rank_00_000/model_optim_rng\.pt: has no embedding\.word_embeddings\.weight"),
-    (lambda folder: shutil.rmtree(folder / "mp_rank_00_001"), r"mp_rank_00_001/model_optim_rng\.pt: the file is missing; .* 2 .* x 2"),
-    (a_stage_less, r"release: has the files of 2 tensor-parallel ranks x 1 stages, and mp_rank_00_000 says that it was one of 2 x 2"),
+    (
+        lambda folder: shutil.rmtree(folder / "mp_rank_00_001"),
+        r"mp_rank_00_001/model_optim_rng\.pt: the file is missing; .* 2 .* x 2",
+    ),
+    (
+        a_stage_less,
+        r"release: has the files of 2 tensor-parallel ranks x 1 stages, and mp_rank_00_000 says that it was "
+        r"one of 2 x 2",
+    ),
     (lambda folder: (folder / "mp_rank_00").mkdir(), r"mp_rank_00_000: is of the same rank as .*mp_rank_00:"),
-    (lambda folder: (folder / "mp_rank_00_000_001").mkdir(), r"mp_rank_00_000_001: is not the folder of a rank .* experts are not read"),
+    (
+        lambda folder: (folder / "mp_rank_00_000_001").mkdir(),
+        r"mp_rank_00_000_001: is not the folder of a rank .* experts are not read",
+    ),
     (
         lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content.update(data=Opens())),
         r"mp_rank_00_000/model_optim_rng\.pt: its pickle names posix\.system, which is not on the list",
@@ -171,40 +200,67 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
         r"mp_rank_00_001/model_optim_rng\.pt: is of iteration 8 .*: the files are of different checkpoints",
     ),
     (
-        lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: vars(content["args"]).update(hidden_size=32, rotary_base=5.0)),
-        r"its args are of another model than config\.json: hidden_size is 32 and config\.json makes it 64; rotary_base is 5\.0",
+        lambda folder: rewrite(
+            folder,
+            "mp_rank_00_000",
+            lambda content: vars(content["args"]).update(hidden_size=32, rotary_base=5.0),
+        ),
+        r"its args are of another model than config\.json: hidden_size is 32 and config\.json makes it 64; "
+        r"rotary_base is 5\.0",
     ),
     (
-        lambda folder: rewrite(folder, "mp_rank_01_000", lambda content: content["model"].pop("decoder.layers.1.mlp.linear_fc1.weight")),
+        lambda folder: rewrite(
+            folder,
+            "mp_rank_01_000",
+            lambda content: content["model"].pop("decoder.layers.1.mlp.linear_fc1.weight"),
+        ),
         r"mp_rank_01_000/model_optim_rng\.pt: decoder\.layers\.1\.mlp\.linear_fc1\.weight is missing",
     ),
     (
-        lambda folder: rewrite(folder, "mp_rank_01_001", lambda content: content["model"].update({"decoder.adapter": torch.zeros(2)})),
+        lambda folder: rewrite(
+            folder,
+            "mp_rank_01_001",
+            lambda content: content["model"].update({"decoder.adapter": torch.zeros(2)}),
+        ),
         r"mp_rank_01_001/model_optim_rng\.pt: decoder\.adapter is not a tensor of this architecture",
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_01_001", transposed),
-        r"mp_rank_01_001.*: decoder\.layers\.2\.mlp\.linear_fc2\.weight has shape \(48, 64\), config\.json makes it \(64, 48\)",
+        r"mp_rank_01_001.*: decoder\.layers\.2\.mlp\.linear_fc2\.weight has shape \(48, 64\), config\.json "
+        r"makes it \(64, 48\)",
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_01_000", a_norm_of_another),
         r"mp_rank_01_000.*: decoder\.layers\.0\.input_layernorm\.weight differs from .* in .*mp_rank_00_000",
     ),
     (
-        lambda folder: rewrite(folder, "mp_rank_00_001", lambda content: content["model"]["output_layer.weight"].neg_()),
-        r"mp_rank_00_001.*: output_layer\.weight differs from embedding\.word_embeddings\.weight in .*mp_rank_00_000",
+        lambda folder: rewrite(
+            folder, "mp_rank_00_001", lambda content: content["model"]["output_layer.weight"].neg_()
+        ),
+        r"mp_rank_00_001.*: output_layer\.weight differs from embedding\.word_embeddings\.weight in "
+        r".*mp_rank_00_000",
     ),
     (
-        lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content["model"].update({"language_model": {}})),
+        lambda folder: rewrite(
+            folder, "mp_rank_00_000", lambda content: content["model"].update({"language_model": {}})
+        ),
         r"was written by Megatron's models of before Megatron-Core",
     ),
-    (lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content.pop("model")), r"has no 'model'.*; it has args, "),
-    (lambda folder: torch.save([1], folder / "mp_rank_00_000" / "model_optim_rng.pt"), r"holds no dictionary"),
+    (
+        lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content.pop("model")),
+        r"has no 'model'.*; it has args, ",
+    ),
+    (
+        lambda folder: torch.save([1], folder / "mp_rank_00_000" / "model_optim_rng.pt"),
+        r"holds no dictionary",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "says"), DAMAGE)
-def test_damage_is_said_in_one_line(folder: Path, models: Path, damage: Callable[[Path], Any], says: str) -> None:
+def test_damage_is_said_in_one_line(
+    folder: Path, models: Path, damage: Callable[[Path], Any], says: str
+) -> None:
     damage(folder)
     with pytest.raises(CheckpointError, match=says) as raised:
         open_model(folder, companions=models / "qwen2-tied")
@@ -220,10 +276,14 @@ def test_files_without_args_and_checksums_are_read_as_they_are(folder: Path, mod
         torch.serialization.set_crc32_options(True)
     assert open_model(folder, companions=models / "qwen2-tied").layout == "TP 2 x PP 2"
     a_stage_less(folder)
-    with pytest.raises(CheckpointError, match=r"has 2 layers in 1 stages, config\.json says 4: files are missing"):
+    with pytest.raises(
+        CheckpointError, match=r"has 2 layers in 1 stages, config\.json says 4: files are missing"
+    ):
         open_model(folder, companions=models / "qwen2-tied")
 
 
 def test_another_model_s_configuration(written: Path, models: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"args are of another model than config\.json: rotary_base is 1000000\.0"):
+    with pytest.raises(
+        CheckpointError, match=r"args are of another model than config\.json: rotary_base is 1000000\.0"
+    ):
         open_model(written, companions=models / "llama-tied")

@@ -1,4 +1,5 @@
-"""Damaged folders given to the commands: one line that names file and tensor, status 2, and nothing at --output."""
+"""Damaged folders given to the commands: one line that names file and tensor, status 2, and nothing at
+--output."""
 
 import json
 import os
@@ -21,7 +22,12 @@ from megarl.cli.main import main
 from tests.unit.checkpoints.test_role_folder import Opens, flip
 from tests.unit.weights.models import random_model, save
 
-LAYOUT = Layout(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=None, data_parallel_size=1)
+LAYOUT = Layout(
+    tensor_parallel_size=2,
+    pipeline_parallel_size=2,
+    virtual_pipeline_parallel_size=None,
+    data_parallel_size=1,
+)
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -42,7 +48,8 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], command: str, folder: Path) -> str:
     """What is said of `folder`, in one line."""
     assert main(["convert", command, "--input", str(folder), "--output", str(folder.parent / "output")]) == 2
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # no output, and nothing half written beside it
+    # no output, and nothing half written beside it
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1, printed.err
@@ -83,26 +90,50 @@ HUGGING_FACE: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda folder: truncate(shard_of(folder, DOWN), 9),
         r"model-\d+-of-\d+\.safetensors: truncated .*; model\.\S+ is not all",
     ),
-    ("missing shard", lambda folder: shard_of(folder, DOWN).unlink(), r"model-\d+-of-\d+\.safetensors: file is missing; it holds model\."),
-    ("missing index", lambda folder: (folder / "model.safetensors.index.json").unlink(), r"no model\.safetensors and no model\.saf"),
+    (
+        "missing shard",
+        lambda folder: shard_of(folder, DOWN).unlink(),
+        r"model-\d+-of-\d+\.safetensors: file is missing; it holds model\.",
+    ),
+    (
+        "missing index",
+        lambda folder: (folder / "model.safetensors.index.json").unlink(),
+        r"no model\.safetensors and no model\.saf",
+    ),
     (
         "wrong shape",
         reshape_in_file,
-        r"model\.layers\.1\.mlp\.down_proj\.weight in model-\S+ has shape \(20, 32\), config\.json makes it \(32, 20\)",
+        r"model\.layers\.1\.mlp\.down_proj\.weight in model-\S+ has shape \(20, 32\), config\.json makes it "
+        r"\(32, 20\)",
     ),
     (
         "swapped files",
         lambda folder: swap(*sorted(folder.glob("*.safetensors"))[:2]),
-        r"model-00001-of-\d+\.safetensors: holds 'model\.\S+', which model\.safetensors\.index\.json places in",
+        r"model-00001-of-\d+\.safetensors: holds 'model\.\S+', which model\.safetensors\.index\.json places "
+        r"in",
     ),
-    ("flipped bit in a header", lambda folder: flip(shard_of(folder, DOWN), 12), r"model-\d+-of-\d+\.safetensors: "),
-    ("a pickle for weights", bins_only, r"no model\.safetensors .*weights in another format must first be saved as safetensors"),
+    (
+        "flipped bit in a header",
+        lambda folder: flip(shard_of(folder, DOWN), 12),
+        r"model-\d+-of-\d+\.safetensors: ",
+    ),
+    (
+        "a pickle for weights",
+        bins_only,
+        r"no model\.safetensors .*weights in another format must first be saved as safetensors",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("damage", "says"), [row[1:] for row in HUGGING_FACE], ids=[row[0] for row in HUGGING_FACE])
+@pytest.mark.parametrize(
+    ("damage", "says"), [row[1:] for row in HUGGING_FACE], ids=[row[0] for row in HUGGING_FACE]
+)
 def test_hugging_face(
-    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], says: str
+    originals: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any],
+    says: str,
 ) -> None:
     folder = copied(originals / "hf", tmp_path)
     damage(folder)
@@ -148,7 +179,12 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         r"__1_0\.distcp: truncated: .* bytes, and decoder\.\S+ lies",
         "",
     ),
-    ("missing file", lambda folder: (folder / "__2_0.distcp").unlink(), r"__2_0\.distcp: the file is missing; it holds \S+", ""),
+    (
+        "missing file",
+        lambda folder: (folder / "__2_0.distcp").unlink(),
+        r"__2_0\.distcp: the file is missing; it holds \S+",
+        "",
+    ),
     (
         "swapped files",
         lambda folder: swap(folder / "__0_0.distcp", folder / "__1_0.distcp"),
@@ -159,13 +195,16 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         "wrong shape",
         lambda folder: metadata_says(folder, widen),
         r"\.metadata: is not what was written",
-        r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight|does not say where the chunk of decoder\.layers\.mlp\.linear_fc2\.weight",
+        r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight|does not say where the chunk of "
+        r"decoder\.layers\.mlp\.linear_fc2\.weight",
     ),
     (
         "flipped bit",
         lambda folder: flip_in(folder, FC2),
-        r"__\d_0\.distcp: decoder\.layers\.mlp\.linear_fc2\.weight at bytes \d+ to \d+ is not what was written",
-        r"__\d_0\.distcp: decoder\.layers\.mlp\.linear_fc2\.weight at \(.*\) is not what was written \(its CRC-32 differs\)",
+        r"__\d_0\.distcp: decoder\.layers\.mlp\.linear_fc2\.weight at bytes \d+ to \d+ is not what was "
+        r"written",
+        r"__\d_0\.distcp: decoder\.layers\.mlp\.linear_fc2\.weight at \(.*\) is not what was written \(its "
+        r"CRC-32 differs\)",
     ),
     (
         "code in common.pt",
@@ -179,23 +218,39 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         r"\.metadata: is not what was written",
         r"\.metadata: its pickle names posix\.system, which is not on the list",
     ),
-    ("no .metadata", lambda folder: (folder / ".metadata").unlink(), r"\.metadata: the file is missing", r"which is no model"),
+    (
+        "no .metadata",
+        lambda folder: (folder / ".metadata").unlink(),
+        r"\.metadata: the file is missing",
+        r"which is no model",
+    ),
 ]
 CASES = [(name, damage, says) for name, damage, says, _ in MEGATRON] + [
-    (f"{name}, no manifest", without_manifest(damage), plain or says) for name, damage, says, plain in MEGATRON if plain != "-"
+    (f"{name}, no manifest", without_manifest(damage), plain or says)
+    for name, damage, says, plain in MEGATRON
+    if plain != "-"
 ]
 
 
 @pytest.mark.parametrize(("damage", "says"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_megatron(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], says: str) -> None:
+def test_megatron(
+    originals: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any],
+    says: str,
+) -> None:
     folder = copied(originals / "megatron", tmp_path)
     damage(folder)
     line = refused(capsys, "megatron-to-hf", folder)
     assert re.search(says, line), line
 
 
-def test_safetensors_have_no_checksums(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flipped bit in a weight is another weight to every reader; `verify` sees it beside a folder that was converted before."""
+def test_safetensors_have_no_checksums(
+    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flipped bit in a weight is another weight to every reader; `verify` sees it beside a folder that was
+    converted before."""
     folder = copied(originals / "hf", tmp_path)
     path = shard_of(folder, DOWN)
     flip(path, path.stat().st_size - 1)

@@ -32,7 +32,9 @@ def model() -> PreTrainedModel:
 def hugging_face(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(model, tmp_path_factory.mktemp("models") / "hf")
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}"}'
+    )
     return folder
 
 
@@ -60,28 +62,48 @@ def printed(comparison: Comparison) -> str:
 
 
 def test_the_same_model_in_two_formats(model: PreTrainedModel, hugging_face: Path, tmp_path: Path) -> None:
-    distributed = open_model(write(stacked(model.state_dict(), "qwen2", False), tmp_path / "megatron"), companions=hugging_face)
+    distributed = open_model(
+        write(stacked(model.state_dict(), "qwen2", False), tmp_path / "megatron"), companions=hugging_face
+    )
     calls: list[tuple[int, int]] = []
-    comparison = compare(open_model(hugging_face), distributed, lambda nbytes, total: calls.append((nbytes, total)))
+    comparison = compare(
+        open_model(hugging_face), distributed, lambda nbytes, total: calls.append((nbytes, total))
+    )
     assert comparison.is_same
     assert comparison.count(Match.identical) == len(comparison.tensors) == 51
-    assert sum(nbytes for nbytes, _ in calls) == calls[0][1] == sum(value.nbytes for value in model.state_dict().values())
+    assert (
+        sum(nbytes for nbytes, _ in calls)
+        == calls[0][1]
+        == sum(value.nbytes for value in model.state_dict().values())
+    )
     assert verdict(comparison) == "the same model: 51 tensors bitwise identical"
 
 
 def test_one_element_of_one_tensor(hugging_face: Path, copy: Path) -> None:
     stored = load_file(copy / "model.safetensors")[NAME]
     stored[3, 4] += 0.25
-    comparison = compare(open_model(hugging_face), open_model(change(copy, model__layers__2__mlp__up_proj__weight=stored)))
+    comparison = compare(
+        open_model(hugging_face), open_model(change(copy, model__layers__2__mlp__up_proj__weight=stored))
+    )
     (tensor,) = comparison.differing
-    assert (tensor.name, tensor.match, tensor.num_different, tensor.num_elements) == (NAME, Match.different, 1, 640)
+    assert (tensor.name, tensor.match, tensor.num_different, tensor.num_elements) == (
+        NAME,
+        Match.different,
+        1,
+        640,
+    )
     assert tensor.max_difference == pytest.approx(0.25, rel=1e-6)
     assert not comparison.is_same
     assert "model.layers.2.mlp.up_proj.weight │ 1 of 640" in printed(comparison)
-    assert printed(comparison).splitlines()[-1] == "not the same model: 50 tensors bitwise identical, 1 tensor different"
+    assert (
+        printed(comparison).splitlines()[-1]
+        == "not the same model: 50 tensors bitwise identical, 1 tensor different"
+    )
 
 
-def test_a_zero_of_another_sign_and_a_number_that_is_none(hugging_face: Path, copy: Path, tmp_path: Path) -> None:
+def test_a_zero_of_another_sign_and_a_number_that_is_none(
+    hugging_face: Path, copy: Path, tmp_path: Path
+) -> None:
     bias = torch.zeros(32)
     bias[5] = float("nan")
     left = change(copy, model__norm__weight=bias)
@@ -100,7 +122,9 @@ def test_a_zero_of_another_sign_and_a_number_that_is_none(hugging_face: Path, co
         (torch.bfloat16, torch.float16, "bfloat16 and float16, rounded to float16"),
     ],
 )
-def test_the_same_model_in_another_dtype(tmp_path: Path, left: torch.dtype, right: torch.dtype, reason: str) -> None:
+def test_the_same_model_in_another_dtype(
+    tmp_path: Path, left: torch.dtype, right: torch.dtype, reason: str
+) -> None:
     """In the third case float16 rounds the smallest element of what bfloat16 holds."""
     model = random_model("qwen2")
     with torch.no_grad():
@@ -119,10 +143,14 @@ def test_the_same_model_in_another_dtype(tmp_path: Path, left: torch.dtype, righ
     assert reason in verdict(comparison)
     spoiled = load_file(other / "model.safetensors")[NAME]
     spoiled[0, 0] *= 1.5
-    assert not compare(open_model(one), open_model(change(other, model__layers__2__mlp__up_proj__weight=spoiled))).is_same
+    assert not compare(
+        open_model(one), open_model(change(other, model__layers__2__mlp__up_proj__weight=spoiled))
+    ).is_same
 
 
-def test_models_with_other_tensors_and_another_architecture(hugging_face: Path, copy: Path, tmp_path: Path) -> None:
+def test_models_with_other_tensors_and_another_architecture(
+    hugging_face: Path, copy: Path, tmp_path: Path
+) -> None:
     save_critic(copy, tmp_path / "critic")
     comparison = compare(open_model(hugging_face), open_model(tmp_path / "critic"))
     assert {tensor.name: tensor.reason for tensor in comparison.differing} == {
@@ -144,8 +172,16 @@ def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_pat
     state = model.state_dict()
     assert tensors == {name: (tuple(value.shape), "float32", value.nbytes) for name, value in state.items()}
     assert description.num_parameters == sum(value.numel() for value in state.values())
-    assert (description.family, description.model_class, description.head) == ("qwen2", "Qwen2ForCausalLM", "language model")
-    assert (description.format, description.layout, description.step) == ("Hugging Face", "1 safetensors files", None)
+    assert (description.family, description.model_class, description.head) == (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        "language model",
+    )
+    assert (description.format, description.layout, description.step) == (
+        "Hugging Face",
+        "1 safetensors files",
+        None,
+    )
     assert description.tokenizer == "Qwen2Tokenizer (tokenizer.json), with a chat template"
     assert json.loads(json.dumps(description.as_json()))["architecture"]["num_hidden_layers"] == 4
     text = io.StringIO()

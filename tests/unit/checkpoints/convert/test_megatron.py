@@ -1,4 +1,5 @@
-"""What a conversion writes is what Megatron's own loader wants, and what an engine saves can be converted: to the bit, in real ranks."""
+"""What a conversion writes is what Megatron's own loader wants, and what an engine saves can be converted: to
+the bit, in real ranks."""
 
 from pathlib import Path
 
@@ -70,7 +71,11 @@ def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_th
     batch = make_batch()
     settings = Settings(ANY_LAYOUT[loading], str(models / model), head)
     ranks = rank_pool.run(
-        load_strictly, world_size=settings.parallel.world_size, settings=settings, folder=tmp_path / "megatron", batch=batch
+        load_strictly,
+        world_size=settings.parallel.world_size,
+        settings=settings,
+        folder=tmp_path / "megatron",
+        batch=batch,
     )
     with torch.no_grad():
         if head == "value":
@@ -106,30 +111,42 @@ def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
 def test_what_an_engine_saved_is_converted_there_and_back(
     model: str, head: str, layout: str, dtype: torch.dtype, models: Path, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """Back in the same layout it has the same keys, chunks and objects, key by key, but for optimizer and random numbers."""
+    """Back in the same layout it has the same keys, chunks and objects, key by key, but for optimizer and
+    random numbers."""
     settings = Settings(ANY_LAYOUT[layout], str(models / model), head, dtype)
     role = tmp_path / "actor"
-    weights = merge(rank_pool.run(train_and_save_weights, world_size=settings.parallel.world_size, settings=settings, folder=role))
+    weights = merge(
+        rank_pool.run(
+            train_and_save_weights, world_size=settings.parallel.world_size, settings=settings, folder=role
+        )
+    )
     (role / "huggingface").mkdir()
     copy_companions(models / model, role / "huggingface", dtype, "value" if head == "value" else "lm")
     write_hugging_face(open_model(role), tmp_path / "hf")
     found = everything(open_model(tmp_path / "hf"))
     assert found.keys() == weights.keys()
-    assert all(value.dtype == dtype and torch.equal(value.float(), weights[name]) for name, value in found.items())
-    assert not any(torch.equal(value, found[name]) for name, value in everything(open_model(models / model)).items())
+    assert all(
+        value.dtype == dtype and torch.equal(value.float(), weights[name]) for name, value in found.items()
+    )
+    assert not any(
+        torch.equal(value, found[name]) for name, value in everything(open_model(models / model)).items()
+    )
 
     write_distributed(open_model(tmp_path / "hf"), tmp_path / "back", layout_of(settings.parallel))
     saved = read_index(role)
     back = read_index(tmp_path / "back")
     assert back.objects.keys() == {key for key in saved.objects if not key.startswith("rng_state")}
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in back.tensors.items()} == {
-        key: (tensor.shape, tensor.dtype) for key, tensor in saved.tensors.items() if not key.startswith("optimizer.")
+        key: (tensor.shape, tensor.dtype)
+        for key, tensor in saved.tensors.items()
+        if not key.startswith("optimizer.")
     }
     one = model_part(saved)
     other = model_part(back)
     assert one.keys() == other.keys()
     for place, value in one.items():
         rows = slice(None)
-        if "word_embeddings" in place or ("output_layer" in place and head == "lm"):  # rows of padding have no meaning
+        # rows of padding have no meaning
+        if "word_embeddings" in place or ("output_layer" in place and head == "lm"):
             rows = slice(max(0, 199 - int(place.split("(")[1].split(",")[0])))
         assert torch.equal(value[rows], other[place][rows]), place

@@ -28,7 +28,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / role / "huggingface" / "model.safetensors").unlink()
             names = [path.name for path in (folder / role).iterdir()]
             write_manifest(folder / role, DESCRIPTION, item_checksums(folder / role, names))
-        (folder / "checkpoint.json").write_text(json.dumps({"format": 1, "step": step, "roles": roles, "files": {}}))
+        (folder / "checkpoint.json").write_text(
+            json.dumps({"format": 1, "step": step, "roles": roles, "files": {}})
+        )
     (root / "latest").write_text("step_00000010\n")
     save(model, root / "hf")
     return root
@@ -76,7 +78,11 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
         (None, None, r"there is no such folder"),
         ({}, None, r"holds nothing, which is no model; give a Hugging Face folder"),
         ({"notes.txt": "", "weights.bin": ""}, None, r"holds notes\.txt, weights\.bin, which is no model"),
-        ({"latest": "step_00000030"}, None, r"latest: names 'step_00000030', which is not a whole checkpoint in .*; whole ones: none"),
+        (
+            {"latest": "step_00000030"},
+            None,
+            r"latest: names 'step_00000030', which is not a whole checkpoint in .*; whole ones: none",
+        ),
         ({"latest": "../other"}, None, r"latest: names '\.\./other', which is not a whole checkpoint"),
         (
             {"checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": ["actor"]}'},
@@ -93,7 +99,11 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
             None,
             r"no role 'actor'; choose one of reward, critic",
         ),
-        ({"checkpoint.json": '{"format": 2}'}, None, r"checkpoint\.json: has format 2, but this version reads 1"),
+        (
+            {"checkpoint.json": '{"format": 2}'},
+            None,
+            r"checkpoint\.json: has format 2, but this version reads 1",
+        ),
         (
             {"checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": 3}'},
             None,
@@ -101,7 +111,10 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
         ),
         ({"checkpoint.json": "{"}, None, r"checkpoint\.json: is not JSON"),
         (
-            {"checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": ["actor"]}', "actor/.metadata": ""},
+            {
+                "checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": ["actor"]}',
+                "actor/.metadata": "",
+            },
             None,
             r"actor/manifest\.json: is missing",
         ),
@@ -111,7 +124,9 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
         ({"latest_checkpointed_iteration.txt": "../x"}, None, r"says '\.\./x', which is neither the number"),
     ],
 )
-def test_a_folder_without_a_model(tmp_path: Path, files: dict[str, str] | None, role: str | None, says: str) -> None:
+def test_a_folder_without_a_model(
+    tmp_path: Path, files: dict[str, str] | None, role: str | None, says: str
+) -> None:
     folder = tmp_path / "folder"
     if files is not None:
         folder.mkdir()

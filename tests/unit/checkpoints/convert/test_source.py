@@ -1,4 +1,5 @@
-"""Models as they lie in folders, read back as Hugging Face tensors; the distributed ones are made by slow loops and PyTorch."""
+"""Models as they lie in folders, read back as Hugging Face tensors; the distributed ones are made by slow
+loops and PyTorch."""
 
 import json
 from pathlib import Path
@@ -13,10 +14,25 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.machine.errors import CheckpointError
 from megarl.weights.tensors import TensorSlice
-from tests.unit.weights.models import EXPERTS, NUM_LAYERS, architecture_of, random_model, save, slow_shards, stored_state
+from tests.unit.weights.models import (
+    EXPERTS,
+    NUM_LAYERS,
+    architecture_of,
+    random_model,
+    save,
+    slow_shards,
+    stored_state,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-CASES = [("qwen2", False), ("qwen2", True), ("qwen3", True), ("llama", False), ("qwen2_moe", False), ("qwen3_moe", True)]
+CASES = [
+    ("qwen2", False),
+    ("qwen2", True),
+    ("qwen3", True),
+    ("llama", False),
+    ("qwen2_moe", False),
+    ("qwen3_moe", True),
+]
 CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -32,8 +48,9 @@ def everything(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str, torch.Tensor]:
-    """Megatron's tensors of the whole model, those of the layers along a first dimension, but for a model some of whose layers have
-    experts and others not, and those of a layer's experts along the next; the vocabulary has padding."""
+    """Megatron's tensors of the whole model, those of the layers along a first dimension, but for a model
+    some of whose layers have experts and others not, and those of a layer's experts along the next; the
+    vocabulary has padding."""
     shards = slow_shards(
         state,
         architecture_of(family, tied=tied),
@@ -47,8 +64,14 @@ def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str
     whole = {name: value for name, value in shards.items() if "layers." not in name}
     layers = [_of_layer(shards, f"decoder.layers.{layer}.") for layer in range(NUM_LAYERS)]
     if family == "qwen2_moe":
-        return whole | {f"decoder.layers.{layer}.{rest}": value for layer, own in enumerate(layers) for rest, value in own.items()}
-    return whole | {"decoder.layers." + rest: torch.stack([own[rest] for own in layers]) for rest in layers[0]}
+        return whole | {
+            f"decoder.layers.{layer}.{rest}": value
+            for layer, own in enumerate(layers)
+            for rest, value in own.items()
+        }
+    return whole | {
+        "decoder.layers." + rest: torch.stack([own[rest] for own in layers]) for rest in layers[0]
+    }
 
 
 def _of_layer(shards: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -91,7 +114,8 @@ def test_a_block_of_a_tensor_in_another_dtype(tmp_path: Path) -> None:
     model = random_model("llama")
     folder = write(stacked(model.state_dict(), "llama", False), tmp_path / "megatron")
     source = open_distributed(folder, companions=save(model, tmp_path / "hf"))
-    tensor = source.tensors["model.layers.2.self_attn.k_proj.weight"]  # rows of one group in every three of the stored tensor
+    # rows of one group in every three of the stored tensor
+    tensor = source.tensors["model.layers.2.self_attn.k_proj.weight"]
     place = TensorSlice.whole(tensor.hf.view).along(0, 1, 3)
     rows = model.state_dict()[tensor.hf.name].view(tensor.hf.view)[1:3]
     assert torch.equal(tensor.block(place, torch.bfloat16), rows.bfloat16())
@@ -103,10 +127,19 @@ def test_a_tensor_that_is_missing_extra_or_of_another_shape(tmp_path: Path) -> N
     hugging_face = save(model, tmp_path / "hf")
     key = "decoder.layers.mlp.linear_fc2.weight"
     with pytest.raises(
-        CheckpointError, match=r"decoder\.layers\.mlp\.linear_fc2\.weight is missing; config\.json says model\.layers\.0\.mlp"
+        CheckpointError,
+        match=r"decoder\.layers\.mlp\.linear_fc2\.weight is missing; config\.json says model\.layers\.0\.mlp",
     ):
-        open_distributed(write({name: value for name, value in tensors.items() if name != key}, tmp_path / "a"), hugging_face)
+        open_distributed(
+            write({name: value for name, value in tensors.items() if name != key}, tmp_path / "a"),
+            hugging_face,
+        )
     with pytest.raises(CheckpointError, match=r"decoder\.adapter is not a tensor of this architecture"):
         open_distributed(write({**tensors, "decoder.adapter": torch.zeros(2)}, tmp_path / "b"), hugging_face)
-    with pytest.raises(CheckpointError, match=r"linear_fc2\.weight has shape \(4, 20, 32\), config\.json makes it \(4, 32, 20\)"):
-        open_distributed(write({**tensors, key: tensors[key].transpose(1, 2).contiguous()}, tmp_path / "c"), hugging_face)
+    with pytest.raises(
+        CheckpointError,
+        match=r"linear_fc2\.weight has shape \(4, 20, 32\), config\.json makes it \(4, 32, 20\)",
+    ):
+        open_distributed(
+            write({**tensors, key: tensors[key].transpose(1, 2).contiguous()}, tmp_path / "c"), hugging_face
+        )

@@ -1,4 +1,5 @@
-"""There and back between Hugging Face and Megatron, to the bit; and what stops a conversion leaves nothing behind."""
+"""There and back between Hugging Face and Megatron, to the bit; and what stops a conversion leaves nothing
+behind."""
 
 import json
 import os
@@ -18,7 +19,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from megarl.checkpoints.convert import distributed_writer, streaming
 from megarl.checkpoints.convert.distributed_writer import plan_distributed, write_distributed
@@ -38,12 +44,22 @@ from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_
 FAMILIES = [(family, tied) for family in DENSE_FAMILIES for tied in (False, True)]
 FAMILIES += [(family, number % 2 == 1) for number, family in enumerate(SPARSE_FAMILIES)]
 # (TP, PP, VPP): most bytes of an item
-LAYOUTS = {(1, 1, None): 2500, (2, 1, None): 10**6, (4, 1, None): 10**6, (1, 2, None): 10**6, (2, 2, None): 1000, (4, 2, 2): 10**6}
+LAYOUTS = {
+    (1, 1, None): 2500,
+    (2, 1, None): 10**6,
+    (4, 1, None): 10**6,
+    (1, 2, None): 10**6,
+    (2, 2, None): 1000,
+    (4, 2, 2): 10**6,
+}
 
 
 def layout_of(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> Layout:
     return Layout(
-        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, virtual_pipeline_parallel_size=virtual, data_parallel_size=1
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        virtual_pipeline_parallel_size=virtual,
+        data_parallel_size=1,
     )
 
 
@@ -79,7 +95,8 @@ def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path
 
 
 def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B's own config.json: its 128 experts, of which a token meets 8, and its heads, in two layers; by published names."""
+    """Qwen3-30B-A3B's own config.json: its 128 experts, of which a token meets 8, and its heads, in two
+    layers; by published names."""
     published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
     narrow = {"hidden_size": 16, "head_dim": 2, "moe_intermediate_size": 4, "intermediate_size": 24}
     narrow |= {"vocab_size": 199, "num_hidden_layers": 2}
@@ -90,14 +107,21 @@ def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path)
     of_layer |= {f"self_attn.{name}_proj": (rows, 16) for name, rows in (("q", 64), ("k", 8), ("v", 8))}
     of_layer |= {"self_attn.o_proj": (16, 64), "self_attn.q_norm": (2,), "self_attn.k_norm": (2,)}
     for expert in range(128):
-        of_layer |= {f"mlp.experts.{expert}.{name}_proj": shape for name, shape in (("gate", (4, 16)), ("up", (4, 16)), ("down", (16, 4)))}
-    shapes |= {f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in of_layer.items()}
+        of_layer |= {
+            f"mlp.experts.{expert}.{name}_proj": shape
+            for name, shape in (("gate", (4, 16)), ("up", (4, 16)), ("down", (16, 4)))
+        }
+    shapes |= {
+        f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in of_layer.items()
+    }
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     save_file(weights, tmp_path / "hf" / "model.safetensors")
 
     write_distributed(open_model(tmp_path / "hf"), tmp_path / "megatron", layout_of(2, 2))
-    experts = read_index(tmp_path / "megatron").tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    experts = read_index(tmp_path / "megatron").tensors[
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    ]
     assert tuple(experts.shape) == (2, 128, 8, 16)
     write_hugging_face(open_model(tmp_path / "megatron"), tmp_path / "back")
     assert same(everything(open_model(tmp_path / "back")), weights)
@@ -108,7 +132,9 @@ def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path)
 def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
     """Shapes, canonical names, and padding of zeros, against stacks of shards that were made row by row."""
     model = random_model("qwen2")
-    folder = write_distributed(open_model(save(model, tmp_path / "hf")), tmp_path / "m", layout_of(2, 2)).folder
+    folder = write_distributed(
+        open_model(save(model, tmp_path / "hf")), tmp_path / "m", layout_of(2, 2)
+    ).folder
     index = read_index(folder)
     expected = stacked(model.state_dict(), "qwen2", tied=False)
     assert index.tensors.keys() == expected.keys()
@@ -146,7 +172,11 @@ def test_a_rank_fills_several_files(tmp_path: Path, llama: Path, monkeypatch: py
     source = open_model(llama)
     assert write_distributed(source, tmp_path / "m", layout_of(2), max_item_bytes=8_000).num_files > 4
     index = read_index(tmp_path / "m")
-    chunks = [(chunk.file, prod(chunk.shape) * tensor.dtype.itemsize) for tensor in index.tensors.values() for chunk in tensor.chunks]
+    chunks = [
+        (chunk.file, prod(chunk.shape) * tensor.dtype.itemsize)
+        for tensor in index.tensors.values()
+        for chunk in tensor.chunks
+    ]
     assert max(nbytes for _, nbytes in chunks) <= 8_000
     files = {file: sum(nbytes for name, nbytes in chunks if name == file) for file, _ in chunks}
     assert max(files.values()) < 20_000 + 8_000
@@ -169,10 +199,16 @@ def test_the_rest_of_the_folder_goes_along(tmp_path: Path, llama: Path) -> None:
     files = set(index["weight_map"].values())
     assert len(files) > 2
     assert files == {name for name in names if name.endswith(".safetensors")}
-    assert all(sum(value.nbytes for value in load_file(tmp_path / "back" / name).values()) <= 20_000 for name in files)
+    assert all(
+        sum(value.nbytes for value in load_file(tmp_path / "back" / name).values()) <= 20_000
+        for name in files
+    )
 
 
-CLASSES = {"ForTokenClassification": AutoModelForTokenClassification, "ForSequenceClassification": AutoModelForSequenceClassification}
+CLASSES = {
+    "ForTokenClassification": AutoModelForTokenClassification,
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -196,19 +232,29 @@ def test_critics_and_reward_models(kind: str, tmp_path: Path) -> None:
 def test_another_dtype(tmp_path: Path, llama: Path) -> None:
     source = open_model(llama)
     write_distributed(source, tmp_path / "m", layout_of(2), torch.bfloat16)
-    assert same(everything(open_model(tmp_path / "m")), {name: value.bfloat16() for name, value in everything(source).items()})
+    assert same(
+        everything(open_model(tmp_path / "m")),
+        {name: value.bfloat16() for name, value in everything(source).items()},
+    )
     stored = load_file(llama / "model.safetensors")
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / "config.json").write_text((llama / "config.json").read_text())
     stored["model.norm.weight"] = stored["model.norm.weight"].bfloat16()
     save_file(stored, mixed / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; say with --dtype"):
+    with pytest.raises(
+        CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; say with --dtype"
+    ):
         write_hugging_face(open_model(mixed), tmp_path / "out")
     stored["model.norm.weight"] = torch.full_like(stored["model.norm.weight"], 1e5)
     save_file(stored, mixed / "model.safetensors")
-    for write in (write_hugging_face, lambda source, folder, dtype: write_distributed(source, folder, layout_of(), dtype)):
-        with pytest.raises(CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot hold"):
+    for write in (
+        write_hugging_face,
+        lambda source, folder, dtype: write_distributed(source, folder, layout_of(), dtype),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot hold"
+        ):
             write(open_model(mixed), tmp_path / "out", torch.float16)
     assert not (tmp_path / "out").exists()
 
@@ -237,7 +283,10 @@ def largest_file(nbytes: int) -> Iterator[None]:
 @WRITERS
 def test_a_disk_that_takes_no_more(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
     (tmp_path / "all").mkdir()
-    with largest_file(60_000), pytest.raises(CheckpointError, match=r"all/new/\S+: cannot be written: File too large") as raised:
+    with (
+        largest_file(60_000),
+        pytest.raises(CheckpointError, match=r"all/new/\S+: cannot be written: File too large") as raised,
+    ):
         write(open_model(llama), tmp_path / "all" / "new")
     assert "\n" not in str(raised.value)
     assert not list((tmp_path / "all").iterdir())
@@ -246,7 +295,9 @@ def test_a_disk_that_takes_no_more(write: Callable[..., None], tmp_path: Path, l
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False
+    ).returncode:
         pytest.skip("only root may mount a small disk")
     try:
         yield folder
@@ -255,7 +306,9 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 @WRITERS
-def test_a_disk_that_fills_up_meanwhile(write: Callable[..., None], tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_meanwhile(
+    write: Callable[..., None], tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By one thread, for a second one could write all the rest while the first fills the disk."""
     monkeypatch.setattr(streaming, "MAX_THREADS", 1)
 
@@ -266,7 +319,9 @@ def test_a_disk_that_fills_up_meanwhile(write: Callable[..., None], tmp_path: Pa
                     pass
 
     with small_disk(tmp_path / "disk", "size=1m") as disk:
-        with pytest.raises(CheckpointError, match=r"disk/new/\S+: cannot be written: No space left on device") as raised:
+        with pytest.raises(
+            CheckpointError, match=r"disk/new/\S+: cannot be written: No space left on device"
+        ) as raised:
             write(open_model(llama), disk / "new", fill)
         assert "\n" not in str(raised.value)
         assert [path.name for path in disk.iterdir()] == ["of another"]
@@ -336,7 +391,9 @@ def test_a_source_that_fails_half_way(write: Callable[..., None], tmp_path: Path
     def fail() -> Any:
         raise CheckpointError("model.safetensors: cannot be read: Input/output error")
 
-    broken = replace(source.tensors[name], pieces=tuple(replace(piece, open=fail) for piece in source.tensors[name].pieces))
+    broken = replace(
+        source.tensors[name], pieces=tuple(replace(piece, open=fail) for piece in source.tensors[name].pieces)
+    )
     with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error"):
         write(replace(source, tensors={**source.tensors, name: broken}), tmp_path / "new")
     assert not list(tmp_path.iterdir())
@@ -353,6 +410,8 @@ def test_a_layout_that_does_not_divide_the_model(tmp_path: Path, llama: Path) ->
     source = open_model(llama)
     with pytest.raises(ValueError, match=r"4 key-value heads cannot be cut over tensor_parallel_size 3"):
         write_distributed(source, tmp_path / "new", layout_of(3))
-    with pytest.raises(ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"):
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"
+    ):
         write_distributed(source, tmp_path / "new", layout_of(1, 3))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""Parts of an algorithm that make no sense together, refused with the reason and the remedy; and those that do."""
+"""Parts of an algorithm that make no sense together, refused with the reason and the remedy; and those that
+do."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.rules.algorithm import policy_loss
-from megarl.config.schema import AdvantageEstimator, Aggregation, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
+from megarl.config.schema import (
+    AdvantageEstimator,
+    Aggregation,
+    AlgorithmConfig,
+    PolicyLossConfig,
+    PolicyLossKind,
+    PPOConfig,
+)
 from megarl.config.validate import validate
 from tests.unit.config.folders import ppo_values, write_yaml
 
@@ -19,15 +27,17 @@ CORRECTION = "rollout_correction"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """Four samples of a prompt, three updates and two epochs, no warm-up of the critic. Overrides are of `algorithm` unless they name
-    another section."""
+    """Four samples of a prompt, three updates and two epochs, no warm-up of the critic. Overrides are of
+    `algorithm` unless they name another section."""
     values = ppo_values(tmp_path)
     values["trainer"]["critic_warmup_steps"] = 0
     path = write_yaml(tmp_path / "run.yaml", values)
 
     def violations(*overrides: str) -> list[str]:
         sections = ("trainer.", "rollout.", "reward.")
-        keys = [override if override.startswith(sections) else f"algorithm.{override}" for override in overrides]
+        keys = [
+            override if override.startswith(sections) else f"algorithm.{override}" for override in overrides
+        ]
         return [str(violation) for violation in validate(load_config(PPOConfig, path, keys))]
 
     return violations
@@ -35,53 +45,87 @@ def run(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("estimator", AdvantageEstimator)
 def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEstimator) -> None:
-    """ReMax compares a sample with a greedy one and not with the others, and needs them so that not half of the work is for baselines."""
-    found = [message for message in run(f"advantage.estimator={estimator.name}", "rollout.n=1") if message.startswith("rollout.n")]
+    """ReMax compares a sample with a greedy one and not with the others, and needs them so that not half of
+    the work is for baselines."""
+    found = [
+        message
+        for message in run(f"advantage.estimator={estimator.name}", "rollout.n=1")
+        if message.startswith("rollout.n")
+    ]
     assert len(found) == (estimator.name not in {"gae", "reinforce_plus_plus"})
     assert len(found) == (estimator.needs.compares_samples or estimator.name == "remax")
     if estimator.name == "remax":
-        assert "learns nothing from it, which with n 1 is half of all that is generated; use 2 or more" in found[0]
+        assert (
+            "learns nothing from it, which with n 1 is half of all that is generated; use 2 or more"
+            in found[0]
+        )
     elif found:
-        assert f"{estimator.name} compares the samples of a prompt, but n is 1, so every advantage would be 0; use 2 or more" in found[0]
+        assert (
+            f"{estimator.name} compares the samples of a prompt, but n is 1, so every advantage would be 0; "
+            f"use 2 or more" in found[0]
+        )
 
 
 REFUSED = [
     (
         (*GRPO, "trainer.critic_warmup_steps=3"),
-        "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 3, but the estimator grpo has no critic; use 0, or the",
+        "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 3, but the estimator grpo has no "
+        "critic; use 0, or the",
     ),
     (
         ("advantage.estimator=gdpo", "kl.where=loss"),
         "reward.functions, algorithm.advantage.estimator: gdpo takes several scores apart, but one reward",
     ),
-    (("kl.where=reward", "kl.estimator=k3_straight_through"), "which a penalty in the reward has not; use k3, or where=loss"),
-    (("kl.where=loss", "kl.controller.kind=adaptive"), "but where is 'loss'; use where=reward, or kind=fixed"),
+    (
+        ("kl.where=reward", "kl.estimator=k3_straight_through"),
+        "which a penalty in the reward has not; use k3, or where=loss",
+    ),
+    (
+        ("kl.where=loss", "kl.controller.kind=adaptive"),
+        "but where is 'loss'; use where=reward, or kind=fixed",
+    ),
     (
         ("policy_loss.kind=gspo",),
-        "algorithm.policy_loss.kind, algorithm.policy_loss.aggregation: gspo is the loss of its paper only under sequence_mean_token_mean, "
+        "algorithm.policy_loss.kind, algorithm.policy_loss.aggregation: gspo is the loss of its paper only "
+        "under sequence_mean_token_mean, "
         "not under token_mean; use aggregation=sequence_mean_token_mean, or another kind",
     ),
-    (("policy_loss.kind=gpg",), "but a step makes 6 updates; use updates_per_step=1 and epochs_per_batch=1, or another kind"),
-    (("policy_loss.kind=cispo", "policy_loss.clip_dual=3"), "is 3, but cispo has no dual clip; use null, or one of ppo_clip, clip_cov"),
+    (
+        ("policy_loss.kind=gpg",),
+        "but a step makes 6 updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
+    ),
+    (
+        ("policy_loss.kind=cispo", "policy_loss.clip_dual=3"),
+        "is 3, but cispo has no dual clip; use null, or one of ppo_clip, clip_cov",
+    ),
     (
         ("policy_loss.aggregation=sequence_mean_token_sum_norm",),
         "divides by the constant norm_tokens, which is null; use data.max_response_length, 8",
     ),
-    (("policy_loss.norm_tokens=8",), "is 8, but token_mean divides by no constant; use null, or sequence_mean_token_sum_norm"),
+    (
+        ("policy_loss.norm_tokens=8",),
+        "is 8, but token_mean divides by no constant; use null, or sequence_mean_token_sum_norm",
+    ),
     (
         ("value_loss.aggregation=sequence_mean_token_sum_norm",),
-        "algorithm.value_loss.norm_tokens, algorithm.value_loss.aggregation: sequence_mean_token_sum_norm divides by the constant",
+        "algorithm.value_loss.norm_tokens, algorithm.value_loss.aggregation: sequence_mean_token_sum_norm "
+        "divides by the constant",
     ),
     (("policy_loss.covariance.low=5",), "no covariance is above 5 and below 5; use a low below high"),
     ((f"{CORRECTION}.low=3",), "no weight is in [3, 2]; use low <= high"),
-    ((f"{CORRECTION}.rejection.low=1",), "every response would be rejected: none is in [1, 0.01]; use low <= high"),
+    (
+        (f"{CORRECTION}.rejection.low=1",),
+        "every response would be rejected: none is in [1, 0.01]; use low <= high",
+    ),
     (
         (f"{CORRECTION}.bypass=true", "kl.where=loss", f"{CORRECTION}.level=token"),
-        "the policy loss's own ratio is the weight and nothing is left to correct; use level=none and rejection.estimator=none",
+        "the policy loss's own ratio is the weight and nothing is left to correct; use level=none and "
+        "rejection.estimator=none",
     ),
     (
         (f"{CORRECTION}.bypass=true",),
-        "algorithm.rollout_correction.bypass, algorithm.kl.where: the penalty in the reward needs the trainer's log-probs",
+        "algorithm.rollout_correction.bypass, algorithm.kl.where: the penalty in the reward needs the "
+        "trainer's log-probs",
     ),
     (
         (f"{CORRECTION}.bypass=true", "kl.where=loss", "advantage.estimator=optimal_token_baseline"),
@@ -89,15 +133,27 @@ REFUSED = [
     ),
     (
         ("dynamic_sampling.enabled=true",),
-        "but gae does not compare the samples of a prompt and learns from those as well; use false, or an estimator such as grpo",
+        "but gae does not compare the samples of a prompt and learns from those as well; use false, or an "
+        "estimator such as grpo",
     ),
-    (("dynamic_sampling.enabled=true", "advantage.estimator=remax"), "but remax does not compare the samples of a prompt"),
-    ((*GRPO, "dynamic_sampling.enabled=true", "dynamic_sampling.max_generations=1"), "none could take its place; use 2 or more"),
-    (("rollout.validation.n=4", "rollout.validation.temperature=0"), "4 greedy samples of a prompt are all the same; use n=1"),
+    (
+        ("dynamic_sampling.enabled=true", "advantage.estimator=remax"),
+        "but remax does not compare the samples of a prompt",
+    ),
+    (
+        (*GRPO, "dynamic_sampling.enabled=true", "dynamic_sampling.max_generations=1"),
+        "none could take its place; use 2 or more",
+    ),
+    (
+        ("rollout.validation.n=4", "rollout.validation.temperature=0"),
+        "4 greedy samples of a prompt are all the same; use n=1",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "expected"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("overrides", "expected"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED]
+)
 def test_a_combination_without_sense(run: Any, overrides: tuple[str, ...], expected: str) -> None:
     (found,) = run(*overrides)
     assert expected in found
@@ -110,12 +166,17 @@ def test_a_loss_that_its_paper_defines_over_responses_has_no_other_aggregation(k
         norm_tokens = 8 if aggregation is Aggregation.sequence_mean_token_sum_norm else None
         loss = PolicyLossConfig(kind=kind, aggregation=aggregation, norm_tokens=norm_tokens)
         found = [str(each) for each in policy_loss(PPOConfig(algorithm=AlgorithmConfig(policy_loss=loss)))]
-        refused = [f"only under sequence_mean_token_mean, not under {aggregation.name}" in message for message in found]
+        refused = [
+            f"only under sequence_mean_token_mean, not under {aggregation.name}" in message
+            for message in found
+        ]
         assert refused == [True] * (own is not None and aggregation is not own), found
 
 
 def test_gdpo_reads_no_reward(run: Any, tmp_path: Path) -> None:
-    functions = f"reward.functions=[{{path: {tmp_path}/reward.py}}, {{path: {tmp_path}/reward.py, name: other}}]"
+    functions = (
+        f"reward.functions=[{{path: {tmp_path}/reward.py}}, {{path: {tmp_path}/reward.py, name: other}}]"
+    )
     assert run("advantage.estimator=gdpo", "kl.where=loss", functions) == []
     penalties = run("advantage.estimator=gdpo", "kl.where=reward", "overlong.buffer_share=0.2", functions)
     assert ["has no effect" in message for message in penalties] == [True, True]

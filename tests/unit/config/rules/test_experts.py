@@ -1,4 +1,5 @@
-"""What layouts of models with experts must satisfy: one broken thing, one violation that says what would work."""
+"""What layouts of models with experts must satisfy: one broken thing, one violation that says what would
+work."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
-_AHEAD = ("rollout.max_staleness=1", "placement.strategy=split_collocate", "algorithm.rollout_correction.level=token")
+_AHEAD = (
+    "rollout.max_staleness=1",
+    "placement.strategy=split_collocate",
+    "algorithm.rollout_correction.level=token",
+)
 _EP = "actor.parallel.expert_parallel_size"
 _ETP = "actor.parallel.expert_tensor_parallel_size"
 
 
 @pytest.fixture
 def ppo(tmp_path: Path) -> str:
-    """The actor, and the reference with it, has 2 replicas of 2 tensor-parallel ranks; the critic is a dense model of two stages."""
+    """The actor, and the reference with it, has 2 replicas of 2 tensor-parallel ranks; the critic is a dense
+    model of two stages."""
     values = ppo_values(tmp_path)
     values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
@@ -54,27 +60,55 @@ def test_good_layouts_have_none(ppo: str) -> None:
     [
         (["critic.experts.z_loss_coefficient=0.001"], "critic.experts.z_loss_coefficient: is 0.001, but "),
         (["critic.parallel.expert_parallel_size=2"], "critic.parallel.expert_parallel_size: is 2, but "),
-        (["actor.parallel.sequence_parallel=false"], "has experts: with tensor_parallel_size 2 each token would go to them as often"),
-        ([f"{_EP}=8"], "expert_parallel_size 8 x expert_tensor_parallel_size 1 = 8 does not divide the 4 ranks of a stage"),
-        ([f"{_EP}=2", f"{_ETP}=4"], "expert_parallel_size 2 x expert_tensor_parallel_size 4 = 8 does not divide the 4 ranks of a stage"),
-        ([f"{_EP}=3", "actor.parallel.data_parallel_size=3"], "do not divide by expert_parallel_size 3; use 2 or 4"),
+        (
+            ["actor.parallel.sequence_parallel=false"],
+            "has experts: with tensor_parallel_size 2 each token would go to them as often",
+        ),
+        (
+            [f"{_EP}=8"],
+            "expert_parallel_size 8 x expert_tensor_parallel_size 1 = 8 does not divide the 4 ranks of a "
+            "stage",
+        ),
+        (
+            [f"{_EP}=2", f"{_ETP}=4"],
+            "expert_parallel_size 2 x expert_tensor_parallel_size 4 = 8 does not divide the 4 ranks of a "
+            "stage",
+        ),
+        (
+            [f"{_EP}=3", "actor.parallel.data_parallel_size=3"],
+            "do not divide by expert_parallel_size 3; use 2 or 4",
+        ),
         (
             [f"{_ETP}=16", "actor.parallel.data_parallel_size=8"],
             "intermediate size 24, which does not divide by expert_tensor_parallel_size",
         ),
         (["rollout.engine=hf"], "rollout.engine: the engine 'hf' does not take weights of experts"),
         (
-            ["engine.routing_replay=trainer", "trainer.updates_per_step=1", "trainer.epochs_per_batch=1", "algorithm.kl.where=loss"],
+            [
+                "engine.routing_replay=trainer",
+                "trainer.updates_per_step=1",
+                "trainer.epochs_per_batch=1",
+                "algorithm.kl.where=loss",
+            ],
             "trainer.epochs_per_batch: is trainer, but with one update per batch that update's own pass",
         ),
         (
-            ["engine.routing_replay=trainer", "algorithm.rollout_correction.bypass=true", "algorithm.kl.where=loss"],
-            "algorithm.rollout_correction.bypass: is trainer, but with bypass no pass of the trainer computes old_log_probs",
+            [
+                "engine.routing_replay=trainer",
+                "algorithm.rollout_correction.bypass=true",
+                "algorithm.kl.where=loss",
+            ],
+            "algorithm.rollout_correction.bypass: is trainer, but with bypass no pass of the trainer "
+            "computes old_log_probs",
         ),
-        (["engine.routing_replay=rollout", "engine.packing=false"], "is rollout, which needs rows that are packed"),
+        (
+            ["engine.routing_replay=rollout", "engine.packing=false"],
+            "is rollout, which needs rows that are packed",
+        ),
         (
             ["engine.routing_replay=rollout", *_AHEAD],
-            "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples continue with new weights",
+            "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples "
+            "continue with new weights",
         ),
         (
             ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],
@@ -82,7 +116,8 @@ def test_good_layouts_have_none(ppo: str) -> None:
         ),
         (
             ["rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
-            "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; use 2",
+            "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; "
+            "use 2",
         ),
     ],
 )
@@ -93,9 +128,14 @@ def test_what_does_not_fit_is_said_once(ppo: str, overrides: list[str], said: st
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"mlp_only_layers": [1]}, "dense layers between its sparse ones"), ({"tie_word_embeddings": True}, "a tied embedding")],
+    [
+        ({"mlp_only_layers": [1]}, "dense layers between its sparse ones"),
+        ({"tie_word_embeddings": True}, "a tied embedding"),
+    ],
 )
-def test_models_that_sglang_takes_for_others(ppo: str, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_models_that_sglang_takes_for_others(
+    ppo: str, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     (found,) = violations(ppo, f"model.path={model_folder(tmp_path / 'other', **EXPERTS, **changes)}")
     assert found.startswith("rollout.engine: ")
     assert f"has experts and {said}: SGLang's qwen2_moe would be another model" in found
@@ -103,6 +143,8 @@ def test_models_that_sglang_takes_for_others(ppo: str, tmp_path: Path, changes: 
 
 def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
-    (found,) = violations(path, "rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=2")
+    (found,) = violations(
+        path, "rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=2"
+    )
     assert found.startswith("rollout.expert_parallel_size: is 2, but ")
     assert "(qwen2) has no experts; use 1" in found

@@ -1,4 +1,5 @@
-"""What a reward model's folder and settings must satisfy: one broken thing, one violation that says what would work."""
+"""What a reward model's folder and settings must satisfy: one broken thing, one violation that says what
+would work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from megarl.config.schema import PPOConfig
 from megarl.config.validate import read_architectures, validate
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
-CLASS = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "model_type": "llama"}
+CLASS = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "model_type": "llama",
+}
 
 
 @pytest.fixture
@@ -46,7 +51,12 @@ def edit(path: str, **changes: object) -> None:
 def test_good_settings_have_none(ppo: str) -> None:
     assert violations(ppo) == []
     assert violations(ppo, "reward.functions=[]", "reward.model.weight=-0.5") == []
-    assert violations(ppo, "reward.model.parallel.tensor_parallel_size=2", "reward.model.parallel.data_parallel_size=4") == []
+    assert (
+        violations(
+            ppo, "reward.model.parallel.tensor_parallel_size=2", "reward.model.parallel.data_parallel_size=4"
+        )
+        == []
+    )
     assert violations(ppo, "reward.model.max_length=20", "reward.model.overlong=truncate") == []
     edit(ppo, id2label=None, num_labels=1)
     assert violations(ppo) == []
@@ -59,29 +69,45 @@ def test_good_settings_have_none(ppo: str) -> None:
             ["reward.model.parallel.pipeline_parallel_size=3"],
             "does not divide by pipeline_parallel_size 3",
         ),
-        (["reward.model.parallel.virtual_pipeline_parallel_size=2"], "reward.model.parallel.virtual_pipeline_parallel_size"),
+        (
+            ["reward.model.parallel.virtual_pipeline_parallel_size=2"],
+            "reward.model.parallel.virtual_pipeline_parallel_size",
+        ),
         (
             ["reward.model.micro_batch.sequences=2"],
             "reward.model.micro_batch.sequences, reward.model.micro_batch.max_tokens: give exactly one",
         ),
-        (["reward.model.path=null"], "reward.model.path: is null, so what else is set in reward.model does nothing"),
-        (["reward.model.path=nowhere"], "reward.model.path: nowhere/config.json: there is no folder 'nowhere'"),
+        (
+            ["reward.model.path=null"],
+            "reward.model.path: is null, so what else is set in reward.model does nothing",
+        ),
+        (
+            ["reward.model.path=nowhere"],
+            "reward.model.path: nowhere/config.json: there is no folder 'nowhere'",
+        ),
         (["reward.model.weight=.inf"], "reward.model.weight: is inf, but must be a finite number"),
         (["reward.model.max_length=0"], "reward.model.max_length: is 0, but must be at least 1"),
         (
             ["reward.model.max_length=64", "reward.model.micro_batch.max_tokens=64"],
-            "reward.model.max_length: max_length 64 is above max_position_embeddings 48 of {judge}; use 48 or less",
+            "reward.model.max_length: max_length 64 is above max_position_embeddings 48 of {judge}; use 48 "
+            "or less",
         ),
         (
             ["reward.model.max_length=41"],
-            "reward.model.max_length, reward.model.micro_batch.max_tokens: max_length 41 is above micro_batch.max_tokens 40; use 40",
+            "reward.model.max_length, reward.model.micro_batch.max_tokens: max_length 41 is above "
+            "micro_batch.max_tokens 40; use 40",
         ),
         (
             ["reward.model.max_length=20"],
-            "a row may have 24 tokens of the policy, but the reward model reads at most 20 of its own (max_length, 48 positions, a "
-            "micro-batch); use shorter rows, or as much as its positions allow, or reward.model.overlong=truncate",
+            "a row may have 24 tokens of the policy, but the reward model reads at most 20 of its own "
+            "(max_length, 48 positions, a "
+            "micro-batch); use shorter rows, or as much as its positions allow, or "
+            "reward.model.overlong=truncate",
         ),
-        (["data.max_response_length=33"], "a row may have 49 tokens of the policy, but the reward model reads at most 40"),
+        (
+            ["data.max_response_length=33"],
+            "a row may have 49 tokens of the policy, but the reward model reads at most 40",
+        ),
     ],
 )
 def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str) -> None:
@@ -93,7 +119,10 @@ def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "field 'architectures' is ['LlamaForCausalLM'], but a reward model is a ...ForSequence"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "field 'architectures' is ['LlamaForCausalLM'], but a reward model is a ...ForSequence",
+        ),
         ({"architectures": None}, "field 'architectures' is [], but a reward model"),
         (
             {"id2label": {"0": "bad", "1": "good"}},
@@ -119,9 +148,15 @@ def test_a_chat_template_is_needed_and_may_be_in_the_tokenizers_file(ppo: str) -
 
 
 def test_arithmetic_of_a_reward_model(ppo: str) -> None:
-    """48 conversations of up to 40 of its own tokens, one micro-batch of 40 tokens each; a frozen value head."""
+    """48 conversations of up to 40 of its own tokens, one micro-batch of 40 tokens each; a frozen value
+    head."""
     config = load(ppo)
     architectures, _ = read_architectures(config)
     *_, role = derive(config, architectures).roles
-    assert (role.role, role.num_ranks, role.rows_per_replica, role.micro_batches) == ("reward_model", 1, (48, 48), (3, 48))
+    assert (role.role, role.num_ranks, role.rows_per_replica, role.micro_batches) == (
+        "reward_model",
+        1,
+        (48, 48),
+        (3, 48),
+    )
     assert (role.optimizer_steps_total, role.state_bytes_per_rank) == (0, 2 * role.num_parameters)

@@ -1,4 +1,5 @@
-"""Episodes ahead of training, on a clock of their own: order, ages, whoever is slow or dies, what is stored."""
+"""Episodes ahead of training, on a clock of their own: order, ages, whoever is slow or dies, what is
+stored."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Rows:
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         prompts = RaggedTensor.of_rows([[index] for index in indices], torch.int32, on_left=True)
         empty = {name: [{} for _ in indices] for name in ("reward_model", "extra_info")}
-        return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids), "messages": [[] for _ in indices], **empty})
+        return DataProto.from_dict(
+            {"prompts": prompts}, {"uid": list(uids), "messages": [[] for _ in indices], **empty}
+        )
 
 
 class ScriptedEnvironments:
@@ -94,7 +97,9 @@ class ScriptedEnvironments:
         self._unanswered.add(number)
         place = order.turn.place
         prompt = order.task.seed
-        answer = TurnAnswer(TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5)
+        answer = TurnAnswer(
+            TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5
+        )
         seconds = SLOW_S if self.prompts[prompt] == SLOW else 0.03 * (1 + number % 3)
 
         def report() -> None:
@@ -154,7 +159,9 @@ def stage(
     environments = ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
     rollout = EpisodeRollout(engines, weights, tokens, LIMITS, 0, environments, limits)  # type: ignore[arg-type]
-    rollout.scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout.scheduler = RequestScheduler(
+        engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
+    )  # type: ignore[arg-type]
     rollout._runner = EpisodeRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
     for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
@@ -194,10 +201,22 @@ def train(one: Stage, steps: Collection[int]) -> list[Step]:
         rows = one.async_rollout.generate(prompts, SAMPLING, number)
         mask, versions = (rows.ragged[key].flat() for key in ("response_mask", "token_versions"))
         assert ((versions >= 0) == mask).all()
-        trained.append(Step(prompts.tensors["prompts"][:, 0].tolist(), rows, int(one.weights.version - versions[mask].min())))
-        assert rows.non_tensor_batch["num_turns"].tolist() == [turns_of(prompt) for prompt in rows.tensors["prompts"][:, 0].tolist()]
+        trained.append(
+            Step(
+                prompts.tensors["prompts"][:, 0].tolist(),
+                rows,
+                int(one.weights.version - versions[mask].min()),
+            )
+        )
+        assert rows.non_tensor_batch["num_turns"].tolist() == [
+            turns_of(prompt) for prompt in rows.tensors["prompts"][:, 0].tolist()
+        ]
         turns = rows.non_tensor_batch["num_turns"].sum()
-        assert float(rows.ragged["environment_rewards"].flat().sum()) == 0.25 * turns == 0.25 * rows.non_tensor_batch["num_calls"].sum()
+        assert (
+            float(rows.ragged["environment_rewards"].flat().sum())
+            == 0.25 * turns
+            == 0.25 * rows.non_tensor_batch["num_calls"].sum()
+        )
         assert int((~mask).sum()) == len(TOLD) * (turns - len(rows))
         one.weights.push()
     return trained
@@ -207,14 +226,21 @@ def in_order(num_steps: int) -> list[list[int]]:
     return [[(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)] for step in range(num_steps)]
 
 
-@pytest.mark.parametrize(("max_staleness", "on_update"), [(1, OnUpdate.go_on), (2, OnUpdate.go_on), (2, OnUpdate.drain)])
-def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(max_staleness: int, on_update: OnUpdate) -> None:
-    """Every turn of an episode is there once, whichever attempt it is of, and each environment is closed once."""
+@pytest.mark.parametrize(
+    ("max_staleness", "on_update"), [(1, OnUpdate.go_on), (2, OnUpdate.go_on), (2, OnUpdate.drain)]
+)
+def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(
+    max_staleness: int, on_update: OnUpdate
+) -> None:
+    """Every turn of an episode is there once, whichever attempt it is of, and each environment is closed
+    once."""
     for seed in (None, 0, 1):
         chance = random.Random(seed)
         killed = list[str]()
 
-        def kill(number: int, chance: random.Random = chance, killed: list[str] = killed, seed: int | None = seed) -> None:
+        def kill(
+            number: int, chance: random.Random = chance, killed: list[str] = killed, seed: int | None = seed
+        ) -> None:
             if seed is None or chance.random() > 0.05:
                 return
             if chance.random() < 0.5:
@@ -241,7 +267,8 @@ def test_a_slow_tool_delays_its_group_alone() -> None:
         assert SLOW in prompts.tensors["prompts"][:, 0].tolist()
         clock_s = one.rollout.scheduler.totals().now_s
         assert clock_s > SLOW_S * turns_of(SLOW)
-        assert one.async_rollout.num_finished() == 2 * PROMPTS  # of the two steps behind it, before that one is trained
+        # of the two steps behind it, before that one is trained
+        assert one.async_rollout.num_finished() == 2 * PROMPTS
         assert 0.5 < (one.rollout._runner.drain_wait() or 0) < 1
         (slow,) = {state.uid for state in seen if state.seconds > SLOW_S / 2}
         assert slow.partition("-")[2] == str(SLOW)
@@ -255,10 +282,18 @@ def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
         for step in range(6):
             prompts = Rows().batch([PROMPTS * step + place for place in range(PROMPTS)], [""] * PROMPTS)
             one.rollout.generate(prompts, SAMPLING, step + 1)
-    sent = [(number, request) for number, engine in enumerate(one.engines.groups) for _, given in engine.submitted for request in given]
+    sent = [
+        (number, request)
+        for number, engine in enumerate(one.engines.groups)
+        for _, given in engine.submitted
+        for request in given
+    ]
     at = {request.sampling.seed: number for number, request in sent}
     first = [request.sampling.seed for _, request in sent if len(request.prompt) == 1]
-    turns = [[seed, *(int(np.random.SeedSequence([seed, turn]).generate_state(1)[0]) for turn in (1, 2))] for seed in first]
+    turns = [
+        [seed, *(int(np.random.SeedSequence([seed, turn]).generate_state(1)[0]) for turn in (1, 2))]
+        for seed in first
+    ]
     places = [[at[seed] for seed in of_it if seed in at] for of_it in turns]
     followed = [before == after for of_it in places for before, after in pairwise(of_it)]
     assert len(followed) == len(sent) - len(first) > 20
@@ -282,10 +317,19 @@ def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
         expected = train(whole, range(1, 9))
     for one_step, other_step in zip(before + after, expected, strict=True):
         assert one_step.prompts == other_step.prompts
-        for key in ("responses", "response_mask", "token_versions", "environment_rewards", "answer_mask", "rollout_log_probs"):
+        for key in (
+            "responses",
+            "response_mask",
+            "token_versions",
+            "environment_rewards",
+            "answer_mask",
+            "rollout_log_probs",
+        ):
             assert one_step.rows.tensors[key].tolist() == other_step.rows.tensors[key].tolist()
         for key in ("num_turns", "num_calls", "call_errors", "tool_s", "episode_end", "weight_version"):
-            assert one_step.rows.non_tensor_batch[key].tolist() == other_step.rows.non_tensor_batch[key].tolist()
+            assert (
+                one_step.rows.non_tensor_batch[key].tolist() == other_step.rows.non_tensor_batch[key].tolist()
+            )
 
 
 def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come_earlier() -> None:

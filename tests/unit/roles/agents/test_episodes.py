@@ -1,4 +1,5 @@
-"""Episodes as rows of a batch: whose tokens are whose, and that what tools wrote changes nothing that is trained or shown."""
+"""Episodes as rows of a batch: whose tokens are whose, and that what tools wrote changes nothing that is
+trained or shown."""
 
 from __future__ import annotations
 
@@ -74,7 +75,10 @@ def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool
         step = episode.next
         assert isinstance(step, AnswerTurn)
         errors = [CallError(CallErrorKind.timed_out, "slow")] if error else []
-        episode.answered(step.place, TurnAnswer(told, reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)))
+        episode.answered(
+            step.place,
+            TurnAnswer(told, reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)),
+        )
     return episode.trajectory
 
 
@@ -87,21 +91,42 @@ ROWS = [
 
 def batch() -> DataProto:
     prompts = DataProto.from_dict(
-        {"prompts": RaggedTensor.of_rows([PROMPT] * 3, torch.int32, on_left=True)}, {"uid": ["a", "a", "b"]}, {"some": "thing"}
+        {"prompts": RaggedTensor.of_rows([PROMPT] * 3, torch.int32, on_left=True)},
+        {"uid": ["a", "a", "b"]},
+        {"some": "thing"},
     )
     return batch_of_trajectories(prompts, ROWS, 4, pad_token_id=0)
 
 
 def test_rows_of_a_batch() -> None:
     made = batch()
-    assert made.tensors["responses"].tolist() == [[10, 11, 90, 91, 92, 12], [13, 14, 0, 0, 0, 0], [15, 93, 16, 94, 17, 0]]
+    assert made.tensors["responses"].tolist() == [
+        [10, 11, 90, 91, 92, 12],
+        [13, 14, 0, 0, 0, 0],
+        [15, 93, 16, 94, 17, 0],
+    ]
     yes = True
     no = False
-    assert made.tensors["response_mask"].tolist() == [[yes, yes, no, no, no, yes], [yes, yes, no, no, no, no], [yes, no, yes, no, yes, no]]
-    assert made.tensors["answer_mask"].tolist() == [[no] * 5 + [yes], [yes, yes, no, no, no, no], [no, no, no, no, yes, no]]
+    assert made.tensors["response_mask"].tolist() == [
+        [yes, yes, no, no, no, yes],
+        [yes, yes, no, no, no, no],
+        [yes, no, yes, no, yes, no],
+    ]
+    assert made.tensors["answer_mask"].tolist() == [
+        [no] * 5 + [yes],
+        [yes, yes, no, no, no, no],
+        [no, no, no, no, yes, no],
+    ]
     assert made.tensors["environment_rewards"].tolist() == [[0] * 6, [0] * 6, [0.5, 0, 0.5, 0, 0.5, 0]]
-    assert made.tensors["token_versions"].tolist() == [[4, 4, -1, -1, -1, 4], [4, 4, -1, -1, -1, -1], [4, -1, 4, -1, 4, -1]]
-    arrays = {key: made.non_tensor_batch[key].tolist() for key in ("num_turns", "num_calls", "episode_end", "finish_reason", "call_errors")}
+    assert made.tensors["token_versions"].tolist() == [
+        [4, 4, -1, -1, -1, 4],
+        [4, 4, -1, -1, -1, -1],
+        [4, -1, 4, -1, 4, -1],
+    ]
+    arrays = {
+        key: made.non_tensor_batch[key].tolist()
+        for key in ("num_turns", "num_calls", "episode_end", "finish_reason", "call_errors")
+    }
     assert arrays == {
         "num_turns": [2, 1, 3],
         "num_calls": [1, 0, 2],
@@ -127,23 +152,31 @@ def scored(poison: float) -> DataProto:
     generator = torch.Generator().manual_seed(0)
 
     def column(key: str) -> RaggedTensor:
-        values = torch.rand(mask.num_tokens, generator=generator) if key != "token_level_scores" else scores.flat()
+        values = (
+            torch.rand(mask.num_tokens, generator=generator) if key != "token_level_scores" else scores.flat()
+        )
         return replace(mask, values=torch.where(mask.flat(), values, poison), padding=0)
 
     scores = place_scores([1.0, 0.0, 1.0], mask)
     assert isinstance(scores, RaggedTensor)
     keys = ("token_level_scores", "old_log_probs", "ref_log_prob", "values", "rollout_log_probs")
     columns = {key: column(key) for key in keys}
-    return made.select([key for key in made.columns if key not in columns]).union(DataProto.from_dict(columns))
+    return made.select([key for key in made.columns if key not in columns]).union(
+        DataProto.from_dict(columns)
+    )
 
 
 def by_hand(outputs: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The actor's and the critic's loss, in float64, row by row and of nothing but what the model wrote there, 8 tokens in all."""
+    """The actor's and the critic's loss, in float64, row by row and of nothing but what the model wrote
+    there, 8 tokens in all."""
     losses = []
     for row, mask in enumerate(rows["response_mask"]):
-        log_probs, entropy, values = (outputs[name][row][mask].double() for name in ("log_probs", "entropy", "values"))
+        log_probs, entropy, values = (
+            outputs[name][row][mask].double() for name in ("log_probs", "entropy", "values")
+        )
         old, advantages, weights, before, returns = (
-            rows[name][row][mask].double() for name in ("old_log_probs", "advantages", "rollout_weights", "values", "returns")
+            rows[name][row][mask].double()
+            for name in ("old_log_probs", "advantages", "rollout_weights", "values", "returns")
         )
         ratio = (log_probs - old).exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -154,7 +187,9 @@ def by_hand(outputs: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("estimator", [AdvantageEstimator.gae, AdvantageEstimator.grpo])
-def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimator: AdvantageEstimator) -> None:
+def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(
+    estimator: AdvantageEstimator,
+) -> None:
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=estimator),
         kl=KLConfig(where=KLWhere.reward),
@@ -170,7 +205,9 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimat
         padded = {name: column.clone() for name, column in rows.tensors.items()}
         mask = padded["response_mask"]
         outputs = {
-            name: torch.where(mask, torch.linspace(-2, 0, mask.numel()).view(mask.shape), poison).requires_grad_()
+            name: torch.where(
+                mask, torch.linspace(-2, 0, mask.numel()).view(mask.shape), poison
+            ).requires_grad_()
             for name in ("log_probs", "entropy", "values")
         }
         counts = MiniBatchCounts.of(mask)
@@ -181,7 +218,9 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimat
         loss = shares[0].loss + shares[1].loss
         gradients = torch.autograd.grad(loss, list(outputs.values()))
         reference = by_hand(outputs, padded)
-        for gradient, expected in zip(gradients, torch.autograd.grad(reference, list(outputs.values())), strict=True):
+        for gradient, expected in zip(
+            gradients, torch.autograd.grad(reference, list(outputs.values())), strict=True
+        ):
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
             assert not gradient[~mask].any()
             assert gradient[mask].any()
@@ -190,10 +229,14 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(estimat
         assert all(map(math.isfinite, metrics.values()))
         found.append((metrics, loss.item(), [gradient.tolist() for gradient in gradients]))
     assert found[0] == found[1]
-    # Rows have 6, 2 and 5 tokens, of which the model wrote 3, 2 and 3: limits of 3, and of 4 with a penalty from 2 on, count those.
+    # Rows have 6, 2 and 5 tokens, of which the model wrote 3, 2 and 3: limits of 3, and of 4 with a penalty
+    # from 2 on, count those.
     assert (metrics["response_length/max"], metrics["response_length/mean"]) == (3, pytest.approx(8 / 3))
     assert metrics["response_length/clip_ratio"] == pytest.approx(2 / 3)
-    assert (metrics["reward/overlong_penalty"], metrics["reward/overlong_fraction"]) == (pytest.approx(-1 / 3), pytest.approx(2 / 3))
+    assert (metrics["reward/overlong_penalty"], metrics["reward/overlong_fraction"]) == (
+        pytest.approx(-1 / 3),
+        pytest.approx(2 / 3),
+    )
 
 
 # ---- from what the model drew to what it reads
@@ -214,21 +257,32 @@ FAILING = [  # each with the kind that it is counted as
     ("refused_arguments", '{"name": "price", "arguments": 3}', "arguments must be an object, not 3"),
     ("unknown_tool", '{"name": "cost"}', "there is no tool 'cost'; there are: price, hang"),
     ("unreadable", "{price}", "the call could not be read: it is not JSON"),
-    ("too_many_calls", '{"name": "price", "arguments": {"item": "ab"}}', "a turn may have 5 calls; this is number 6 and was not run"),
+    (
+        "too_many_calls",
+        '{"name": "price", "arguments": {"item": "ab"}}',
+        "a turn may have 5 calls; this is number 6 and was not run",
+    ),
 ]
 
 
 @pytest.mark.parametrize("forgets_case", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_grows_at_its_end(family: str, forgets_case: bool) -> None:
+def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_grows_at_its_end(
+    family: str, forgets_case: bool
+) -> None:
     """Whatever the family's template, and where what a tokenizer decodes is not what it was made of."""
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=forgets_case)
     toolbox = Toolbox([FunctionTool(price), FunctionTool(hang)])
     template = TurnTemplate(tokenizer, toolbox.schemas)
     environment = ToolEnvironment(toolbox, CallLimits(max_parallel=5, time_limit_s=0.5))
-    prompt = render_chat(tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=toolbox.schemas)
+    prompt = render_chat(
+        tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=toolbox.schemas
+    )
     episode = Episode(prompt, 3, EpisodeLimits(max_turns=3, max_tokens=2000))
-    turns = ["<think>AB</think>" + "".join(f"<tool_call>{call}</tool_call>" for _, call, _ in FAILING), "It is 42"]
+    turns = [
+        "<think>AB</think>" + "".join(f"<tool_call>{call}</tool_call>" for _, call, _ in FAILING),
+        "It is 42",
+    ]
     drawn = [[*map(tokenizer.convert_tokens_to_ids, turn), tokenizer.eos_token_id] for turn in turns]
     sent: list[list[int]] = []
 
@@ -240,7 +294,9 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
             if isinstance(step, WriteTurn):
                 sent.append(step.token_ids)
                 ids = np.array(drawn[len(sent) - 1], dtype=np.int32)
-                episode.wrote(step.place, ids, -np.ones(len(ids), np.float32), np.full(len(ids), 4, np.int32), "stop")
+                episode.wrote(
+                    step.place, ids, -np.ones(len(ids), np.float32), np.full(len(ids), 4, np.int32), "stop"
+                )
             else:
                 answer, _ = await responder.answer(step)
                 bridge += answer.token_ids
@@ -254,10 +310,14 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     for _, _, line in FAILING:
         line = json.dumps(line)[1:-1] if family == "llama" else line  # where results are JSON
         assert (line.lower() if forgets_case else line) in said
-    prompts = DataProto.from_dict({"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {})
+    prompts = DataProto.from_dict(
+        {"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {}
+    )
     row = batch_of_trajectories(prompts, [episode.trajectory], 4, pad_token_id=0)
     assert row.tensors["responses"][0].tolist() == [*drawn[0], *bridge, *drawn[1]]
-    assert row.tensors["response_mask"][0].tolist() == [True] * len(drawn[0]) + [False] * len(bridge) + [True] * len(drawn[1])
+    assert row.tensors["response_mask"][0].tolist() == [True] * len(drawn[0]) + [False] * len(bridge) + [
+        True
+    ] * len(drawn[1])
     metrics = agent_metrics(row.non_tensor_batch)
     assert {name: share for name, share in metrics.items() if "errors" in name} == {
         f"agent/errors/{kind}": pytest.approx(1 / 6) for kind, _, _ in FAILING
@@ -296,7 +356,12 @@ class Writing:
 
     is_at_work = property(lambda self: bool(self._waiting))
 
-    def add(self, requests: Sequence[GenerationRequest], deliver: Callable[[int, FinishedRequest], None], **how: Any) -> list[int]:
+    def add(
+        self,
+        requests: Sequence[GenerationRequest],
+        deliver: Callable[[int, FinishedRequest], None],
+        **how: Any,
+    ) -> list[int]:
         self._waiting += [(request, deliver) for request in requests]
         self.seen += requests
         return [len(self.seen)]
@@ -305,7 +370,9 @@ class Writing:
         waiting = self._waiting
         self._waiting = []
         for request, deliver in waiting:
-            deliver(0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3)))
+            deliver(
+                0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3))
+            )
 
     def cancel(self, numbers: Collection[int]) -> None: ...
 
@@ -321,7 +388,9 @@ class Process:
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
         self._calls_left -= 1
-        future = self._thread.submit(self._die if self._calls_left == 0 else method.function, self._worker, *arguments)
+        future = self._thread.submit(
+            self._die if self._calls_left == 0 else method.function, self._worker, *arguments
+        )
         future.get = future.result  # type: ignore[attr-defined]
         return future
 
@@ -354,14 +423,18 @@ class Nobody(list[None]):
     exclusive = staticmethod(unshared)
 
 
-def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3) -> tuple[EpisodeRollout, Writing]:
+def episode_rollout(
+    folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3
+) -> tuple[EpisodeRollout, Writing]:
     """deaths: the calls in which the first process of two ends, the one that takes its place, and so on."""
     left = list(deaths)
     tokenizer = character_tokenizer(TEMPLATE)
     folder.mkdir(exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "game.py").write_text(ENVIRONMENT.format(file=str(folder / "notes"), fails=fails))
-    agent = AgentConfig(environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32)
+    agent = AgentConfig(
+        environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32
+    )
 
     class Threads(Environments):
         def _start(self, number: int) -> Any:
@@ -373,7 +446,9 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
     worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
     environments = Threads([None, None], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
-    weights = SimpleNamespace(readmit=lambda replica: True, can_readmit=lambda: True, bring_in=lambda: None, version=3)
+    weights = SimpleNamespace(
+        readmit=lambda replica: True, can_readmit=lambda: True, bring_in=lambda: None, version=3
+    )
     rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
@@ -384,12 +459,20 @@ def episode_rollout(folder: Path, fails: int = -1, deaths: Sequence[int] = (), m
 
 
 def prompts(count: int) -> DataProto:
-    arrays = {"uid": [str(index) for index in range(count)], "messages": [[]] * count, "reward_model": [{}] * count}
+    arrays = {
+        "uid": [str(index) for index in range(count)],
+        "messages": [[]] * count,
+        "reward_model": [{}] * count,
+    }
     ids = RaggedTensor.of_rows([PROMPT] * count, torch.int32, on_left=True)
-    return DataProto.from_dict({"prompts": ids}, {**arrays, "extra_info": [{"index": index} for index in range(count)]})
+    return DataProto.from_dict(
+        {"prompts": ids}, {**arrays, "extra_info": [{"index": index} for index in range(count)]}
+    )
 
 
-def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_nobody_else(tmp_path: Path) -> None:
+def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_nobody_else(
+    tmp_path: Path,
+) -> None:
     rollout, writing = episode_rollout(tmp_path)
     scoring = Scoring()
     made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1, scoring=scoring)

@@ -1,4 +1,5 @@
-"""Generation ahead of training, over replicas that are made up: order, ages, what is lost, what is stored, and how it ends."""
+"""Generation ahead of training, over replicas that are made up: order, ages, what is lost, what is stored,
+and how it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Prompts:
         return NUM_ROWS
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        prompts = RaggedTensor.of_rows([[1 + (37 * index) % 101] for index in indices], torch.int32, on_left=True)
+        prompts = RaggedTensor.of_rows(
+            [[1 + (37 * index) % 101] for index in indices], torch.int32, on_left=True
+        )
         return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids)})
 
 
@@ -99,7 +102,11 @@ class ScoresBySignal:
 
     def finish(self, batch: DataProto) -> DataProto:
         self.begin(batch)
-        return DataProto.from_dict({}, {"score": [score for one in self.scored().values() for score in one]}, {"reward/error_rate": 0.0})
+        return DataProto.from_dict(
+            {},
+            {"score": [score for one in self.scored().values() for score in one]},
+            {"reward/error_rate": 0.0},
+        )
 
 
 class Scene(NamedTuple):
@@ -129,11 +136,21 @@ def scene(
 ) -> Iterator[Scene]:
     clock = VirtualClock()
     engines = ScriptedEngines(
-        clock, 2, lambda request: request.prompt[0], version=version, restart_limit=restart_limit, start_s=0.3, tick_s=0.01
+        clock,
+        2,
+        lambda request: request.prompt[0],
+        version=version,
+        restart_limit=restart_limit,
+        start_s=0.3,
+        tick_s=0.01,
     )
     weights = MadeUpWeights(engines, version)
-    rollout = Rollout(engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0)  # type: ignore[arg-type]
-    rollout.scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout = Rollout(
+        engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0
+    )  # type: ignore[arg-type]
+    rollout.scheduler = RequestScheduler(
+        engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
+    )  # type: ignore[arg-type]
     loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
     def staleness(version: int) -> StalenessController:
@@ -162,12 +179,18 @@ def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda
         prompts = next(one.async_rollout)
         batch = one.async_rollout.generate(prompts, SAMPLING, step)
         between()
-        assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in prompts.non_tensor_batch["uid"] for _ in range(SAMPLING.n)]
+        assert batch.non_tensor_batch["uid"].tolist() == [
+            uid for uid in prompts.non_tensor_batch["uid"] for _ in range(SAMPLING.n)
+        ]
         lengths = batch.tensors["response_mask"].sum(1)
         assert torch.equal(lengths, batch.tensors["prompts"][:, 0])  # each prompt has its own samples
         versions = batch.tensors["token_versions"][batch.tensors["response_mask"]].numpy()
         assert batch.meta_info["weight_version"] == one.weights.version
-        trained.append(Trained(prompts.non_tensor_batch["uid"].tolist(), versions, int(one.weights.version - versions.min())))
+        trained.append(
+            Trained(
+                prompts.non_tensor_batch["uid"].tolist(), versions, int(one.weights.version - versions.min())
+            )
+        )
         one.weights.push()
     return trained
 
@@ -238,25 +261,36 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
             greedy = one.async_rollout.generate(prompts, GREEDY, step)
             assert greedy.non_tensor_batch["uid"].tolist() == in_order(3)[step - 1]
             one.weights.push()
-        temperatures = [request.sampling.temperature for engine in one.engines.groups for _, given in engine.submitted for request in given]
+        temperatures = [
+            request.sampling.temperature
+            for engine in one.engines.groups
+            for _, given in engine.submitted
+            for request in given
+        ]
     assert temperatures.count(0.0) == 3 * PROMPTS
     assert temperatures.count(SAMPLING.temperature) == 3 * PROMPTS * SAMPLING.n
 
 
 @pytest.mark.parametrize("on_update", OnUpdate)
-def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlier(on_update: OnUpdate) -> None:
+def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlier(
+    on_update: OnUpdate,
+) -> None:
     scoring = ScoresBySignal()
     config = DynamicSamplingConfig(enabled=True, max_generations=4)
     with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
     with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
         loader: BatchLoader = one.async_rollout._prompts
-        sampling = DynamicSampling(one.async_rollout, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True)  # type: ignore[arg-type]
+        sampling = DynamicSampling(
+            one.async_rollout, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True
+        )  # type: ignore[arg-type]
         for step in range(1, 6):
             prompts = next(one.async_rollout)
             batch, scores, metrics = sampling(prompts, step)
             wanted = with_signal[:PROMPTS]
             with_signal = with_signal[PROMPTS:]
-            assert batch.non_tensor_batch["uid"].tolist() == [uid for uid in wanted for _ in range(SAMPLING.n)]
+            assert batch.non_tensor_batch["uid"].tolist() == [
+                uid for uid in wanted for _ in range(SAMPLING.n)
+            ]
             assert scores == []
             assert metrics["dynamic_sampling/num_prompts"] == len(prompts)
             assert metrics["dynamic_sampling/num_without_signal"] == len(prompts) - PROMPTS
@@ -289,7 +323,9 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     with pytest.raises(ValueError, match="is corrupt"):
         from_bytes(to_bytes(groups)[:-1])
     assert str(list(stored.values())) == str(groups)
-    routed = groups[0]._replace(samples=[sample._replace(routed_experts=np.arange(6, dtype=np.uint8)) for sample in groups[0].samples])
+    routed = groups[0]._replace(
+        samples=[sample._replace(routed_experts=np.arange(6, dtype=np.uint8)) for sample in groups[0].samples]
+    )
     assert str(list(from_bytes(to_bytes([routed])).values())) == str([routed])
     with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
         other.async_rollout.restore(stored)
@@ -303,7 +339,11 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
 
 
 def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
-    with scene(1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7) as one:
+    with scene(
+        1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7
+    ) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
-        one.async_rollout.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
+        one.async_rollout.restore(
+            {uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step}
+        )
         assert train(one, [1])[0].versions.min() == 7

@@ -48,9 +48,24 @@ def test_samples_become_a_batch() -> None:
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
         "responses": [[5, 6, 4, 1], [1, 0, 0, 0], [5, 0, 1, 0], [6, 6, 0, 0]],
-        "input_ids": [[0, 0, 7, 5, 6, 4, 1], [0, 0, 7, 1, 0, 0, 0], [8, 9, 0, 5, 0, 1, 0], [8, 9, 0, 6, 6, 0, 0]],
-        "attention_mask": [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]],
-        "position_ids": [[0, 0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 4, 4]],
+        "input_ids": [
+            [0, 0, 7, 5, 6, 4, 1],
+            [0, 0, 7, 1, 0, 0, 0],
+            [8, 9, 0, 5, 0, 1, 0],
+            [8, 9, 0, 6, 6, 0, 0],
+        ],
+        "attention_mask": [
+            [0, 0, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 1, 1, 0],
+            [1, 1, 1, 1, 1, 0, 0],
+        ],
+        "position_ids": [
+            [0, 0, 0, 1, 2, 3, 4],
+            [0, 0, 0, 1, 1, 1, 1],
+            [0, 1, 2, 3, 4, 5, 5],
+            [0, 1, 2, 3, 4, 4, 4],
+        ],
     }
     tensors = batch.tensors
     assert {key: tensors[key].tolist() for key in expected} == expected
@@ -59,7 +74,12 @@ def test_samples_become_a_batch() -> None:
     assert torch.equal(tensors["response_mask"], mask)
     log_probs = [[-0.1, -0.2, -0.3, -0.4], [-0.5, 0, 0, 0], [-0.6, -0.7, -0.8, 0], [-0.9, -1.0, 0, 0]]
     assert torch.equal(tensors["rollout_log_probs"], torch.tensor(log_probs))
-    assert tensors["token_versions"].tolist() == [[3, 3, 3, 3], [3, -1, -1, -1], [3, 3, 3, -1], [4, 5, -1, -1]]
+    assert tensors["token_versions"].tolist() == [
+        [3, 3, 3, 3],
+        [3, -1, -1, -1],
+        [3, 3, 3, -1],
+        [4, 5, -1, -1],
+    ]
     assert tensors["token_versions"].dtype == torch.int32
     assert tensors.keys() == {"prompts", "responses", "response_mask", "rollout_log_probs", "token_versions"}
     assert tensors.keys() == batch.ragged.keys()
@@ -80,7 +100,8 @@ class Answer:
     def __init__(self, requests: list[GenerationRequest]) -> None:
         self.calls = ()
         self._finished = [
-            FinishedRequest(request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt))) for request in requests
+            FinishedRequest(request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt)))
+            for request in requests
         ]
 
     def get(self, timeout: float | None = None) -> list[FinishedRequest]:
@@ -138,15 +159,26 @@ def asked(rollout: Rollout) -> list[list[GenerationRequest]]:
 
 
 def generate(rollout: Rollout, step: int, n: int = 2) -> DataProto:
-    return rollout.generate(prompts(), SamplingConfig(n=n, temperature=0.5, top_p=0.9, top_k=3, min_new_tokens=1), step)
+    return rollout.generate(
+        prompts(), SamplingConfig(n=n, temperature=0.5, top_p=0.9, top_k=3, min_new_tokens=1), step
+    )
 
 
 def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> None:
     batch = generate(whole := rollout(2), step=1, n=3)
-    assert [[request.prompt for request in one] for one in asked(whole)] == [[[7], [7], [8, 9, 0]], [[7], [8, 9, 0], [8, 9, 0]]]
+    assert [[request.prompt for request in one] for one in asked(whole)] == [
+        [[7], [7], [8, 9, 0]],
+        [[7], [8, 9, 0], [8, 9, 0]],
+    ]
     assert batch.tensors["responses"].tolist() == [[7, 0, 0]] * 3 + [[0, 9, 8]] * 3
     sampling = asked(whole)[0][0].sampling
-    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_new_tokens) == (1, 0.5, 0.9, 3, 1)
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_new_tokens) == (
+        1,
+        0.5,
+        0.9,
+        3,
+        1,
+    )
     assert (sampling.max_new_tokens, sampling.stop_token_ids) == (6, (END,))
 
 
@@ -165,7 +197,8 @@ class Scoring:
 
 
 def test_prompts_that_have_their_samples_are_scored_while_others_are_generated() -> None:
-    """The replica has room for two: the first prompt's samples come first. What ends the batch is scored with it."""
+    """The replica has room for two: the first prompt's samples come first. What ends the batch is scored with
+    it."""
     scoring = Scoring()
     busy = Scoring(may_begin=False)
     for one in (scoring, busy):
@@ -186,7 +219,9 @@ def test_each_sample_and_step_has_a_seed_of_its_own_whatever_the_replicas_are() 
         generate(whole := rollout(num_replicas), step)
         return [
             request.sampling.seed
-            for request in sorted((request for one in asked(whole) for request in one), key=lambda request: request.request_id)
+            for request in sorted(
+                (request for one in asked(whole) for request in one), key=lambda request: request.request_id
+            )
         ]
 
     assert len({*seeds(1, 1), *seeds(1, 2)}) == 8

@@ -54,13 +54,17 @@ class Replicas:
 def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_module, "check_fits", lambda pools: None)
     monkeypatch.setattr(Pool, "reserved", [])
-    planned: Any = PlannedReplica(ReplicaPlace(Pool("planned")), [RankPlace("0", "0:7"), RankPlace("0", "0:8")])  # type: ignore[arg-type]
+    planned: Any = PlannedReplica(
+        ReplicaPlace(Pool("planned")), [RankPlace("0", "0:7"), RankPlace("0", "0:8")]
+    )  # type: ignore[arg-type]
     replicas: Any = Replicas(planned.place)
     sent: list[list[list[RankPlace]]] = []
     transport: Any = SimpleNamespace(send_to=sent.append)
     resized: list[int] = []
     scheduler: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
-    scaling = ReplicaScaling(replicas, scheduler, transport, [planned], lambda number: Pool(f"joined-{number}"), 2)  # type: ignore[arg-type, return-value]
+    scaling = ReplicaScaling(
+        replicas, scheduler, transport, [planned], lambda number: Pool(f"joined-{number}"), 2
+    )  # type: ignore[arg-type, return-value]
 
     def names() -> list[str]:
         return [pool.name for pool in replicas.pools]
@@ -68,7 +72,9 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     scaling.scale(3)
     assert names() == ["planned", "joined-1", "joined-2"]
     assert (Pool.reserved, resized) == (["joined-1", "joined-2"], [3])
-    joined = [[RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)]
+    joined = [
+        [RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)
+    ]
     assert sent[-1] == [planned.ranks, *joined]
     with pytest.raises(InsufficientResourcesError, match="joined-4"):
         scaling.scale(6)

@@ -1,4 +1,5 @@
-"""The request scheduler with fake replicas in virtual time: requests that are added late, cancelled, or lost, and pauses."""
+"""The request scheduler with fake replicas in virtual time: requests that are added late, cancelled, or lost,
+and pauses."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Scene:
         self.clock = VirtualClock()
         self.engines = ScriptedEngines(self.clock, num_replicas, length_of, restart_limit=2)
         self.came: list[tuple[float, int]] = []  # when, and the request
-        self.scheduler = RequestScheduler(self.engines, self._readmit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait)  # type: ignore[arg-type]
+        self.scheduler = RequestScheduler(
+            self.engines, self._readmit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
+        )  # type: ignore[arg-type]
 
     def _readmit(self, replica: int) -> bool:
         self.engines.starting.discard(replica)
@@ -34,7 +37,9 @@ class Scene:
 
     def add(self, *lengths: int, first: bool = False) -> list[int]:
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
-        return self.scheduler.add([GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first)
+        return self.scheduler.add(
+            [GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first
+        )
 
     def _deliver(self, replica: int, finished: FinishedRequest) -> None:
         self.came.append((round(self.clock.now_s), finished.request_id))
@@ -46,7 +51,8 @@ class Scene:
 
 
 def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admitted() -> None:
-    """Both were lost, and once the first has its weights and its cache there is no room for those of the second."""
+    """Both were lost, and once the first has its weights and its cache there is no room for those of the
+    second."""
     scene = Scene(2)
     readmitted = list[int]()
 
@@ -59,7 +65,12 @@ def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admit
         return scene._readmit(replica)
 
     scene.scheduler = RequestScheduler(
-        scene.engines, readmit, LIMITS, can_readmit=can_readmit, clock=lambda: scene.clock.now_s, wait=scene.clock.wait
+        scene.engines,
+        readmit,
+        LIMITS,
+        can_readmit=can_readmit,
+        clock=lambda: scene.clock.now_s,
+        wait=scene.clock.wait,
     )  # type: ignore[arg-type]
     for replica in (0, 1):
         scene.engines.restart(replica, "lost")
@@ -77,7 +88,9 @@ def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
     scene.add(50, 40)
     scene.add(60, first=True)
     assert scene.run() == [(51, 50), (61, 60), (91, 40), (100, 100), (101, 101)]
-    starts = sorted((round(at_s, 1), given) for engine in scene.engines.groups for at_s, given in prompts(engine))
+    starts = sorted(
+        (round(at_s, 1), given) for engine in scene.engines.groups for at_s, given in prompts(engine)
+    )
     assert starts == [(0.0, [100]), (0.0, [101]), (1.0, [50]), (1.0, [60]), (51.0, [40])]
 
 
@@ -139,10 +152,15 @@ def test_replicas_join_and_leave_and_no_request_is_lost() -> None:
     scene.engines.groups.append(ScriptedEngine(scene.clock, length_of, 1, 5.0))
     scene.engines.starting.add(1)
     scene.scheduler.resize()
-    assert [(one.is_starting, one.in_flight) for one in scene.scheduler.snapshot()[1]] == [(False, 2), (True, 0)]
+    assert [(one.is_starting, one.in_flight) for one in scene.scheduler.snapshot()[1]] == [
+        (False, 2),
+        (True, 0),
+    ]
     while scene.clock.now_s < 12:
         scene.scheduler.poll(wait_s=1.0)
-    given = [[number for _, numbers in prompts(engine) for number in numbers] for engine in scene.engines.groups]
+    given = [
+        [number for _, numbers in prompts(engine) for number in numbers] for engine in scene.engines.groups
+    ]
     assert given == [[20, 30], [40, 50]]
     scene.scheduler.pause()
     scene.engines.groups.pop()
@@ -157,6 +175,7 @@ def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None
     scene.add(20, 30)
     scene.scheduler.poll(wait_s=2.0)
     scene.scheduler.pause()
-    scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)  # in a push, which also gave it the weights
+    # in a push, which also gave it the weights
+    scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)
     assert scene.run() == [(22, 20), (30, 30)]
     assert scene.scheduler.totals().num_resent == 1

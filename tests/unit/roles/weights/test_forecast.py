@@ -1,4 +1,5 @@
-"""What a push will move, known before a run starts: numbers by hand, and the plan that the run itself would make."""
+"""What a push will move, known before a run starts: numbers by hand, and the plan that the run itself would
+make."""
 
 from __future__ import annotations
 
@@ -53,11 +54,19 @@ QWEN = Architecture(
 NORMS = (2 * LAYERS + 1) * HIDDEN  # elements that every rank of an engine keeps
 
 
-def config(strategy: PlacementStrategy, parallel: ParallelConfig, num_replicas: int, engine_size: int, bucket_mb: float = 1.0) -> PPOConfig:
+def config(
+    strategy: PlacementStrategy,
+    parallel: ParallelConfig,
+    num_replicas: int,
+    engine_size: int,
+    bucket_mb: float = 1.0,
+) -> PPOConfig:
     return PPOConfig(
         model=ModelConfig(path="model"),
         actor=ActorConfig(parallel=parallel),
-        rollout=RolloutConfig(engine=RolloutEngineKind.sglang, num_replicas=num_replicas, tensor_parallel_size=engine_size),
+        rollout=RolloutConfig(
+            engine=RolloutEngineKind.sglang, num_replicas=num_replicas, tensor_parallel_size=engine_size
+        ),
         placement=PlacementConfig(strategy=strategy),
         resharding=ReshardingConfig(bucket_mb=bucket_mb),
         device=Device.cuda,
@@ -71,7 +80,9 @@ def forecast(of: PPOConfig) -> WeightForecast:
 
 
 def test_engines_on_devices_of_their_own_get_the_model_once_each_from_trainers_that_give_the_same() -> None:
-    of = config(PlacementStrategy.split_collocate, ParallelConfig(data_parallel_size=4), num_replicas=2, engine_size=1)
+    of = config(
+        PlacementStrategy.split_collocate, ParallelConfig(data_parallel_size=4), num_replicas=2, engine_size=1
+    )
     found = forecast(of)
     model_bytes = num_parameters(QWEN) * 2
     assert found.received == [model_bytes] * 2
@@ -91,8 +102,11 @@ def test_engines_beside_trainers_that_hold_everything_get_it_from_there() -> Non
 
 
 def test_engines_beside_stages_get_the_other_stages_from_other_devices() -> None:
-    """Two stages, and an engine of one rank beside each: a half of the model crosses over, in each direction."""
-    of = config(PlacementStrategy.hybrid, ParallelConfig(pipeline_parallel_size=2), num_replicas=2, engine_size=1)
+    """Two stages, and an engine of one rank beside each: a half of the model crosses over, in each
+    direction."""
+    of = config(
+        PlacementStrategy.hybrid, ParallelConfig(pipeline_parallel_size=2), num_replicas=2, engine_size=1
+    )
     found = forecast(of)
     first, second = (numel_of(slices) * found.element_bytes for slices in _held(of.actor.parallel))
     assert found.sent == [2 * first, 2 * second]
@@ -111,27 +125,48 @@ def test_several_ranks_of_an_engine_keep_their_part_and_all_norms() -> None:
 def test_more_ranks_than_key_value_heads_keep_each_head_on_several() -> None:
     slices = engine_slices(QWEN, 4)
     layer = "model.layers.3.self_attn"
-    rows = [[(tensor_slice.starts[0], tensor_slice.stops[0]) for tensor_slice in of_rank[f"{layer}.k_proj.weight"]] for of_rank in slices]
+    rows = [
+        [
+            (tensor_slice.starts[0], tensor_slice.stops[0])
+            for tensor_slice in of_rank[f"{layer}.k_proj.weight"]
+        ]
+        for of_rank in slices
+    ]
     assert rows == [[(0, 8)], [(0, 8)], [(8, 16)], [(8, 16)]]
     queries = [
-        [(tensor_slice.starts[0], tensor_slice.stops[0]) for tensor_slice in of_rank[f"{layer}.q_proj.weight"]] for of_rank in slices
+        [
+            (tensor_slice.starts[0], tensor_slice.stops[0])
+            for tensor_slice in of_rank[f"{layer}.q_proj.weight"]
+        ]
+        for of_rank in slices
     ]
     assert queries == [[(8 * rank, 8 * rank + 8)] for rank in range(4)]
-    assert [tensor_slice.starts[1] for of_rank in slices for tensor_slice in of_rank[f"{layer}.o_proj.weight"]] == [0, 8, 16, 24]
-    key_value = LAYERS * 2 * 2 * HEAD_DIM * (HIDDEN + 1)  # both heads of keys and of values, with their biases
+    assert [
+        tensor_slice.starts[1] for of_rank in slices for tensor_slice in of_rank[f"{layer}.o_proj.weight"]
+    ] == [0, 8, 16, 24]
+    # both heads of keys and of values, with their biases
+    key_value = LAYERS * 2 * 2 * HEAD_DIM * (HIDDEN + 1)
     kept = (num_parameters(QWEN) - NORMS - key_value) // 4 + key_value // 2 + NORMS
     assert [numel_of(of_rank) for of_rank in slices] == [kept] * 4
-    of = config(PlacementStrategy.split_collocate, ParallelConfig(tensor_parallel_size=2), num_replicas=1, engine_size=4)
+    of = config(
+        PlacementStrategy.split_collocate,
+        ParallelConfig(tensor_parallel_size=2),
+        num_replicas=1,
+        engine_size=4,
+    )
     assert forecast(of).received == [kept * forecast(of).element_bytes] * 4
 
 
 def test_every_tensor_is_needed_whole_by_the_ranks_together() -> None:
     shapes = {tensor.name: tensor.shape for weight in weights_of(QWEN, "lm") for tensor in weight.tensors}
     for size in (1, 2, 4):
-        needed = {name: {tensor_slice for slices in engine_slices(QWEN, size) for tensor_slice in slices[name]} for name in shapes}
-        assert {name: sum(tensor_slice.volume for tensor_slice in slices) for name, slices in needed.items()} == {
-            n: prod(s) for n, s in shapes.items()
+        needed = {
+            name: {tensor_slice for slices in engine_slices(QWEN, size) for tensor_slice in slices[name]}
+            for name in shapes
         }
+        assert {
+            name: sum(tensor_slice.volume for tensor_slice in slices) for name, slices in needed.items()
+        } == {n: prod(s) for n, s in shapes.items()}
 
 
 def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:

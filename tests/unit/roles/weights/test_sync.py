@@ -1,4 +1,5 @@
-"""Weights pushed from real Megatron ranks to real engines on Ray, by every transport; what a push does when an engine goes."""
+"""Weights pushed from real Megatron ranks to real engines on Ray, by every transport; what a push does when
+an engine goes."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def trainer(ray_cluster: None, folders: Folders) -> Iterator[Trainer]:
 
 
 class FaultyEngine(HFEngine):
-    """Dies in the middle of the first update, where `marker` does not exist yet. `lie`: changes an element that it was sent."""
+    """Dies in the middle of the first update, where `marker` does not exist yet. `lie`: changes an element
+    that it was sent."""
 
     marker: Path | None = None
     lie = False
@@ -112,7 +114,11 @@ class FaultyEngine(HFEngine):
 
 def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
     engine = FaultyEngine(
-        RolloutEngineSpec(model=ModelConfig(path=path, dtype=DType.float32), rollout=RolloutConfig(max_concurrency=4), device=Device.cpu)
+        RolloutEngineSpec(
+            model=ModelConfig(path=path, dtype=DType.float32),
+            rollout=RolloutConfig(max_concurrency=4),
+            device=Device.cpu,
+        )
     )
     engine.marker = marker if marker is not None and not marker.exists() else None
     engine.lie = lie
@@ -148,12 +154,15 @@ def true_checksums(folder: Path) -> dict[str, int]:
     return {name: checksum(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
-def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+def test_every_transport_gives_all_replicas_the_weights(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path
+) -> None:
     replicas = replicas_of(good_engine(folders), 2)
     nbytes = sum(tensor.nbytes for tensor in load_file(folders.trained / "model.safetensors").values())
     for version, transport in enumerate([*TRANSPORTS, *TRANSPORTS], start=1):
         sync = trainer.sync(transport, tmp_path / "scratch")
-        pushed = [sync.push(replicas.all, version) for _ in range(2)]  # the second time with what the first has left
+        # the second time with what the first has left
+        pushed = [sync.push(replicas.all, version) for _ in range(2)]
         sync.close()
         for group in replicas.groups:
             assert group.call(RolloutWorker.weight_version) == version
@@ -163,13 +172,17 @@ def test_every_transport_gives_all_replicas_the_weights(trainer: Trainer, folder
             assert report.nbytes == nbytes * (1 if transport is Transport.folder else 2)
             assert report.metrics()["resharding/gb_per_s"] > 0
             assert 0 < report.load_s <= report.seconds
-        if transport is not Transport.folder:  # what is planned, and what a kernel counts in pages, which are late by some now and then
+        # what is planned, and what a kernel counts in pages, which are late by some now and then
+        if transport is not Transport.folder:
             assert min(report.extra_bytes for report, _ in pushed) <= 4 * BUCKET_BYTES + 2**20
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
-    """The second takes it over; the first is told, and does not wait for an engine that listens to another."""
+def test_two_trainers_cannot_have_an_engine_at_once(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path
+) -> None:
+    """The second takes it over; the first is told, and does not wait for an engine that listens to
+    another."""
     replicas = replicas_of(good_engine(folders), 1)
     first, second = (trainer.sync(transport, tmp_path / "scratch", num_replicas=1) for transport in IN_MEMORY)
     first.push(replicas.all, 1)
@@ -178,7 +191,8 @@ def test_two_trainers_cannot_have_an_engine_at_once(trainer: Trainer, folders: F
     third = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
     third.push(replicas.all, 3)  # which needs nothing of the engine
     with pytest.raises(WorkerError):
-        replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()  # which would take it over
+        # which would take it over
+        replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()
     report, lost = second.push(replicas.all, 4)
     assert report is None
     assert "has joined another trainer since" in str(lost[0])
@@ -192,7 +206,8 @@ def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_pat
     first = trainer.sync(Transport.device, tmp_path, Verify.first, num_replicas=1)
     with pytest.raises(
         WeightMismatchError,
-        match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
+        match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ "
+        r"tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
     ):
         first.push(replicas.all, 1)
     first.close()
@@ -220,8 +235,11 @@ def test_one_that_lies_among_others_is_lost_alone(
 def test_an_engine_that_dies_in_a_push_is_lost_alone(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
-    """The other has the weights when the push ends; the one in its place gets them while the other keeps its own."""
-    replicas = replicas_of(partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2)
+    """The other has the weights when the push ends; the one in its place gets them while the other keeps its
+    own."""
+    replicas = replicas_of(
+        partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2
+    )
     sync = trainer.sync(transport, tmp_path / "scratch", Verify.first)
     for version in (1, 2):  # both may die in the first
         report, lost = sync.push(replicas.all, version)
@@ -264,7 +282,8 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
     sync.push(replicas.all, 1)
     gather(*(group.call_all(RolloutWorker.sleep) for group in replicas.groups))
-    trainer.group.call(MegatronWorker.offload_state, ()).get()  # no part of the state, but what weights were sent from
+    # no part of the state, but what weights were sent from
+    trainer.group.call(MegatronWorker.offload_state, ()).get()
     gather(*(group.call_all(RolloutWorker.wake) for group in replicas.groups))
     sync.push(replicas.all, 2)
     replicas.restart(1, "a test")
@@ -299,7 +318,9 @@ class StubTrainer(WeightExport):
     def die_in_the_next_push(self) -> None:
         self._dies = True
 
-    def send_weights(self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool) -> SendReport | None:
+    def send_weights(
+        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
+    ) -> SendReport | None:
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().send_weights(replicas, dropped, is_first)
@@ -307,11 +328,17 @@ class StubTrainer(WeightExport):
 
 @pytest.mark.parametrize("transport", IN_MEMORY)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_path: Path, rank: int, transport: Transport) -> None:
+def test_a_trainer_rank_that_dies_in_a_push(
+    folders: Folders, replicas_of, tmp_path: Path, rank: int, transport: Transport
+) -> None:
     replicas = replicas_of(good_engine(folders), 1)
     parallel = ParallelConfig(tensor_parallel_size=2)
-    with started("stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}) as groups:
-        sync = Trainer(groups["actor"], folders.trained).sync(transport, tmp_path, Verify.off, parallel, num_replicas=1)
+    with started(
+        "stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}
+    ) as groups:
+        sync = Trainer(groups["actor"], folders.trained).sync(
+            transport, tmp_path, Verify.off, parallel, num_replicas=1
+        )
         sync.push(replicas.all, 1)
         assert replicas.groups[0].call(RolloutWorker.weight_version) == 1
         groups["actor"].call_rank(rank, StubTrainer.die_in_the_next_push).get()
@@ -324,6 +351,7 @@ def test_a_trainer_rank_that_dies_in_a_push(folders: Folders, replicas_of, tmp_p
 def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:
     trainer.sync(Transport.folder, tmp_path)._source.save_hf(tmp_path / "saved", folders.trained)
     names = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
-    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]  # one of each stage
+    # one of each stage
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     saved = {name: tensor for file in names for name, tensor in load_file(tmp_path / "saved" / file).items()}
     assert {name: checksum(tensor) for name, tensor in saved.items()} == true_checksums(folders.trained)

@@ -1,4 +1,5 @@
-"""How often the driver speaks to each rank in a push: of a model of 70 billion parameters, to groups that only count."""
+"""How often the driver speaks to each rank in a push: of a model of 70 billion parameters, to groups that
+only count."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ ENGINE_SIZE = 8
 ANSWERS: dict[str, Any] = {
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
     "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
-    "send_weights": SendReport(packing_s=0.0, waiting_s=0.0, nbytes=1, planned_extra_bytes=0, measured_extra_bytes=0, lost={}),
+    "send_weights": SendReport(
+        packing_s=0.0, waiting_s=0.0, nbytes=1, planned_extra_bytes=0, measured_extra_bytes=0, lost={}
+    ),
     "weights_are_on_cuda": True,
 }
 
@@ -63,7 +66,10 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
     sync = WeightSync(
         source,
         [RankPlace(f"node-{rank // 8}", f"device-{rank}") for rank in range(TRAINERS.world_size)],
-        [[RankPlace(f"node-{replica}", f"{name}-{8 * replica + rank}") for rank in range(8)] for replica in range(NUM_REPLICAS)],
+        [
+            [RankPlace(f"node-{replica}", f"{name}-{8 * replica + rank}") for rank in range(8)]
+            for replica in range(NUM_REPLICAS)
+        ],
         transport=transport,
         verify=Verify.off,
         scratch_dir=tmp_path,

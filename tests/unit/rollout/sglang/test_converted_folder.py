@@ -22,7 +22,12 @@ GREEDY = SamplingParameters(max_new_tokens=16, seed=0, temperature=0, ignore_eos
 def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_path: Path) -> None:
     """In several files, so that SGLang needs the index."""
     server_model(seed=11).save_pretrained(tmp_path / "original")
-    layout = Layout(tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_parallel_size=None, data_parallel_size=1)
+    layout = Layout(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        virtual_pipeline_parallel_size=None,
+        data_parallel_size=1,
+    )
     write_distributed(open_model(tmp_path / "original"), tmp_path / "megatron", layout)
     write_hugging_face(open_model(tmp_path / "megatron"), tmp_path / "converted", max_shard_bytes=30_000)
     assert len(list((tmp_path / "converted").glob("*.safetensors"))) > 1
@@ -33,7 +38,8 @@ def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_p
         sglang_server.end_weight_update(version=11)
         samples = sglang_server.generate(PROMPTS, GREEDY)
     finally:
-        push(server_model(), sglang_server, version=0)  # the next test finds no weights of its own, and pushes them
+        # the next test finds no weights of its own, and pushes them
+        push(server_model(), sglang_server, version=0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         tokens = list(prompt)

@@ -31,7 +31,9 @@ def sglang_source(module: str, attribute: str) -> str:
     text = file.read_text()
     body: list[ast.stmt] = ast.parse(text).body
     for name in attribute.split("."):
-        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+        found = [
+            node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+        ]
         assert found, f"{file} no longer defines {attribute}: the adaptation of it replaces nothing"
         body = found[0].body
     return ast.get_source_segment(text, found[0]) or ""
@@ -40,12 +42,14 @@ def sglang_source(module: str, attribute: str) -> str:
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
 def test_sglang_still_does_what_is_adapted(evidence: SGLangEvidence) -> None:
     assert evidence.source in sglang_source(evidence.module, evidence.attribute), (
-        f"sglang.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} ({evidence.reason}): "
+        f"sglang.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} "
+        f"({evidence.reason}): "
         "see whether its adaptation in cpu_adaptations.py is still needed"
     )
 
 
-# Runs in an interpreter of its own, where nothing but the stubs is there. Prints the name of each check that came out as expected.
+# Runs in an interpreter of its own, where nothing but the stubs is there. Prints the name of each check that
+# came out as expected.
 UNADAPTED = """
 import types
 from importlib.util import find_spec
@@ -96,14 +100,21 @@ def test_without_adaptations_sglang_fails_here() -> None:
     assert run.returncode == 0, run.stderr
     packages = run.stdout.split()[:5]
     checks = run.stdout.split()[5:]
-    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], "stubs of what is there can go"
+    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], (
+        "stubs of what is there can go"
+    )
     assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
 
 
 def test_stand_ins_come_last_on_the_path() -> None:
-    program = "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); print(sys.path[-1])"
+    program = (
+        "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); "
+        "print(sys.path[-1])"
+    )
     last = {
-        device: subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        device: subprocess.run(
+            [sys.executable, "-c", program, device], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout.strip()
         for device in ("cpu", "cuda")
     }
     assert last["cpu"] == str(STUBS)
@@ -129,7 +140,9 @@ def test_murmur_hash_is_the_published_one() -> None:
     seeds = [0, 2**32 - 1, 2**63 - 5]
     positions = [0, 1, 70000]
     columns = [0, 1, 150000]
-    hashed = cpu_adaptations.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
+    hashed = cpu_adaptations.murmur_hash32(
+        torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns)
+    )
     assert hashed.dtype == torch.uint32
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for index, column in enumerate(columns):
@@ -144,13 +157,17 @@ def test_ranks_with_experts_of_their_own_add_up_to_the_whole() -> None:
     ids = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 1]])  # two, none, one of each rank's
     weights = torch.rand(5, 2, generator=generator)
     expected = torch.zeros(5, 8)
-    for token, expert, weight in ((t, int(e), w) for t in range(5) for e, w in zip(ids[t], weights[t], strict=True)):
+    for token, expert, weight in (
+        (t, int(e), w) for t in range(5) for e, w in zip(ids[t], weights[t], strict=True)
+    ):
         gate, up = (w13[expert] @ x[token]).chunk(2)
         expected[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     parts = []
     for first in (0, 2):
         own = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
-        parts.append(cpu_adaptations.own_experts(x, weights, own, w13[first : first + 2], w2[first : first + 2]))
+        parts.append(
+            cpu_adaptations.own_experts(x, weights, own, w13[first : first + 2], w2[first : first + 2])
+        )
     torch.testing.assert_close(sum(parts), expected)
 
 

@@ -1,4 +1,5 @@
-"""What SGLang's processes find before they import anything, with real shared libraries and the system's loader."""
+"""What SGLang's processes find before they import anything, with real shared libraries and the system's
+loader."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def shared_library(path: Path, *options: str) -> Path:
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder of packages with a CUDA runtime where pip puts it, and a library to preload that needs it. No system has that version."""
+    """A folder of packages with a CUDA runtime where pip puts it, and a library to preload that needs it. No
+    system has that version."""
     runtime = shared_library(tmp_path / "packages" / "nvidia" / "cu13" / "lib" / "libcudart.so.99")
     info = tmp_path / "packages" / "nvidia_cuda_runtime-13.0.96.dist-info"
     info.mkdir()
@@ -53,7 +55,9 @@ def packages(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("given", [None, "/opt/own"])
-def test_a_preloaded_library_finds_the_cuda_runtime_that_pip_installed(packages: Path, given: str | None) -> None:
+def test_a_preloaded_library_finds_the_cuda_runtime_that_pip_installed(
+    packages: Path, given: str | None
+) -> None:
     variables = {**os.environ, "PYTHONPATH": str(packages)}
     variables.pop("LD_LIBRARY_PATH", None)
     variables |= {} if given is None else {"LD_LIBRARY_PATH": given}
@@ -63,8 +67,10 @@ def test_a_preloaded_library_finds_the_cuda_runtime_that_pip_installed(packages:
         command = [sys.executable, "-c", PROGRAM, hook, mode]
         return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
-    assert run("as it is").returncode != 0  # the loader ends a process whose preloaded library lacks a dependency
+    # the loader ends a process whose preloaded library lacks a dependency
+    assert run("as it is").returncode != 0
     ended = run("prepared")
     assert ended.returncode == 0, ended.stderr
     folder = packages / "nvidia" / "cu13" / "lib"
-    assert ended.stdout.splitlines() == [str(folder) if given is None else f"{given}:{folder}"]  # the user's folders come first
+    # the user's folders come first
+    assert ended.stdout.splitlines() == [str(folder) if given is None else f"{given}:{folder}"]

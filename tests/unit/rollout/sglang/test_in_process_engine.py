@@ -42,7 +42,8 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """(tokens, L, K): the experts to which Hugging Face's routers send them."""
     layers: list[torch.Tensor] = []
     handles = [
-        layer.mlp.gate.register_forward_hook(lambda router, inputs, outputs: layers.append(outputs[2])) for layer in model.model.layers
+        layer.mlp.gate.register_forward_hook(lambda router, inputs, outputs: layers.append(outputs[2]))
+        for layer in model.model.layers
     ]
     with torch.no_grad():
         model(torch.tensor([ids]))
@@ -51,9 +52,13 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return torch.stack(layers, dim=1)
 
 
-def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
+def test_two_ranks_hold_and_use_the_models_weights(
+    sglang_in_process: RemoteEngine, model: PreTrainedModel
+) -> None:
     push(model, sglang_in_process, version=3)
-    assert sglang_in_process.checksums() == {name: checksum(value) for name, value in weights_of(model).items()}
+    assert sglang_in_process.checksums() == {
+        name: checksum(value) for name, value in weights_of(model).items()
+    }
     for temperature in (0.6, 0.0):
         sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature, with_routes=True)
         for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
@@ -61,19 +66,31 @@ def test_two_ranks_hold_and_use_the_models_weights(sglang_in_process: RemoteEngi
             assert sample.weight_versions == (3,)
             assert sample.routed_experts is not None
             assert sample.routed_experts.dtype == np.uint8
-            expected = routes_of(model, [*prompt, *sample.token_ids.tolist()])[:-1]  # the last token was never fed
-            assert torch.equal(torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values, expected.sort().values)
+            # the last token was never fed
+            expected = routes_of(model, [*prompt, *sample.token_ids.tolist()])[:-1]
+            assert torch.equal(
+                torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values,
+                expected.sort().values,
+            )
     plain = SamplingParameters(max_new_tokens=2, seed=1)
-    assert [sample.routed_experts for sample in sglang_in_process.generate(PROMPTS, plain)] == [None] * len(PROMPTS)
+    assert [sample.routed_experts for sample in sglang_in_process.generate(PROMPTS, plain)] == [None] * len(
+        PROMPTS
+    )
 
 
 def test_its_ranks_meet_at_the_port_that_was_held_for_them(sglang_in_process: RemoteEngine) -> None:
     _, port = sglang_in_process.ask("_backend._held_port.getsockname")
-    connections = [one for pid in sglang_in_process.process_ids() for one in psutil.Process(behind(pid)).net_connections("tcp")]
+    connections = [
+        one
+        for pid in sglang_in_process.process_ids()
+        for one in psutil.Process(behind(pid)).net_connections("tcp")
+    ]
     assert port in {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
-def test_asleep_it_gives_the_memory_of_its_weights_back(sglang_in_process: RemoteEngine, model: PreTrainedModel) -> None:
+def test_asleep_it_gives_the_memory_of_its_weights_back(
+    sglang_in_process: RemoteEngine, model: PreTrainedModel
+) -> None:
     push(model, sglang_in_process)
     sampling = SamplingParameters(max_new_tokens=9, seed=0)
     before = sglang_in_process.generate(PROMPTS, sampling)
@@ -96,7 +113,9 @@ def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """One rank that shares its device, with a tokenizer; the last test kills it."""
     folder = tmp_path_factory.mktemp("mortal")
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{END_TOKEN}", unk_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=f"w{END_TOKEN}", unk_token="w0"
+    ).save_pretrained(folder)
     engine = RemoteEngine(replace(spec_for(server_model(), folder, min_new_tokens=10), release_memory=True))
     push(server_model(), engine)
     yield engine
@@ -113,7 +132,9 @@ def test_an_engine_that_shares_its_device_starts_without_a_cache(mortal: RemoteE
 
 
 def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
-    sampling = SamplingParameters(max_new_tokens=30, seed=0, n=30, temperature=2.0, min_new_tokens=10, stop_token_ids=(11,))
+    sampling = SamplingParameters(
+        max_new_tokens=30, seed=0, n=30, temperature=2.0, min_new_tokens=10, stop_token_ids=(11,)
+    )
     samples = mortal.generate([[5, 6]], sampling)
     assert min(len(sample.token_ids) for sample in samples) > 10
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}

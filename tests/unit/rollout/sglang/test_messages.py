@@ -29,13 +29,22 @@ def test_a_request_says_everything_explicitly() -> None:
 
 def test_with_ignore_eos_nothing_stops() -> None:
     sampling = SamplingParameters(max_new_tokens=3, seed=5, stop_token_ids=(9,), ignore_eos=True)
-    assert generation_payload(GenerationRequest(1, [5], sampling), {7}, "one")["sampling_params"]["stop_token_ids"] == []
+    assert (
+        generation_payload(GenerationRequest(1, [5], sampling), {7}, "one")["sampling_params"][
+            "stop_token_ids"
+        ]
+        == []
+    )
 
 
 def test_an_answer_becomes_a_sample() -> None:
     sample = read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4)
     assert (sample.token_ids.tolist(), sample.log_probs.tolist()) == ([10, 11, 12], [0.0, -0.5, -1.0])
-    assert (sample.token_ids.dtype, sample.log_probs.dtype, sample.finish_reason) == (np.int32, np.float32, "length")
+    assert (sample.token_ids.dtype, sample.log_probs.dtype, sample.finish_reason) == (
+        np.int32,
+        np.float32,
+        "length",
+    )
     assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4).finish_reason == "stop"
 
 
@@ -43,11 +52,17 @@ def test_weight_versions_by_token_or_by_request() -> None:
     length = {"type": "length", "length": 3}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
     sample = read_sample(answer(length, weight_versions=spans), SAMPLING, 3)
-    assert (sample.spans, sample.weight_versions, sample.token_versions.tolist()) == (((3, 1), (4, 3)), (3, 4), [3, 4, 4])
+    assert (sample.spans, sample.weight_versions, sample.token_versions.tolist()) == (
+        ((3, 1), (4, 3)),
+        (3, 4),
+        [3, 4, 4],
+    )
     assert read_sample(answer(length), SAMPLING, 2).spans == ((2, 3),)  # older versions of SGLang
 
 
-@pytest.mark.parametrize(("reason", "count"), [({"type": "abort", "message": "gone"}, 2), ({"type": "length", "length": 2}, 2)])
+@pytest.mark.parametrize(
+    ("reason", "count"), [({"type": "abort", "message": "gone"}, 2), ({"type": "length", "length": 2}, 2)]
+)
 def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: int) -> None:
     with pytest.raises(RuntimeError, match="after 2 of 3 tokens"):
         read_sample(answer(reason, count), SAMPLING, 4)

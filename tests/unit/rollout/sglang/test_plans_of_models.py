@@ -1,4 +1,5 @@
-"""The transfer plan of SGLang's own models: recorded in one call, and the same as recorded tensor by tensor."""
+"""The transfer plan of SGLang's own models: recorded in one call, and the same as recorded tensor by
+tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.rollout.models import manifest_of, random_model
 
 MODELS = {
-    **{f"{family}-tied": (family, True, FAMILIES[family].class_prefix + LM_CLASS) for family in DENSE_FAMILIES},
+    **{
+        f"{family}-tied": (family, True, FAMILIES[family].class_prefix + LM_CLASS)
+        for family in DENSE_FAMILIES
+    },
     "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
     # SGLang's classes of these tie no embedding.
     **{family: (family, False, FAMILIES[family].class_prefix + LM_CLASS) for family in SPARSE_FAMILIES},
@@ -38,7 +42,9 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
     command = [*warm.PYTHON, "--sglang", str(PROGRAM)]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(num_ranks), f"file://{rendezvous}", *map(str, folders)], stdout=subprocess.PIPE, text=True
+            [*command, str(rank), str(num_ranks), f"file://{rendezvous}", *map(str, folders)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(num_ranks)
     ]
@@ -48,7 +54,9 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_call_records_the_plan_of_every_family(warm_processes: None, tmp_path: Path, num_ranks: int) -> None:
+def test_one_call_records_the_plan_of_every_family(
+    warm_processes: None, tmp_path: Path, num_ranks: int
+) -> None:
     """Experts are distributed over the ranks."""
     folders = [tmp_path / name for name in MODELS]
     counts = []

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind, SamplingConfig, SGLangConfig
+from megarl.config.schema import (
+    Device,
+    DType,
+    ModelConfig,
+    RolloutConfig,
+    RolloutEngineKind,
+    SamplingConfig,
+    SGLangConfig,
+)
 from megarl.machine.errors import ConfigError
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
@@ -25,8 +33,12 @@ from megarl.rollout.sglang.server_args import (
 from tests import warm
 
 
-def spec(folder: Path, device: Device = Device.cpu, release_memory: bool = False, **rollout: Any) -> RolloutEngineSpec:
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 97, "eos_token_id": 3}))
+def spec(
+    folder: Path, device: Device = Device.cpu, release_memory: bool = False, **rollout: Any
+) -> RolloutEngineSpec:
+    (folder / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 64, "vocab_size": 97, "eos_token_id": 3})
+    )
     return RolloutEngineSpec(
         model=ModelConfig(path=str(folder), dtype=DType.bfloat16),
         rollout=RolloutConfig(max_concurrency=4, **rollout),
@@ -49,12 +61,15 @@ def test_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_on_cuda(tmp_path: Path) -> None:
-    arguments = build_server_args(spec(tmp_path, Device.cuda, release_memory=True, validation=SamplingConfig(min_new_tokens=1)))
+    arguments = build_server_args(
+        spec(tmp_path, Device.cuda, release_memory=True, validation=SamplingConfig(min_new_tokens=1))
+    )
     assert arguments["device"] == "cuda"
     assert arguments["enable_memory_saver"]
     assert not arguments["enable_deterministic_inference"]
     assert not arguments["skip_tokenizer_init"]
-    assert not {"attention_backend", "max_total_tokens", "mem_fraction_static"} & arguments.keys()  # SGLang's own choice
+    # SGLang's own choice
+    assert not {"attention_backend", "max_total_tokens", "mem_fraction_static"} & arguments.keys()
 
 
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
@@ -80,21 +95,28 @@ def test_arguments_that_megarl_sets_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
     refuse_unknown_server_args({})
-    refuse_unknown_server_args({"schedule_policy": "lpm", "chunked_prefill_size": 64, RolloutEngineKind.sglang.needs.memory_arg: 0.8})
+    refuse_unknown_server_args(
+        {"schedule_policy": "lpm", "chunked_prefill_size": 64, RolloutEngineKind.sglang.needs.memory_arg: 0.8}
+    )
     with pytest.raises(ConfigError, match="did you mean schedule_policy") as error:
         refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64})
     assert len(error.value.problems) == 2
-    with pytest.raises(ConfigError, match="mem_frac is no option of the installed SGLang; did you mean .*mem_fraction_static"):
+    with pytest.raises(
+        ConfigError, match="mem_frac is no option of the installed SGLang; did you mean .*mem_fraction_static"
+    ):
         refuse_unknown_server_args({"mem_frac": 0.5})
 
 
 def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_processes: None) -> None:
     program = (
         "import json\nfrom megarl.rollout.sglang import environment\nenvironment.prepare('cpu')\n"
-        "from sglang.srt.server_args import ServerArgs\nfrom megarl.rollout.sglang.features import field_names\n"
+        "from sglang.srt.server_args import ServerArgs\nfrom megarl.rollout.sglang.features import "
+        "field_names\n"
         "print(json.dumps(field_names(ServerArgs)))\n"
     )
-    ended = subprocess.run([*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True
+    )
     assert _known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
 
 
@@ -134,7 +156,14 @@ def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
 
 
 def test_ordinary_arguments_are_passed_on() -> None:
-    passed = ["mem_fraction_static", "chunked_prefill_size", "schedule_policy", "disable_radix_cache", "cuda_graph_bs_decode", "page_size"]
+    passed = [
+        "mem_fraction_static",
+        "chunked_prefill_size",
+        "schedule_policy",
+        "disable_radix_cache",
+        "cuda_graph_bs_decode",
+        "page_size",
+    ]
     assert [why_unsupported(name) for name in passed] == [None] * len(passed)
 
 
@@ -147,7 +176,8 @@ def test_a_scheduler_does_not_import_megatron() -> None:
         "hide_megatron()\n"
         "import sys\n"
         "from sglang.srt.debug_utils import dumper\n"
-        "print(dumper._MegatronPlugin._available, [name for name in sys.modules if name.startswith('megatron.')])\n"
+        "print(dumper._MegatronPlugin._available, [name for name in sys.modules if "
+        "name.startswith('megatron.')])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.stdout.splitlines()[-1:] == ["False []"], ended.stderr

@@ -1,4 +1,5 @@
-"""The client of SGLang's server against servers on real sockets that close connections at the wrong moment."""
+"""The client of SGLang's server against servers on real sockets that close connections at the wrong
+moment."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Server:
     """Answers requests on 127.0.0.1 and records them as (number of the connection, path)."""
 
     def __init__(self, num_dropped: int = 0, half_answers: bool = False) -> None:
-        """num_dropped: connections that are closed once their request was read. half_answers: closed within the answer."""
+        """num_dropped: connections that are closed once their request was read. half_answers: closed within
+        the answer."""
         self.requests: list[tuple[int, str]] = []
         self._num_connections = 0
         self._num_dropped = num_dropped
@@ -31,8 +33,12 @@ class Server:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 await reader.readexactly(_content_length(head))
                 self.requests.append((connection, head.split()[1].decode()))
-                # A server that has closed an idle connection looks to the client like this one from the second request on.
-                if connection <= self._num_dropped or len([one for one, _ in self.requests if one == connection]) > 1:
+                # A server that has closed an idle connection looks to the client like this one from the
+                # second request on.
+                if (
+                    connection <= self._num_dropped
+                    or len([one for one, _ in self.requests if one == connection]) > 1
+                ):
                     return
                 closes = b"connection: close" in head.lower()
                 answer = ANSWER % (b"Connection: close\r\n" if closes else b"")
@@ -47,7 +53,9 @@ class Server:
 
 
 def _content_length(head: bytes) -> int:
-    values = [line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+    values = [
+        line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+    ]
     return int(values[0]) if values else 0
 
 
@@ -80,7 +88,9 @@ def test_no_connection_is_used_twice() -> None:
     assert [connection for connection, _ in server.requests] == list(range(1, 8))
 
 
-@pytest.mark.parametrize("endpoint", ["pause_generation", "continue_generation", "abort_request", "update_weight_version"])
+@pytest.mark.parametrize(
+    "endpoint", ["pause_generation", "continue_generation", "abort_request", "update_weight_version"]
+)
 def test_a_call_that_may_arrive_twice_is_repeated(endpoint: str) -> None:
     server = Server(num_dropped=2)
     ask(server, lambda backend: backend.call(endpoint, {}))
@@ -92,7 +102,9 @@ def test_health_and_the_cache_are_asked_for_again() -> None:
     assert ask(Server(num_dropped=1), lambda backend: backend.flush_cache())
 
 
-@pytest.mark.parametrize("endpoint", ["update_weights_from_tensor", "begin_weight_update", "resume_memory_occupation"])
+@pytest.mark.parametrize(
+    "endpoint", ["update_weights_from_tensor", "begin_weight_update", "resume_memory_occupation"]
+)
 @pytest.mark.parametrize("server", [{"num_dropped": 1}, {"half_answers": True}])
 def test_a_call_that_must_not_arrive_twice_is_sent_once(endpoint: str, server: dict[str, Any]) -> None:
     broken = Server(**server)

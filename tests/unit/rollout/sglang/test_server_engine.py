@@ -26,14 +26,24 @@ from tests.warm import behind
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
 
-def log_probs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float) -> torch.Tensor:
+def log_probs(
+    model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float
+) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / (temperature or 1.0), -1).gather(-1, torch.tensor(token_ids)[:, None]).squeeze(-1)
+    return (
+        torch.log_softmax(logits / (temperature or 1.0), -1)
+        .gather(-1, torch.tensor(token_ids)[:, None])
+        .squeeze(-1)
+    )
 
 
-def difference(model: PreTrainedModel, prompt: list[int], sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    return (torch.tensor(sample.log_probs) - log_probs(model, prompt, sample.token_ids.tolist(), temperature)).abs()
+def difference(
+    model: PreTrainedModel, prompt: list[int], sample: Sample, temperature: float = 1.0
+) -> torch.Tensor:
+    return (
+        torch.tensor(sample.log_probs) - log_probs(model, prompt, sample.token_ids.tolist(), temperature)
+    ).abs()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,9 @@ def test_end_tokens_and_lengths(engine: SGLangEngine) -> None:
 
     # With the same seeds, the samples are the ignored ones up to the first of both end tokens.
     stop = ignored[0].token_ids.tolist()[5]
-    for sample, whole in zip(engine.generate([[5, 6]], replace(sampling, stop_token_ids=(stop,))), ignored, strict=True):
+    for sample, whole in zip(
+        engine.generate([[5, 6]], replace(sampling, stop_token_ids=(stop,))), ignored, strict=True
+    ):
         ends = [index for index, token in enumerate(whole.token_ids.tolist()) if token in (stop, END_TOKEN)]
         assert sample.token_ids.tolist() == whole.token_ids.tolist()[: ends[0] + 1 if ends else None]
 
@@ -79,7 +91,9 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
     sampling = SamplingParameters(max_new_tokens=30, seed=0, ignore_eos=True)
     [sample] = engine.generate([[5] * 34], sampling)
     assert (len(sample.token_ids), sample.finish_reason) == (30, "length")
-    with pytest.raises(ValueError, match="35 tokens and max_new_tokens 30 exceed the model's max_position_embeddings 64"):
+    with pytest.raises(
+        ValueError, match="35 tokens and max_new_tokens 30 exceed the model's max_position_embeddings 64"
+    ):
         engine.generate([[5], [5] * 35], sampling)
     for prompt in ([], [VOCAB]):
         with pytest.raises(ValueError, match="empty|vocabulary"):
@@ -101,10 +115,14 @@ def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
     assert engine.collect(60.0) == []
 
 
-def samples_across_two_pushes(engine: SGLangEngine, writers: list[PreTrainedModel], first: int) -> set[tuple[int, ...]]:
-    """Send requests before, between and after the pushes of versions first + 1 and first + 2, whose models are writers[1] and writers[2].
+def samples_across_two_pushes(
+    engine: SGLangEngine, writers: list[PreTrainedModel], first: int
+) -> set[tuple[int, ...]]:
+    """Send requests before, between and after the pushes of versions first + 1 and first + 2, whose models
+    are writers[1] and writers[2].
 
-    Each token must be of the weights that its sample's versions say, with no trace of older ones in the cache: all prompts begin alike.
+    Each token must be of the weights that its sample's versions say, with no trace of older ones in the
+    cache: all prompts begin alike.
 
     Returns:
         The versions of the samples, counted from `first`.
@@ -112,10 +130,14 @@ def samples_across_two_pushes(engine: SGLangEngine, writers: list[PreTrainedMode
     sampling = SamplingParameters(max_new_tokens=50, seed=0, ignore_eos=True)
     planned = [  # of many lengths, so that whenever an update comes some have been begun and not ended
         request._replace(sampling=replace(request.sampling, max_new_tokens=(4, 50, 32, 46, 18)[number % 5]))
-        for number, request in enumerate(plan_requests([[*range(20, 28), token] for token in range(10, 90)], sampling))
+        for number, request in enumerate(
+            plan_requests([[*range(20, 28), token] for token in range(10, 90)], sampling)
+        )
     ]
     samples: dict[int, Sample] = {}
-    for place, (sent, wait_s) in enumerate([(planned[:40], 60.0), (planned[40:60], 0.0), (planned[60:], 60.0)]):
+    for place, (sent, wait_s) in enumerate(
+        [(planned[:40], 60.0), (planned[40:60], 0.0), (planned[60:], 60.0)]
+    ):
         if engine.weight_version != first + place:
             push(writers[place], engine, first + place)
         engine.submit(sent)
@@ -129,14 +151,17 @@ def samples_across_two_pushes(engine: SGLangEngine, writers: list[PreTrainedMode
         places = torch.from_numpy(sample.token_versions).long() - first
         assert is_by.gather(0, places[None]).all()
         only_one += (is_by.sum(0) == 1).tolist()
-    assert sum(only_one) > 0.98 * len(only_one)  # so that a wrong version shows: now and then two models agree about a token
+    # so that a wrong version shows: now and then two models agree about a token
+    assert sum(only_one) > 0.98 * len(only_one)
     return {tuple(version - first for version in sample.weight_versions) for sample in samples.values()}
 
 
 def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:
-    """A busy machine may let every sample end between two pushes, so they are made again until one has been written across both."""
+    """A busy machine may let every sample end between two pushes, so they are made again until one has been
+    written across both."""
     writers = [model, server_model(seed=1), server_model(seed=2)]
-    goes_on = changed._backend.features.has("begin_weight_update")  # before 0.5.21 what waits for the update starts anew
+    # before 0.5.21 what waits for the update starts anew
+    goes_on = changed._backend.features.has("begin_weight_update")
     wanted = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}
     seen = set[tuple[int, ...]]()
     for attempt in range(20):
@@ -156,9 +181,17 @@ def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
     backend = engine._backend
     assert isinstance(backend, ServerBackend)
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/release_memory_occupation", "/get_model_info"):
+    for path in (
+        "/generate",
+        "/update_weights_from_disk",
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/get_model_info",
+    ):
         for headers in ({}, {"Authorization": "Bearer nonsense"}):
-            assert requests.post(backend.url + path, json=body, headers=headers, timeout=30).status_code == 401, path
+            assert (
+                requests.post(backend.url + path, json=body, headers=headers, timeout=30).status_code == 401
+            ), path
     [sample] = engine.generate([[5]], SamplingParameters(max_new_tokens=1, seed=0))
     assert len(sample.token_ids) == 1
 
@@ -169,15 +202,23 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
     listening = set()
     for pid in [*engine.process_ids(), *map(behind, engine.process_ids())]:
         process = psutil.Process(pid)
-        listening |= {connection.laddr.ip for connection in process.net_connections() if connection.status == psutil.CONN_LISTEN}
+        listening |= {
+            connection.laddr.ip
+            for connection in process.net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        }
         for file in ("cmdline", "environ"):
             assert backend._key.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
     assert listening == {"127.0.0.1"}
 
 
-def test_a_hung_engine_is_found_by_its_silence(changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_engine_is_found_by_its_silence(
+    changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(changed, "_health_limit_s", 1.0)
-    schedulers = [pid for pid in map(behind, changed.process_ids()) if "scheduler" in psutil.Process(pid).name()]
+    schedulers = [
+        pid for pid in map(behind, changed.process_ids()) if "scheduler" in psutil.Process(pid).name()
+    ]
     assert schedulers
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,7 @@
-"""Stands in for IPython, of which SGLang imports `display` for notebooks, and Ray asks in what shell it is where IPython was imported."""
+"""Stub of IPython.
+
+SGLang imports `display` of it for notebooks, and Ray asks in what shell it is where IPython was imported.
+"""
 
 # ruff: noqa: N999  the name is that of the package that it stands in for
 

@@ -1,4 +1,4 @@
-"""Stands in for sgl_kernel, whose wheels are CUDA: every name can be imported, and raises when it is called."""
+"""Stub of sgl_kernel, whose wheels are CUDA: every name can be imported, and raises when it is called."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -11,7 +11,9 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def kernel(*arguments: object, **keywords: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} was called: it is a CUDA kernel, and this process runs SGLang on the CPU")
+        raise NotImplementedError(
+            f"sgl_kernel.{name} was called: it is a CUDA kernel, and this process runs SGLang on the CPU"
+        )
 
     kernel.__name__ = name
     return kernel

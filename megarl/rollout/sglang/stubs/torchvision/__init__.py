@@ -1,4 +1,7 @@
-"""Stands in for torchvision, which SGLang and transformers import for image models: everything raises when it is called."""
+"""Stub of torchvision, which SGLang and transformers import for image models.
+
+Everything raises when it is called.
+"""
 
 from . import io as io
 from . import transforms as transforms

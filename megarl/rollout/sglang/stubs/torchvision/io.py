@@ -13,7 +13,9 @@ class ImageReadMode(Enum):
 
 
 def _refuse(*arguments: object, **keywords: object) -> NoReturn:
-    raise NotImplementedError("torchvision.io was called: megarl generates text, install torchvision for images")
+    raise NotImplementedError(
+        "torchvision.io was called: megarl generates text, install torchvision for images"
+    )
 
 
 decode_image = decode_jpeg = read_video = _refuse

@@ -1,7 +1,7 @@
 """Stands in for Triton, which has no build for machines without a GPU and is imported all over SGLang.
 
-Every submodule and every name can be imported, decorators included, and kernels can be defined; what is called to do
-work raises.
+Every submodule and every name can be imported, decorators included, and kernels can be defined; what is
+called to do work raises.
 """
 
 import importlib.machinery
@@ -22,7 +22,9 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def _refuse(self, *arguments: object, **keywords: object) -> NoReturn:
-        raise NotImplementedError(f"Triton kernel {self.__name__} was called: this process runs SGLang on the CPU")
+        raise NotImplementedError(
+            f"Triton kernel {self.__name__} was called: this process runs SGLang on the CPU"
+        )
 
     __call__ = __getitem__ = _refuse
 
@@ -33,7 +35,7 @@ class _Anything:
 
 
 class _Module(types.ModuleType):
-    """A submodule, or a function in one: SGLang uses both as decorators and as annotations while it is imported."""
+    """A submodule, or a function in one, which SGLang uses as decorators and as annotations when it is imported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -74,7 +76,9 @@ def _resolve(owner: str, name: str) -> Any:
 
 class _Finder:
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name.startswith("triton."):
             return importlib.machinery.ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
         return None
@@ -115,7 +119,9 @@ def next_power_of_2(number: int) -> int:
 
 
 class Config:
-    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 2, **options: object) -> None:
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 2, **options: object
+    ) -> None:
         self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
 
 

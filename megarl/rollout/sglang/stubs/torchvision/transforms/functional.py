@@ -11,6 +11,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def function(*arguments: object, **keywords: object) -> NoReturn:
-        raise NotImplementedError(f"torchvision's {name} was called: megarl generates text, install torchvision for images")
+        raise NotImplementedError(
+            f"torchvision's {name} was called: megarl generates text, install torchvision for images"
+        )
 
     return function
