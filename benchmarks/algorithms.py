@@ -53,6 +53,7 @@ def make_batch(num_samples: int, num_tokens: int) -> dict[str, Tensor]:
         1, lengths[:, None] - 1, normal(num_samples, 1)
     )
     parts = torch.randint(0, 3, (num_samples, 2), generator=generator).float()
+
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
@@ -94,6 +95,7 @@ def loop_gae(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros(len(rewards))
     next_advantage = torch.zeros(len(rewards))
+
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + CONFIG.gamma * next_value - values[:, t]
         next_advantage = torch.where(
@@ -101,6 +103,7 @@ def loop_gae(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
         )
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = next_advantage
+
     return Advantages(loop_whiten(advantages, mask), (advantages + values) * mask)
 
 
@@ -115,6 +118,7 @@ def loop_over_prompts(of_prompt: Callable[[Tensor, Tensor], Tensor]) -> Loop:
         for rows in groups:
             per_row[rows] = of_prompt(scores[rows], lengths[rows])
         advantages = per_row[:, None] * mask
+
         return Advantages(advantages, advantages)
 
     return run
@@ -131,10 +135,12 @@ def loop_gdpo(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
     parts = batch["score_parts"]
     mask = batch["response_mask"]
     totals = torch.zeros(len(parts))
+
     for rows in groups:
         for k in range(parts.shape[1]):
             scores = parts[rows, k]
             totals[rows] += (scores - scores.mean()) / (scores.std() + 1e-6)
+
     advantages = ((totals - totals.mean()) / (totals.std() + 1e-6))[:, None] * mask
     return Advantages(advantages, advantages)
 
@@ -163,11 +169,13 @@ def loop_optimal_token_baseline(batch: dict[str, Tensor], groups: list[list[int]
         1
     ) * mask
     advantages = torch.zeros_like(returns)
+
     for rows in groups:
         weight = energy[rows].sum(0)
         baseline = (returns[rows] * energy[rows]).sum(0) / weight.clamp(min=1e-30)
         compared = (mask[rows].sum(0) > 1) & (weight > 0)
         advantages[rows] = torch.where(compared & mask[rows], returns[rows] - baseline, 0.0)
+
     return Advantages(advantages, returns)
 
 
@@ -225,6 +233,7 @@ def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
             start = time.process_time()
             run()
             least[name] = min(least[name], time.process_time() - start)
+
     return least
 
 
@@ -267,6 +276,7 @@ def run_contest(
     loop_seconds = seconds({"loop": loop}, max(1, repeats // 4))["loop"]
     bytes_read = sum(batch[key].element_size() * batch[key].numel() for key in contest.reads)
     reading = measured["read"] * bytes_read / (like.element_size() * like.numel())
+
     return measured["ours"], loop_seconds, reading, reading + contest.makes * measured["make"]
 
 
@@ -289,6 +299,7 @@ def main() -> int:
     )
     batch = make_batch(num_samples, num_tokens)
     missed = []
+
     for contest in CONTESTS:
         ours, loop, reading, limit = run_contest(contest, batch, repeats)
         target = f"  (target {TARGET:g})" if contest.has_target else ""
@@ -300,6 +311,7 @@ def main() -> int:
         )
         if contest.has_target and ours / limit > TARGET:
             missed.append(contest.name)
+
     print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
     return 1 if missed else 0
 

@@ -44,10 +44,12 @@ def lengths(steps: int, seed: int = 0) -> list[list[int]]:
     """Of the samples of each prompt."""
     chance = random.Random(seed)
     drawn = []
+
     for _ in range(steps * PROMPTS):
         prompt = chance.gauss(0, 1) * WITHIN_PROMPT**0.5
         own = [chance.gauss(0, 1) * (1 - WITHIN_PROMPT) ** 0.5 for _ in range(SAMPLES)]
         drawn.append([max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * (prompt + one))))) for one in own])
+
     return drawn
 
 

@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     speeds = {}
+
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = Qwen2Config(
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> None:
             mp.spawn(measure, arguments_of_rank, nprocs=parallel.world_size)
             speeds[name] = options.tokens / float(seconds.read_text())
             print(f"{name:<8} {speeds[name]:10,.0f} tokens/s", flush=True)
+
     print(f"CP2 over TP2+SP, one row of {options.tokens:,} tokens: {speeds['CP2'] / speeds['TP2+SP']:.2f}")
 
 
@@ -134,6 +136,7 @@ def _timed(work: Callable[[], Any], clock: Callable[[], float]) -> float:
     work()
     taken = torch.tensor(clock() - begin)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+
     return float(taken)
 
 

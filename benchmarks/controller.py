@@ -56,6 +56,7 @@ def make_batch(num_rows: int) -> DataProto:
     )
     total = int(lengths.sum())
     values = (torch.ones(total, dtype=torch.int32), torch.ones(total), torch.ones(total))
+
     return DataProto.from_dict(
         {
             name: RaggedTensor.packed_rows(each, torch.from_numpy(lengths))
@@ -89,6 +90,7 @@ def compare(
         group.call(ScoringWorker.log_probs, batch)
 
     times = [(seconds(ours), seconds(of_ray)) for _ in range(repeats + 1)][1:]
+
     return (
         sum(array.nbytes for part in parts for array in part) / 1e6,
         min(each[0] for each in times),
@@ -105,6 +107,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 2048, 16384])
     arguments = parser.parse_args()
     start_ray(num_cpus=RANKS, object_store_mb=3000)
+
     try:
         group = RayWorkerGroup(
             RayResourcePool([RANKS], use_gpu=False, name="workers"), RayClassWithInitArgs(ScoringWorker)
@@ -125,9 +128,11 @@ def main() -> int:
             )
     finally:
         shutdown()
+
     console = Console()
     console.print(table)
     console.print(f"at most {worst:.2f}, limit {LIMIT}")
+
     return 0 if worst <= LIMIT else 1
 
 

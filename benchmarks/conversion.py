@@ -71,12 +71,14 @@ def make_model(folder: Path, num_layers: int) -> int:
     block = torch.randn(2**22 + 17, generator=torch.Generator().manual_seed(0)).bfloat16()
     file = SafetensorsFile(folder / SINGLE_FILE, manifest)
     largest = 0
+
     for name, meta in manifest.items():
         numel = prod(meta.shape)
         largest = max(largest, numel * 2)
         for start in range(0, numel, block.numel()):
             count = min(block.numel(), numel - start)
             file.write(ChunkMeta(name, start, count), block[:count])
+
     file.close()
     return largest
 
@@ -122,12 +124,14 @@ def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace)
     sampler.start()
     start_s = time.perf_counter()
     start_cpu_s = time.process_time()
+
     if job == "copy":
         copy(source, target)
     elif job == "to Megatron":
         to_megatron(source, target, arguments.tensor_parallel, arguments.pipeline_parallel)
     else:
         to_hugging_face(source, target)
+
     seconds = time.perf_counter() - start_s
     cpu_s = time.process_time() - start_cpu_s
     done.set()
@@ -148,6 +152,7 @@ def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace)
 def in_a_process(job: str, source: Path, target: Path, arguments: argparse.Namespace) -> dict[str, float]:
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
+
     for path in source.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
@@ -156,6 +161,7 @@ def in_a_process(job: str, source: Path, target: Path, arguments: argparse.Names
                 else:
                     while file.read(2**24):
                         pass
+
     command = [sys.executable, __file__, "--job", job, str(source), str(target)]
     command += [
         "--tensor-parallel",
@@ -164,6 +170,7 @@ def in_a_process(job: str, source: Path, target: Path, arguments: argparse.Names
         str(arguments.pipeline_parallel),
     ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
     return json.loads(output.splitlines()[-1])
 
 
@@ -190,9 +197,11 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
         ("to Hugging Face", megatron, back),
     ]
     results: list[list[dict[str, float]]] = [[] for _ in turns]
+
     for _ in range(arguments.repeats):
         for number, (job, from_folder, to_folder) in enumerate(turns):
             results[number].append(in_a_process(job, from_folder, to_folder, arguments))
+
     good = same_weights(source, back)
     print(
         f"{folder_bytes(source) / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, "
@@ -203,6 +212,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
     columns += ["peak memory MB", "allowed", "of it mapped files", "before it began"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     allowed = 2 * largest + TARGET_EXTRA_BYTES
+
     for first in (0, 2):
         copy_s = min(result["seconds"] for result in results[first])
         for number in (first, first + 1):
@@ -221,6 +231,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
             )
             if job != "copy":
                 good = good and speed >= TARGET_SPEED and peak < allowed
+
     return good
 
 
@@ -236,10 +247,12 @@ def main() -> int:
     parser.add_argument("--cold", action="store_true", help="what is read is not in the page cache")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+
     if arguments.job:
         job, source, target = arguments.job
         measure(job, Path(source), Path(target), arguments)
         return 0
+
     with tempfile.TemporaryDirectory(prefix="megarl-conversion-", dir=arguments.folder) as scratch:
         good = run(arguments, Path(scratch))
     print(f"\n{'targets are met' if good else 'a target is missed'}")

@@ -165,6 +165,7 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     column = torch.arange(LONGEST)
     mask = (column >= PROMPT - prompts[:, None]) & (column < PROMPT + (total - prompts)[:, None])
     ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
+
     return {
         "input_ids": torch.where(mask, ids, 0),
         "attention_mask": mask.long(),
@@ -182,6 +183,7 @@ def make_samples(prompt_tokens: int, responses: Sequence[int], vocab_size: int) 
         [prompts, torch.randint(0, vocab_size, (len(responses), max(responses)), generator=generator)], dim=1
     )
     mask = torch.arange(ids.shape[1]) < prompt_tokens + torch.tensor(responses)[:, None]
+
     return {
         "input_ids": torch.where(mask, ids, 0),
         "attention_mask": mask.long(),
@@ -222,6 +224,7 @@ def compare(
     seconds: dict[str, list[float]] = {key: [] for key in contestants}
     result = Result(name=name, num_tokens=num_tokens, seconds=seconds, target=target)
     order = list(contestants)
+
     for repeat in range(1, 5 * timing.repeats + 1):
         for key in order:
             start = timing.clock()
@@ -230,6 +233,7 @@ def compare(
         if repeat >= timing.repeats and result.error < ERROR:
             break
         order.reverse()
+
     return result
 
 
@@ -252,6 +256,7 @@ class Contest:
         )
         self.hugging_face = Qwen2ForCausalLM(config).float().train()
         self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())
+
         with tempfile.TemporaryDirectory() as folder:
             self.hugging_face.save_pretrained(folder)
             self._engine = _build_engine(folder)
@@ -325,6 +330,7 @@ def beside_hugging_face(contest: Contest, timing: Timing) -> Iterator[Result]:
     batch = make_batch([LONGEST] * num_rows, contest.shape.vocab_size)
     ours = contest.engine_step(batch, [range(num_rows)])
     theirs = contest.hugging_face_step(batch["input_ids"])
+
     for product in PRODUCTS:
         contestants = {
             "megarl": multiplying_with(product, ours),
@@ -333,6 +339,7 @@ def beside_hugging_face(contest: Contest, timing: Timing) -> Iterator[Result]:
         yield compare(
             f"hugging_face {contest.size}, {product}", contestants, num_rows * LONGEST, timing, target=1.0
         )
+
     if len(PRODUCTS) > 1:
         products = {product: multiplying_with(product, ours) for product in reversed(PRODUCTS)}
         yield compare(f"product {contest.size}", products, num_rows * LONGEST, timing, target=None)
@@ -346,6 +353,7 @@ def packed_beside_padded(contest: Contest, rows_together: int, timing: Timing) -
         "packed": contest.engine_step(batch, cuts),
         "padded": contest.engine_step(batch, cuts, "padded"),
     }
+
     return compare(
         f"packing {contest.size}, {rows_together} rows each", contestants, sum(lengths), timing, target=1.3
     )
@@ -367,6 +375,7 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) 
         for name, plan in plans.items()
     }
     name = f"token_budget {contest.size}, {max_tokens} tokens"
+
     return compare(name, contestants, sum(lengths), timing, target=1.2 if safe_rows == 1 else None)
 
 
@@ -382,6 +391,7 @@ def shared_beside_repeated(
         "repeated": contest.engine_step(batch, rows),
     }
     name = f"shared_prompts {contest.size}, {prompt_tokens}+{mean_response}"
+
     return compare(name, contestants, int(batch["attention_mask"].sum()), timing, target)
 
 
@@ -397,9 +407,11 @@ def run_contests(size: str, comparisons: Collection[str], timing: Timing) -> Ite
         yield from beside_hugging_face(contest, timing)
     if "packing" in comparisons:
         yield packed_beside_padded(contest, 8, timing)
+
     if "shared_prompts" in comparisons:
         yield shared_beside_repeated(contest, 128, 128, 1.5, timing)
         yield shared_beside_repeated(contest, 48, 192, 1.1, timing)
+
     if "token_budget" in comparisons:
         for safe_rows in shape.safe_rows:
             yield token_budget_beside_fixed(contest, safe_rows, timing)
@@ -424,6 +436,7 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
     print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if cpu_time else 'on the clock'}")
     print(f"{what:<31}  ratio           target      tokens/s")
     missed = []
+
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
         for result in results(
@@ -433,6 +446,7 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
             if not result.is_met:
                 missed.append(result.name)
         dist.destroy_process_group()
+
     print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
     return 1 if missed else 0
 

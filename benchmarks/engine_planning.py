@@ -59,11 +59,13 @@ def _measure(shape: MoEShape, folder: Path) -> bool:
     pool = RayResourcePool([1], use_gpu=False, name=shape.name)
     worker = RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec))
     engine = RayWorkerGroup(pool, worker, role=shape.name, phase_time_limit_s=1800)
+
     try:
         found: PlanningSeconds = engine.call_rank(0, MeasuredWorker.planning_seconds, manifest).get()
     finally:
         engine.shutdown()
         pool.release()
+
     print(
         f"{shape.name:<16} {len(manifest):>7} {found.own:7.2f} {found.first:6.2f} "
         f"{found.first / found.own:8.2f} {found.later:6.2f} "

@@ -97,6 +97,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
         await asyncio.sleep(10**6 if hangs else seconds)
         if kind < HANGING + FAILING:
             raise LookupError("busy")
+
         return "done"
 
     class Counted(ToolEnvironment):
@@ -127,6 +128,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
                 report = await server.answer(TurnOrder(number, Task(), step))
                 assert report.answer is not None
                 of_one.answered(report.place, report.answer)
+
         return of_one.trajectory.call_errors
 
     async def everything() -> tuple[float, list[dict[CallErrorKind, int]]]:
@@ -139,6 +141,7 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
         num_left = server.num_open + len(asyncio.all_tasks(loop))
     finally:
         loop.close()
+
     total = {kind: sum(each.get(kind, 0) for each in errors) for kind in CallErrorKind}
     return Played(
         seconds,
@@ -156,6 +159,7 @@ def main() -> None:
         "| left | MB |"
     )
     print("|" + "---|" * 9)
+
     for seed in range(5):  # one after the other in one process: its memory stays
         played = play(seed)
         mean_s = sum(played.calls_s) / len(played.calls_s)

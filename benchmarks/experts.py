@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> None:
         "experts": (Qwen3MoeConfig(**SHAPE, **EXPERTS), Qwen3MoeForCausalLM),
         "dense": (Qwen3Config(**SHAPE), Qwen3ForCausalLM),
     }
+
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         for name, (config, kind) in configs.items():
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> None:
             for name, run in passes.items():
                 seconds[name].append(_timed(run, clock))
         dist.destroy_process_group()
+
     speeds = {name: options.tokens / min(taken[1:]) for name, taken in seconds.items()}
     for name, speed in speeds.items():
         print(f"{name:<8} {speed:10,.0f} tokens/s")
@@ -106,6 +108,7 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     parallel = ParallelConfig()
     made = groups.initialize(parallel, seed=0)
     passes = {}
+
     for name, folder in folders.items():
         architecture = read_architecture(folder)
         spec = ModelSpec(
@@ -122,6 +125,7 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
         print(f"{name:<8} {num_active_parameters(architecture):10,} active parameters")
         engine = MegatronEngine(spec, made)
         passes[name] = _pass(engine, batch, [list(range(num_rows))], loss)
+
     return passes
 
 

@@ -85,6 +85,7 @@ def transformers_own(model: PreTrainedModel, prompts: list[list[int]]) -> int:
         pad_token_id=0,
     )
     written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]  # a mixin's
+
     return int(written[:, width:].numel())
 
 
@@ -106,9 +107,11 @@ def main() -> int:
     rates: dict[str, list[float]] = {"megarl, hf engine": [], "transformers, generate": []}
     for write in (ours, transformers_own):  # the first of each is slower
         write(model, prompts[: 2 * SAMPLES])
+
     for _ in range(REPEATS):
         for name, write in zip(rates, (ours, transformers_own), strict=True):
             rates[name].append(tokens_per_cpu_s(write, model, prompts))
+
     table = Table(
         "",
         "tokens / CPU s",
@@ -120,6 +123,7 @@ def main() -> int:
     console = Console()
     console.print(table)
     console.print(f"ratio {mine / theirs:.2f}, limit {LEAST_RATIO}")
+
     return 0 if mine / theirs >= LEAST_RATIO else 1
 
 

@@ -126,6 +126,7 @@ class Work:
             metrics = engine.forward_backward(
                 rows, micro_batches, self._loss, self._loss.extras if one_pass else ()
             )
+
             return float(metrics["actor/pg_loss"].value)
 
         return step
@@ -151,12 +152,14 @@ def contests(contest: Contest, features: bool, timing: Timing) -> Iterator[Resul
             }
             yield compared(f"token_budget {rows * work.longest}", 1.2 if rows == 1 else None, contestants)
         yield compared("one_pass", None, {"one pass": work.step("padded", rows=SAFE_ROWS), "naive": naive})
+
     for prompt_tokens, target in SHARED_TARGETS.items():
         on = Work(contest, prompt_tokens)
         contestants = {
             layout: on.step(layout, rows=SAFE_ROWS, one_pass=False) for layout in ("shared", "packed")
         }
         yield compared(f"shared_prompts of {prompt_tokens}", target, contestants, on)
+
     yield compared("all", TARGETS["all"], {"all": work.step("shared", budget=SAFE_ROWS), "naive": naive})
 
 

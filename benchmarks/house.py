@@ -94,6 +94,7 @@ def measure_files(tree: Path) -> tuple[dict[str, Counter], int]:
     """Files, lines and classes by package, and how many public class names stand in more than one file."""
     packages: dict[str, Counter] = {}
     homes: Counter = Counter()
+
     for file in sorted((tree / "megarl").rglob("*.py")):
         if STUBS.intersection(file.parts):
             continue
@@ -104,6 +105,7 @@ def measure_files(tree: Path) -> tuple[dict[str, Counter], int]:
         packages.setdefault(package, Counter()).update(
             files=bool(text.strip()), lines=text.count("\n"), classes=len(classes)
         )
+
     return packages, sum(count > 1 for count in homes.values())
 
 
@@ -139,6 +141,7 @@ def measure_style(sources: Mapping[str, str]) -> Style:
     longest_file = 0
     functions: list[int] = []
     totals: Counter = Counter()
+
     for text in sources.values():
         lines = text.splitlines()
         longest_file = max(longest_file, len(lines))
@@ -251,9 +254,11 @@ def main() -> None:
     packages, doubled = measure_files(tree)
     table = Table("package", "files", "lines", "classes", title="megarl", title_justify="left")
     total: Counter = Counter()
+
     for name, counts in packages.items():
         table.add_row(name, *(str(counts[key]) for key in ("files", "lines", "classes")))
         total.update(counts)
+
     table.add_section()
     table.add_row("all", *(f"{total[key]:,}" for key in ("files", "lines", "classes")))
     console.print(table)
@@ -263,9 +268,11 @@ def main() -> None:
     figures = Table("figure", "", title="style", title_justify="left")
     for name, figure in measure_style(sources).rows():
         figures.add_row(name, figure)
+
     for concept in CONCEPTS:
         homes, count = homes_of(concept, sources)
         figures.add_row(f"packages of {concept}", f"{len(homes)} ({', '.join(homes)}), {count} modules")
+
     for title, count in files_of_changes(tree).items():
         figures.add_row(f"files to change for: {title.lower()}", str(count))
     console.print(figures)

@@ -46,6 +46,7 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
         ]
     )
     ids = torch.cat(real)
+
     return Packed(
         ids=ids[None].to(device),
         positions=torch.cat([torch.arange(len(row)) for row in real])[None].to(device),
@@ -78,6 +79,7 @@ def attend(
     rows = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
     mixed = varlen_attn(query, key, value, *rows, scale=scaling, window_size=causal, **heads)
     assert isinstance(mixed, Tensor), "no more than the values was asked for"
+
     return mixed[None], None
 
 
@@ -126,6 +128,7 @@ class HuggingFace:
                 )
             else:
                 self.model.gradient_checkpointing_disable()
+
             total = torch.zeros((), device=self.model.device)
             try:
                 for packed in micro_batches:
@@ -134,6 +137,7 @@ class HuggingFace:
                     total += loss.detach()
             finally:
                 self.model.zero_grad(set_to_none=True)
+
             return float(total)
 
         return step

@@ -43,15 +43,18 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     if message["command"] == "processor_seconds":
         _answer(message, _processor_s)
         return
+
     if message["command"] != "own_loading":
         start_s = time.process_time()
         loader.run(model, named_tensors)
         _processor_s.append(time.process_time() - start_s)
         return
+
     if not _tensors:
         for name, shape in message["arguments"]["shapes"]:
             _tensors.append((name, torch.randn(shape)))
             _copies.append(torch.zeros(shape))
+
     start_s = time.perf_counter()
     for (_, tensor), copy in zip(_tensors, _copies, strict=True):
         copy.copy_(tensor)
@@ -100,6 +103,7 @@ class MeasuredWorker(RolloutWorker):
             own_s = time.process_time() - start_s
             with engine._paused():
                 [after] = engine._loader._ask("processor_seconds")
+
             return own_s + sum(after[len(before) :])
 
         def checksums() -> None:
@@ -110,11 +114,13 @@ class MeasuredWorker(RolloutWorker):
             engine._loader._ask("meet")  # first uses are no part of a plan
             shapes = [(name, meta.shape) for name, meta in manifest.items()]
             [(_, _, own_s)] = engine._loader._ask("own_loading", shapes=shapes)
+
         first_s = measure(lambda: engine.needed_slices(manifest))
         later_s = measure(lambda: engine.begin_weight_update(manifest))
         engine.sleep()
         engine.wake()
         after_sleep_s = measure(lambda: engine.begin_weight_update(manifest))
+
         return PlanningSeconds(own_s, first_s, later_s, after_sleep_s, measure(checksums))
 
     @register()

@@ -28,15 +28,18 @@ def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) 
         pass
     start_s = time.perf_counter()
     under_way: list[PendingMessages] = []
+
     for number, position in enumerate(range(0, nbytes, message_bytes), start=1):
         if len(under_way) == 2:
             while not under_way[0].is_done(1.0):
                 pass
             del under_way[0]
         under_way.append(start(number, min(message_bytes, nbytes - position)))
+
     for messages in under_way:
         while not messages.is_done(1.0):
             pass
+
     return time.perf_counter() - start_s
 
 
@@ -47,9 +50,11 @@ def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
     buffer = memoryview(bytearray(bucket_bytes))
     path = folder / "bytes"
     start_s = time.perf_counter()
+
     with path.open("wb", buffering=0) as file:
         for position in range(0, nbytes, bucket_bytes):
             _all(os.write, file.fileno(), buffer[: min(bucket_bytes, nbytes - position)])
+
     with path.open("rb", buffering=0) as file:
         for position in range(0, nbytes, bucket_bytes):
             _all(
@@ -57,6 +62,7 @@ def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
                 file.fileno(),
                 buffer[: min(bucket_bytes, nbytes - position)],
             )
+
     seconds = time.perf_counter() - start_s
     path.unlink()
     return seconds
@@ -74,6 +80,7 @@ class MeasuredTrainer(MegatronWorker):
         listener = self._listener
         self._listener = None
         p2p = P2PGroup.join(address, 0, torch.device("cpu"), listener)
+
         try:
             return messages_seconds(p2p, 0, nbytes, message_bytes)
         finally:

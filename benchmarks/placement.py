@@ -135,6 +135,7 @@ def started(config: PPOConfig):  # type: ignore[no-untyped-def]
     architecture = read_architecture(path)
     tokenizer = load_tokenizer(path)
     start_ray(num_cpus=plan.num_cpus, object_store_mb=256)
+
     try:
         pools = ResourcePoolManager(
             plan.process_on_nodes,
@@ -163,6 +164,7 @@ def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataPr
         scores.append(roles.reference.log_probs(batch))
     if roles.critic:
         scores.append(roles.critic.values(batch))
+
     return AdvantageStep(config.algorithm, max_response_length=config.data.max_response_length)(
         batch.union(*scores)
     )[0]
@@ -175,6 +177,7 @@ def on_the_timeline(roles: PPORoles, action: Callable[[], object]) -> list[Span]
     for group in groups:
         group.drain_spans()
     action()
+
     return [span for group in groups for span in group.drain_spans()]
 
 
@@ -213,6 +216,7 @@ def measure(config: PPOConfig, repeats: int) -> Times:
             )
             for _ in range(repeats)
         ]
+
     alone_critic, alone_actor, together = (min(spans, key=duration) for spans in zip(*rounds, strict=True))
     return Times(duration(alone_critic), duration(alone_actor), duration(together), overlap(together))
 
@@ -239,6 +243,7 @@ def main() -> int:
     print("| placement | critic alone, s | actor alone, s | together, s | ratio | overlap | planned |")
     print("|---|---|---|---|---|---|---|")
     missed = False
+
     with tempfile.TemporaryDirectory() as temporary:
         save_model(Path(temporary), arguments.hidden, arguments.layers)
         for name in arguments.placement:
@@ -249,6 +254,7 @@ def main() -> int:
             planned = f"side by side, below {TARGET}" if beside else "in turns"
             seconds = f"{times.critic:.2f} | {times.actor:.2f} | {times.together:.2f}"
             print(f"| {name} | {seconds} | {times.ratio:.2f} | {times.overlap:.0%} | {planned} |", flush=True)
+
     plan_s = large_plan()
     print(
         f"\nthe plan for 64 nodes x 8 devices: {plan_s:.3f} s, {plan_s / PLAN_LIMIT_S:.3f} of what it may "

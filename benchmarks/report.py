@@ -48,6 +48,7 @@ def make_run(
         *(f"{group}/metric_{i}" for group in ("actor", "critic") for i in range(38)),
     ]
     curves = generator.normal(size=(num_steps, len(names))).cumsum(axis=0) / np.sqrt(num_steps)
+
     with (folder / METRICS_FILE).open("w") as lines:
         for step in range(num_steps):
             lines.write(
@@ -60,6 +61,7 @@ def make_run(
                 )
                 + "\n"
             )
+
     row = {
         "uid": "7",
         "data_source": "words",
@@ -85,12 +87,14 @@ def make_run(
     ]
     writer = SampleWriter(folder)
     steps = np.unique(np.linspace(1, num_steps, num_files).round().astype(int)).tolist()
+
     for step in steps:
         writer.write(
             step,
             lambda step=step: _samples(step, num_samples // len(steps), num_tokens, vocabulary, generator),  # type: ignore[misc]
             2**40,
         )
+
     writer.close()
 
 
@@ -111,6 +115,7 @@ def _timeline(folder: Path, num_steps: int) -> None:
                     )
                 )
         timeline.add(spans, step)
+
     timeline.write()
 
 
@@ -155,6 +160,7 @@ def _samples(
     rows = pa.table(
         {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
     )
+
     return SampleTable(
         rows, {number: vocabulary[number] for number in np.unique(ids).tolist()}, ["compute_score"]
     )
@@ -167,6 +173,7 @@ def main() -> int:
     for name, default in (("steps", 500), ("samples", 5000), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         make_run(folder, given.steps, given.samples, given.tokens)
@@ -184,6 +191,7 @@ def main() -> int:
             f"written in {time.perf_counter() - start_s:.1f} s; {size_mb:.1f} MB, target below {LARGEST_MB}"
         )
         opened_s = _open(page)
+
     return 0 if size_mb < LARGEST_MB and opened_s < LONGEST_S else 1
 
 
@@ -201,6 +209,7 @@ def _open(page: Path) -> float:
             f"opened in {opened_s:.2f} s, target below {LONGEST_S}; the samples in "
             f"{time.perf_counter() - start_s - opened_s:.2f} s more"
         )
+
     return opened_s
 
 

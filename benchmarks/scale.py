@@ -106,10 +106,12 @@ class ObjectStore:
         buffers: list[pickle.PickleBuffer] = []
         stream = pickle.dumps(part, protocol=5, buffer_callback=buffers.append)
         stored = []
+
         for buffer in buffers:
             target = self.array(len(buffer.raw()), np.uint8)
             target[:] = np.frombuffer(buffer.raw(), np.uint8)
             stored.append(target)
+
         with self.elsewhere():
             self.sent[role] += len(stream) + sum(map(len, stored))
             self.needed[role] += _needed(part)
@@ -128,6 +130,7 @@ def _needed(part: DataProto) -> int:
             total += 4 * sum(dict(zip(column.starts.tolist(), column.lengths.tolist(), strict=True)).values())
         elif key != "response_mask":
             total += 4 * column.num_tokens
+
     return total
 
 
@@ -280,6 +283,7 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
         reward=Reward(Group(store, "reward")),  # type: ignore[arg-type]
         weights=Weights(),  # type: ignore[arg-type]
     )
+
     return PPOTrainer(config, roles, None, None, Phases(), None)  # type: ignore[arg-type]
 
 
@@ -317,6 +321,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
     trainer = make_trainer(algorithm, store, lengths)
     prompts = make_prompts(num_prompts)
     spent_s = []
+
     with Peak() as peak:
         for step in range(1, STEPS + 1):
             models._plan.cache_clear()  # samples of another step have other lengths
@@ -324,6 +329,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
             before_s = store.away_s
             trainer.train_step(prompts, step)
             spent_s.append(time.process_time() - begin_s - (store.away_s - before_s))
+
     return {
         "tokens": int(lengths.sum()),
         "first": spent_s[0],
@@ -341,6 +347,7 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
         f"{algorithm}: {'samples':>9} {'tokens, M':>10} {'driver, s':>10} {'first step':>11} "
         f"{'memory, GB':>11}  sent / needed"
     )
+
     for part in parts:
         command = [sys.executable, "-m", "benchmarks.scale", "--measure", algorithm, str(part)]
         result = json.loads(
@@ -356,6 +363,7 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
         missed += [
             f"{algorithm}: bytes to the {role}" for role, ratio in result["sent"].items() if ratio > MOST_SENT
         ]
+
     if parts[-1] == 1:
         seconds = results[-1]["seconds"]
         size_gb = results[-1]["gb"]
@@ -366,11 +374,13 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
             + (last[key] - before[key]) / (last["tokens"] - before["tokens"]) * (tokens - last["tokens"])
             for key in ("seconds", "gb")
         )
+
     limits = (("driver, s", seconds, LONGEST_S), ("memory, GB", size_gb, LARGEST_GB[algorithm]))
     for name, value, limit in limits:
         how = "measured" if parts[-1] == 1 else "extrapolated"
         print(f"  the whole batch, {how}: {name} {value:.2f}, {value / limit:.2f} of the limit {limit:g}")
         missed += [f"{algorithm}: {name}"] if value > limit else []
+
     return missed
 
 
@@ -389,9 +399,11 @@ def main() -> int:
     parser.add_argument("--of", choices=list(LARGEST_GB), nargs="+", default=list(LARGEST_GB))
     parser.add_argument("--measure", nargs=2, metavar=("ALGORITHM", "PART"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+
     if arguments.measure:
         print(json.dumps(measure(arguments.measure[0], int(arguments.measure[1]))))
         return 0
+
     missed = [line for algorithm in arguments.of for line in compare(algorithm, arguments.parts)]
     print(f"limits missed: {', '.join(missed)}" if missed else "every limit is kept")
     return 1 if missed else 0

@@ -132,6 +132,7 @@ class SleepingEngine(RolloutEngine):
             if self._version is not None and written > (spans[-1].end if spans else 0):
                 spans = (*spans, VersionSpan(self._version, written))
             self._writing[number] = one._replace(end_s=one.end_s + pause_s, spans=spans)
+
         self._version = version
 
     @property
@@ -213,6 +214,7 @@ def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
     )
     weights = RolloutWeights(_Stamp(), replicas, OffloadSchedule())
     limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
+
     try:
         yield (
             Rollout(
@@ -247,6 +249,7 @@ def run(
     waiting_s = 0.0
     lengths = []
     start_s = time.monotonic()
+
     for step in range(1, steps + 1):
         asked_s = time.monotonic()
         prompts = next(async_rollout or loader)
@@ -255,6 +258,7 @@ def run(
         lengths += batch.ragged["responses"].lengths.view(PROMPTS, SAMPLES).tolist()
         time.sleep(training_s)
         weights.push()
+
     seconds = time.monotonic() - start_s
     if async_rollout is not None:
         async_rollout.close()
@@ -324,6 +328,7 @@ def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
         "trainer waits: real   virtual"
     )
     synchronous: tuple[float, float] | None = None
+
     for max_staleness, on_update in SCHEDULES:
         real = run(rollout, weights, steps, training_s, max_staleness, on_update)
         assert real.lengths == first.lengths, "other samples were trained, or in another order"

@@ -93,6 +93,7 @@ def save_inputs(folder: Path) -> None:
     Qwen2ForCausalLM(config).float().save_pretrained(folder / "policy")
     generator = torch.Generator().manual_seed(1)
     rows = []
+
     for number in range(PROMPTS * (STEPS + 2)):
         length = int(torch.randint(*PROMPT_LETTERS, (), generator=generator))
         content = "".join(
@@ -105,6 +106,7 @@ def save_inputs(folder: Path) -> None:
             "extra_info": {"index": number},
         }
         rows.append({**row, "reward_model": {"style": "rule", "ground_truth": "7"}})
+
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     (folder / "reward.py").write_text(_REWARD)
 
@@ -132,6 +134,7 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
         "tracking": {"loggers": ["jsonl"], "samples_every_steps": 0},
         "device": "cpu",
     }
+
     with tempfile.TemporaryDirectory() as folder:
         config["trainer"]["output_dir"] = f"{folder}/run"
         file = Path(folder, "run.yaml")
@@ -146,6 +149,7 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
         if process.returncode:
             raise RuntimeError(f"megarl train ended with status {process.returncode}")
         metrics = [json.loads(line) for line in lines.read_text().splitlines()]
+
     return [
         Step(
             line["timing_s/step"],
@@ -161,6 +165,7 @@ def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
     used: dict[int, float] = {}
     at_lines: list[float] = []
     root = psutil.Process(process.pid)
+
     while process.poll() is None:
         try:
             for each in (root, *root.children(recursive=True)):
@@ -171,6 +176,7 @@ def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
         number = len(file.read_text().splitlines()) if file.exists() else 0
         at_lines += [sum(used.values())] * (number - len(at_lines))
         time.sleep(0.1)
+
     return at_lines
 
 
@@ -191,6 +197,7 @@ def trl_python() -> Path:
         venv.create(folder, with_pip=True, clear=True)
     (site,) = folder.glob("lib/python*/site-packages")
     own = [path for path in sys.path if path.endswith("site-packages")]
+
     # each time, as it may have been made beside another one
     (site / "beside.pth").write_text("\n".join(own) + "\n")
     if not ready.exists():
@@ -198,6 +205,7 @@ def trl_python() -> Path:
             [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True
         )
         ready.touch()
+
     return python
 
 
@@ -215,6 +223,7 @@ def trl_steps(inputs: Path, rows: int) -> list[Step]:
         str(STEPS),
     ]
     answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
     return [Step(*step) for step in json.loads(answer.splitlines()[-1])]
 
 
@@ -237,6 +246,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=["hf", "sglang"], default="hf")
     arguments = parser.parse_args()
     console = Console()
+
     with tempfile.TemporaryDirectory() as folder:
         save_inputs(inputs := Path(folder))
         sides: dict[str, tuple[Sequence[int], Callable[[int], list[Step]]]] = {
@@ -251,6 +261,7 @@ def main() -> int:
         for _ in range(1 if arguments.quick else REPEATS):
             for name, (_, steps_of) in sides.items():
                 steps[name] += steps_of(sizes[name])
+
     fastest = {name: Step(min(s.wall for s in of), min(s.cpu for s in of), {}) for name, of in steps.items()}
     table = Table(
         "",
@@ -260,11 +271,13 @@ def main() -> int:
         "where, s on the clock",
         title=f"{PROMPTS} x {SAMPLES} samples",
     )
+
     for name, of in steps.items():
         parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
         table.add_row(
             name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts
         )
+
     console.print(table)
     wall = fastest["TRL"].wall / fastest["megarl"].wall
     cpu = fastest["TRL"].cpu / fastest["megarl"].cpu
@@ -273,6 +286,7 @@ def main() -> int:
         f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, "
         f"target {TARGET}; load {load:.1f}"
     )
+
     return 0 if wall >= TARGET or arguments.engine != "hf" else 1
 
 

@@ -65,6 +65,7 @@ def main(folder: str, rows: str, steps: str) -> None:
         ["prompt"]
     )
     clock = Clock()
+
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
@@ -100,6 +101,7 @@ def main(folder: str, rows: str, steps: str) -> None:
             trainer, "_get_per_token_logps_and_entropies", "ref", only=lambda: not torch.is_grad_enabled()
         )
         trainer.train()
+
     print(json.dumps(clock.steps[1:]))
 
 

@@ -94,6 +94,7 @@ def save_model(folder: Path) -> int:
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
+
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -129,6 +130,7 @@ def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) ->
     group = start_group(
         f"trainer-tp{tensor_parallel_size}", tensor_parallel_size, RayClassWithInitArgs(MeasuredTrainer, spec)
     )
+
     return WeightSource(
         group=group,
         architecture=architecture,
@@ -147,6 +149,7 @@ def measure_limits(
     nbytes = sum(prod(shape) for _, shape in shapes) * 4
     copy_s, own_s = engine.call_rank(0, MeasuredWorker.limits, shapes).get()
     limits = {"copy": copy_s, "own": own_s}
+
     if transport is Transport.group:
         point = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group).get()
         address = P2PAddress("limit", point.host, point.port, 2, point.backend, 60.0)
@@ -155,10 +158,12 @@ def measure_limits(
         )
         engines = engine.call_rank(0, MeasuredWorker.messages_seconds, address, nbytes, source.bucket_bytes)
         limits["gloo"] = max(gather(own, engines))
+
     if transport is Transport.folder:
         limits["files"] = source.group.call_rank(
             0, MeasuredTrainer.files_seconds, str(scratch), nbytes, source.bucket_bytes
         ).get()
+
     return limits
 
 
@@ -178,6 +183,7 @@ def show(
         f"{target or '':>6} {report.extra_bytes / bucket_bytes:5.2f}  {stages}",
         flush=True,
     )
+
     return of_limit >= target
 
 
@@ -218,6 +224,7 @@ def measure(
     scratch = folder.parent / "scratch"
     pushes: dict[tuple[Transport, int], list[PushReport]] = defaultdict(list)
     fastest: dict[str, float] = {}
+
     for size, source in sources.items():
         for transport in transports:
             sync = sync_of(source, transport, 1, scratch, folder)
@@ -230,6 +237,7 @@ def measure(
                         name: min(seconds, fastest.get(name, seconds)) for name, seconds in limits.items()
                     }
             sync.close()  # one trainer at a time
+
     nbytes = next(iter(pushes.values()))[0].nbytes
     print(
         "limits: "
@@ -243,6 +251,7 @@ def measure(
         for key, reports in pushes.items()
     ]
     engine.shutdown()
+
     return all(met) and measure_replicas(folder, sources[min(sources)], repeats, scratch)
 
 
@@ -259,12 +268,14 @@ def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: 
     ]
     syncs = {count: sync_of(source, Transport.group, count, scratch, folder) for count in (1, 2, 4)}
     per_byte: dict[int, list[float]] = defaultdict(list)
+
     for version in range(repeats + 1):
         for count, sync in syncs.items():
             report = push(sync, engines[:count], version)
             sync.close()
             if version:
                 per_byte[count].append(report.load_s / report.nbytes)
+
     ratios = {count: min(seconds) / min(per_byte[1]) for count, seconds in per_byte.items()}
     print(
         "seconds for each byte, over one engine: "
@@ -313,10 +324,12 @@ def main() -> int:
         f"{arguments.bucket_mb:g} MiB"
     )
     start_ray(num_cpus=8, object_store_mb=256)
+
     try:
         met = measure_planning() if arguments.planning else _measure_all(arguments)
     finally:
         shutdown()
+
     print("every target is met" if met else "a target is missed")
     return 0 if met else 1
 

@@ -41,6 +41,7 @@ def convert(source: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     held_out = made[::HELD_OUT_EVERY]
     kept = [row for index, row in enumerate(made) if index % HELD_OUT_EVERY]
+
     for name, part in (("train", kept), ("validation", held_out)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{name}.parquet")
         print(f"{folder / name}.parquet: {len(part)} rows")

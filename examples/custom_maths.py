@@ -41,10 +41,12 @@ def compare(scores: list[float]) -> dict[str, list[float]]:
     )
     estimators = {"grpo": ADVANTAGE_ESTIMATORS[AdvantageEstimator.grpo], "best_of_group": best_of_group}
     compared = {}
+
     for name, estimate in estimators.items():
         advantages = estimate(inputs, AdvantageConfig()).advantages
         assert isinstance(advantages, torch.Tensor), "of rewards (B, R); of rows of tokens they are rows too"
         compared[name] = advantages[:, 0].tolist()
+
     return compared
 
 

@@ -31,4 +31,5 @@ def compute_score(
     if not numbers:
         return {"score": 0.0, "answer": None, "has_number": 0.0}
     right = int(numbers[-1]) == int(ground_truth)
+
     return {"score": 1.0 if right else FOR_A_NUMBER, "answer": numbers[-1], "has_number": 1.0}

@@ -33,6 +33,7 @@ def answer(folder: str, question: str) -> str:
     written = model.generate(
         **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id
     )
+
     return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

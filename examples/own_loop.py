@@ -32,6 +32,7 @@ def main(model: str, data: str, output_dir: str, *overrides: str) -> list[float]
         "checkpoint": {"every_steps": 10},
     }
     scores = []
+
     with api.start(config, *overrides) as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
@@ -44,6 +45,7 @@ def main(model: str, data: str, output_dir: str, *overrides: str) -> list[float]
             run.log_batch(batch, step)
             scores.append(batch.tensors["token_level_scores"].sum(1).mean().item())
         run.save_hf(f"{output_dir}/huggingface")
+
     return scores
 
 

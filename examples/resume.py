@@ -29,12 +29,15 @@ def main(command: str, config_path: str, overrides: list[str]) -> int:
     first = subprocess.Popen(run)
     while not latest.exists() and first.poll() is None:
         time.sleep(0.1)
+
     if first.poll() is not None:
         print("it ended before it could be killed; give it more steps", file=sys.stderr)
         return first.returncode or 1
+
     first.kill()  # the driver alone: all that it has started ends with it
     first.wait()
     print(f"killed; the newest checkpoint is {latest.read_text().strip()}", flush=True)
+
     return subprocess.run(run, check=False).returncode
 
 

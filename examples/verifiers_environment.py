@@ -60,14 +60,18 @@ class VerifiersEnvironment:
         self._messages += written
         if await self._environment.is_completed(self._state):
             return Reply(is_done=True, reward=await self._score())
+
         if turn.is_last:
             self._state["completion"] = self._messages[len(self._state["prompt"]) :]
             return Reply(reward=await self._score())
+
         said = await self._environment.env_response(list(self._messages), self._state)
         self._messages += said
+
         if self._state.get("final_env_response"):
             await self._environment.is_completed(self._state)
             return Reply(is_done=True, reward=await self._score())
+
         return Reply(messages=said)
 
     async def close(self) -> None:

@@ -64,6 +64,7 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
                 "needs them; use 0, or `megarl train`"
             ],
         )
+
     with open_ppo(checked, RunContext(checked), find_resume(checked)) as (session, trainer):
         yield Run(session, trainer)
 

@@ -38,6 +38,7 @@ class Command:
     ) -> None:
         self.log = log
         self._mark = uuid.uuid4().hex
+
         with log.open("w") as out:
             self.process = psutil.Popen(
                 [*python, *arguments],
@@ -80,6 +81,7 @@ class Command:
                     found.append(process)
             except psutil.Error:  # it has ended, or is another user's
                 continue
+
         return found
 
     def kill_all(self) -> None:

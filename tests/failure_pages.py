@@ -55,9 +55,11 @@ def check_documented(name: str, printed: str) -> None:
     block = re.compile(rf"(<!-- page: {re.escape(name)} -->\n```text\n)(.*?)(\n```)", re.DOTALL)
     found = block.search(text)
     assert found is not None, f"{DOCUMENT} has no block {name}"
+
     if os.environ.get(WRITE):
         DOCUMENT.write_text(text[: found.start(2)] + page + text[found.end(2) :], encoding="utf-8")
         return
+
     assert page == found.group(2), (
         f"{DOCUMENT}, page {name}: if the new one is right, `make troubleshooting` writes it:\n{page}"
     )

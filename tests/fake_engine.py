@@ -122,9 +122,11 @@ class FakeEngine(RolloutEngine):
         descriptor = os.open(self._spec.folder / "calls.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, line.encode())
         os.close(descriptor)
+
         for number, misdeed in enumerate(self._spec.script):
             if misdeed.method == method and misdeed.call <= self._counts[method] and self._claim(number):
                 return self._do(misdeed.what)
+
         return None
 
     def _claim(self, number: int) -> bool:
@@ -141,12 +143,15 @@ class FakeEngine(RolloutEngine):
             raise KeyError("no such layer")
         if what is What.hang:
             time.sleep(10_000)
+
         if what is What.kill_process:
             print(LAST_WORDS, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+
         if what is What.kill_child:
             self._children[0].kill()
             self._children[0].wait()
+
         return what
 
     def _check_children(self) -> None:
@@ -173,6 +178,7 @@ class FakeEngine(RolloutEngine):
         batch = self._waiting[:count]
         self._waiting = self._waiting[count:]
         finished = [FinishedRequest(request.request_id, self._sample(request, version)) for request in batch]
+
         return finished if lie is None or not finished else _falsified(finished, lie)
 
     def _sample(self, request: GenerationRequest, version: int) -> Sample:
@@ -184,6 +190,7 @@ class FakeEngine(RolloutEngine):
         )
         tokens: list[int] = []
         log_probs: list[float] = []
+
         while len(tokens) < sampling.max_new_tokens:
             token = next(numbers) % self._spec.vocab_size
             if token in stops and len(tokens) < sampling.min_new_tokens:
@@ -192,6 +199,7 @@ class FakeEngine(RolloutEngine):
             log_probs.append(-(next(numbers) % 1000) / 256)
             if token in stops:
                 return plain_sample(tokens, log_probs, "stop", version)
+
         return plain_sample(tokens, log_probs, "length", version)
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
@@ -222,6 +230,7 @@ class FakeEngine(RolloutEngine):
             raise WeightTransferError(
                 f"{len(differing)} tensors do not fit the engine's model: {', '.join(differing)}"
             )
+
         return [self._slices]
 
     @property
@@ -331,4 +340,5 @@ def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedReque
         ),
         What.lie_log_probs: sample._replace(log_probs=sample.log_probs[1:]),
     }
+
     return [first._replace(sample=changed[lie]), *finished[1:]] if lie in changed else finished

@@ -76,6 +76,7 @@ class MortalRank:
         )
         value = self.connection.recv()
         assert not isinstance(value, _Failure), f"rank {self.rank}:\n{value.traceback}"
+
         return value
 
     def is_silent(self, seconds: float) -> bool:
@@ -88,6 +89,7 @@ def _run(function: Callable[[Place], None], place: Place, environment: Mapping[s
     import torch
 
     torch.set_num_threads(1)
+
     try:
         function(place)
     except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
@@ -102,6 +104,7 @@ def mortal_ranks(
     context = multiprocessing.get_context("spawn")
     ranks = []
     processes = []
+
     try:
         for rank, function in enumerate(functions):
             ours, theirs = context.Pipe()

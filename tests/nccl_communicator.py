@@ -62,9 +62,11 @@ class QueuedWork(dist.Work):
         if not self._ended.wait(timeout.total_seconds() or None):
             self._communicator.abort()
             raise RuntimeError(f"NCCL operation did not end within {timeout}; its communicator is aborted")
+
         if self._is_mistake:
             assert self._error is not None
             raise self._error
+
         return True
 
     def synchronize(self) -> None:
@@ -126,6 +128,7 @@ class Communicator:
                 raise RuntimeError(ENDED)
             self._unfinished.append(work)
             self._queue.put(work)
+
         return work
 
     # as below autograd, whatever the mode is: a thread has its own, and the caller's may be another
@@ -171,6 +174,7 @@ class Communicator:
         with self._lock:
             have_ended = not self._unfinished
         self.abort()
+
         return have_ended
 
 
@@ -178,11 +182,13 @@ def _meet(store: dist.Store, rank: int, size: int, device: int | None, limit: ti
     keys = [f"device of rank {each}" for each in range(size)]
     store.set(keys[rank], str(device))
     end_s = time.monotonic() + limit.total_seconds()
+
     while not store.check(keys):
         if time.monotonic() > end_s:
             store.delete_key(keys[rank])  # who comes later must not take this rank for present
             raise RuntimeError(f"NCCL communicator: its {size} ranks have not all come within {limit}")
         time.sleep(_POLL_S)
+
     devices = [store.get(key).decode() for key in keys]
     for first, second in combinations(range(size), 2):
         if devices[first] == devices[second] != str(None):
@@ -203,4 +209,5 @@ def _connect(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group.barrier().wait(limit)  # a rank that left at once would break the connecting of others
+
     return group

@@ -107,6 +107,7 @@ class NcclSemantics(_ProcessGroup):
             for key, communicator in self._communicators.items()
             if not communicator.shut_down(self._limit)
         ]
+
         if hung:
             raise RuntimeError(
                 f"NCCL communicators {hung} had operations that did not end within {self._limit}"
@@ -124,6 +125,7 @@ class NcclSemantics(_ProcessGroup):
             self._communicators[key] = made
             if self._is_over:  # while it was made
                 made.abort()
+
         return self._communicators[key]
 
     def _submit(self, begin: Begin) -> Any:
@@ -154,10 +156,12 @@ class NcclSemantics(_ProcessGroup):
             raise ValueError(
                 f"rank {peer} sends to itself or receives from itself, for which there is no stub"
             )
+
         if self._is_eager or self._coalesced is not None:
             return self._submit(lambda gloo: begin(gloo, peer))
         low, high = sorted((self.rank(), peer))
         pair = self._communicator(f"{low}:{high}", int(self.rank() == high), 2)
+
         return pair.submit([lambda gloo: begin(gloo, int(peer == high))])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Any:
@@ -213,8 +217,10 @@ def _batch_isend_irecv(of_torch: Callable[..., list[Any]], transfers: list[dist.
     group: Any = transfers[0].group or dist.group.WORLD
     if not isinstance(group, NcclSemantics):
         return of_torch(transfers)
+
     with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as coalesced:
         for transfer in transfers:
             peer = {"group_dst" if transfer.op is dist.isend else "group_src": transfer.group_peer}
             transfer.op(transfer.tensor, group=group, tag=transfer.tag, **peer)
+
     return coalesced.works

@@ -77,6 +77,7 @@ class PlainTrainer:
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
             links.append(EngineLink(DevicePlace(address, f"device-{rank}"), schedules, self._dtype))
             self.ends.append(end)
+
         return links
 
     def _by_group(self) -> list[EngineLink]:
@@ -94,11 +95,13 @@ class PlainTrainer:
             EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype)
             for rank, schedules in enumerate(route.receives)
         ]
+
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(P2PGroup.join, address, 0, self._device, listener)
             self._engine.join_weights(links)
             end = GroupSender()
             end.join(0, joining.result(LIMIT_S), route.sends[0])
+
         self.ends.append(end)
         return links
 

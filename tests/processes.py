@@ -23,12 +23,14 @@ def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
     network's reaches it."""
     ports = set()
     found = []
+
     for process in processes:
         for one in process.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN:
                 ports.add(one.laddr.port)
                 if not one.laddr.ip.removeprefix("::ffff:").startswith("127.") and one.laddr.ip != "::1":
                     found.append(f"{_describe(process)} listens at {one.laddr.ip}:{one.laddr.port}")
+
     assert ports, "nobody listens, so that nothing was proved"
     outer = [
         entry.address
@@ -36,11 +38,13 @@ def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
         for entry in entries
         if entry.family == socket.AF_INET
     ]
+
     for address in (each for each in outer if not each.startswith("127.")):
         for port in ports:
             with socket.socket() as stranger:
                 if stranger.connect_ex((address, port)) == 0:
                     found.append(f"{address}:{port} answers")
+
     return found
 
 

@@ -32,6 +32,7 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
     import torch
 
     torch.set_num_threads(1)
+
     while (call := inbox.get()) is not None:
         call_id, world_size, work = call
         try:
@@ -84,12 +85,14 @@ class RankPool:
             inbox.put((call_id, world_size, work))
         results: dict[int, Any] = {}
         failures = []
+
         while len(results) + len(failures) < world_size:
             rank, good, value = self._answer(failures)
             if good:
                 results[rank] = pickle.loads(value)
             else:
                 failures.append(f"rank {rank}:\n{value}")
+
         if failures:
             raise AssertionError("\n".join(failures))
         return [results[rank] for rank in range(world_size)]
@@ -98,6 +101,7 @@ class RankPool:
         """Of the next rank that has one. failures: of others, for which it may wait in vain."""
         self._hung = True
         end_s = time.monotonic() + ANSWER_LIMIT_S
+
         while True:
             try:
                 answer = self._outbox.get(timeout=5)
@@ -118,4 +122,5 @@ class RankPool:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+
         self._store.cleanup()

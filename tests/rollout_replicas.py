@@ -44,12 +44,14 @@ class Push:
             name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()
         }
         lost: dict[int, Exception] = {}
+
         if self.wakes:
             results_of(
                 {number: replica.call_rank(0, RolloutWorker.wake) for number, replica in replicas.items()},
                 lost,
                 is_lost,
             )
+
         with tempfile.TemporaryDirectory() as folder:
             save_file(
                 {name: tensor.contiguous() for name, tensor in self.weights.items()},
@@ -61,6 +63,7 @@ class Push:
                 if number not in lost
             }
             results_of(loading, lost, is_lost)
+
         return lost
 
 
@@ -120,6 +123,7 @@ def started_rollout(
     limits = RolloutLimits(
         max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s
     )
+
     try:
         yield StartedRollout(replicas, rules, limits, seed)
     finally:

@@ -199,6 +199,7 @@ class TrainerProcess(_Obeying):
         deadline_s = time.monotonic() + LIMIT_S
         while (report := sending.run(())) is None:
             assert time.monotonic() < deadline_s, "the pass does not end"
+
         return report
 
     def checksums(self) -> dict[str, int]:
@@ -216,6 +217,7 @@ class TrainerProcess(_Obeying):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
             return Held(torch.cuda.memory_allocated(self.device), total - free)
+
         shared = next(
             line
             for line in Path("/proc/self/status").read_text().splitlines()
@@ -256,6 +258,7 @@ class EngineProcess(_Obeying):
         self.engine = _MortalEngine(engine_spec)
         self.engine.place = self.place
         (needed,) = self.engine.needed_slices(self.manifest)
+
         return needed
 
     def join(self, link: str) -> None:

@@ -71,6 +71,7 @@ def within(module: str, home: str) -> bool:
 def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
     own = module.split(".")[1] if "." in module else ""
+
     for line, imported in imported_modules(source, module, is_package):
         top, _, rest = imported.partition(".")
         target = rest.split(".")[0]
@@ -92,6 +93,7 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
         if within(imported, LOSSES) and own in WITHOUT_LOSSES:
             found.append(f"{module}:{line} imports {imported}: {own} gets its losses from the driver")
+
     return found
 
 
@@ -102,6 +104,7 @@ def test_imports_go_down_only() -> None:
         is_package = parts[-1] == "__init__"
         module = ".".join(parts[:-1] if is_package else parts)
         found += breaches(file.read_text(encoding="utf-8"), module, is_package)
+
     assert not found, "\n" + "\n".join(found)
 
 
@@ -120,6 +123,7 @@ def own_modules() -> dict[str, str]:
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(
                 encoding="utf-8"
             )
+
     return found
 
 
@@ -133,8 +137,10 @@ def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[l
         edges[module] = {
             name if name in sources else name.rpartition(".")[0] for name in imported
         } & sources.keys() - {module}
+
     sorter = TopologicalSorter(edges)
     found = []
+
     while True:
         try:
             sorter.prepare()
@@ -152,6 +158,7 @@ def public_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
+
     return homes
 
 
@@ -293,6 +300,7 @@ def family_names(source: str) -> list[str]:
                 found.append(f"{node.lineno}: model_type is compared")
         elif isinstance(node, ast.Constant) and node.value in FAMILIES:
             found.append(f"{node.lineno}: {node.value!r}")
+
     return found
 
 
@@ -305,6 +313,7 @@ def is_model_type(node: ast.expr) -> bool:
         return any(
             isinstance(argument, ast.Constant) and argument.value == "model_type" for argument in node.args
         )
+
     return "model_type" in (getattr(node, "attr", None), getattr(node, "id", None))
 
 

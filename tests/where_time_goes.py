@@ -114,6 +114,7 @@ class Ledger:
                 ancestor = self._known[ancestor.parent]
             if ancestor.parent in self._known:
                 self._known[ancestor.parent].lived_s += ended.own_s + ended.children_s
+
         for pid, process in seen.items():
             before = self._known.get(pid, _Process())
             process.lived_s, process.late_s = (
@@ -121,6 +122,7 @@ class Ledger:
                 max(before.late_s, process.children_s - before.lived_s),
             )
             self._costs[self._test, "CPU s"] += process.own_s + process.late_s - before.own_s - before.late_s
+
         self._known = seen
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -159,6 +161,7 @@ def _shared_s() -> float:
     own = [os.getpid()]
     for parent in own:  # which grows
         own += [pid for pid, process in processes.items() if process.parent == parent]
+
     return sum(processes[pid].own_s for pid in own)
 
 
@@ -197,6 +200,7 @@ class Summary:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self._add(self._own.end() if self._own is not None else {(_BEFORE, "CPU s"): _shared_s()})
         terminalreporter.section("where the time goes")
+
         for line in [
             *table(self._costs, _package),
             "",
@@ -240,6 +244,7 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     divides = getattr(config.option, "dist", "no") != "no"
     own = None if divides and not is_worker else Ledger()
+
     for plugin in (own, Reporter(config, own) if is_worker and own is not None else Summary(own)):
         if plugin is not None:
             config.pluginmanager.register(plugin)

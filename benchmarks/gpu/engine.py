@@ -109,10 +109,12 @@ def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
     is above two."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
+
     while (left := tokens - sum(lengths)) > 0:
         draw = round(longest / 3 * float((torch.randn((), generator=generator) * LENGTH_SIGMA).exp()))
         length = min(max(draw, 2), longest, left)
         lengths.append(length + (left - length == 1 and length < longest))
+
     if lengths[-1] == 1:  # the row before it is of the longest length
         lengths[-2:] = [lengths[-2] - 1, 2]
     return lengths
@@ -126,6 +128,7 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
     column = torch.arange(width + int((total - prompts).max()))
     mask = (column >= width - prompts[:, None]) & (column < width + (total - prompts)[:, None])
     ids = torch.randint(0, vocab_size, tuple(mask.shape), generator=torch.Generator().manual_seed(1))
+
     return {
         "input_ids": torch.where(mask, ids, 0),
         "attention_mask": mask.long(),
@@ -163,6 +166,7 @@ def build_engine(
             shards = Shards(
                 parameters=self.parameters(), architecture=architecture, layout=self.layout, head="lm"
             )
+
             for name, slices in held_slices(architecture, self.layout, "lm").items():
                 for tensor_slice in slices:
                     left = tensors[name].detach()[tensor_slice.index].flatten()
@@ -185,6 +189,7 @@ def build_engine(
         optim=OptimConfig() if recompute else None,
         recomputation=Recomputation(how=recompute or Recompute.none),
     )
+
     return MeasuredEngine(spec, groups)
 
 
@@ -221,6 +226,7 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
     steps = [ours, peer]
     losses: list[Tensor | float | None] = [None, None]
     seconds: list[list[float]] = [[], []]
+
     for repeat in range(settings.repeats + 1):
         for side, step in enumerate(steps):
             if repeat and not seconds[side]:
@@ -233,11 +239,13 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
                 torch.cuda.empty_cache()
                 continue
             seconds[side].append(stopwatch.seconds())
+
     our_loss, peers_loss = losses
     if our_loss is not None and peers_loss is not None:
         difference = abs(float(our_loss) - float(peers_loss))
         if not difference <= SAME_LOSS[settings.dtype]:  # also where one is not a number
             raise ValueError(f"{name}: the contestants disagree on the loss: {our_loss} and {peers_loss}")
+
     fastest = [min(times[1:], default=None) for times in seconds]
     return fastest[0], fastest[1]
 
@@ -252,6 +260,7 @@ class Work:
         self.micro_batches = [list(each.rows) for each in plan.micro_batches]
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
         rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
+
         # of forward + backward
         self.tflop_per_token = training_flops(architecture, rows) / settings.tokens / 1e12
         self._num_responses = float(self.batch["response_mask"].sum())
@@ -266,6 +275,7 @@ class Work:
             outputs = engine.forward(self.batch, self.micro_batches, extras=())
             assert outputs is not None, "one rank has the last stage"
             log_probs = outputs["log_probs"]
+
             return (
                 -float((log_probs if isinstance(log_probs, Tensor) else log_probs.values).sum())
                 / self._num_responses
@@ -288,6 +298,7 @@ def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGro
     peer.model.config.save_pretrained(folder)
     work = Work(shape, read_architecture(str(folder)), settings)
     peak = platform.current().peak_tflops(settings.dtype)
+
     for layers, recompute in product(kinds_of_layers(settings), [*Recompute, None]):
         engine = build_engine(folder, peer, settings, groups, layers, recompute)
         if recompute:
@@ -310,6 +321,7 @@ def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
     from megarl.engine import groups as engine_groups
 
     groups = engine_groups.initialize(ParallelConfig(), seed=0)
+
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             for result in contests(SHAPES[name], Path(folder), settings, groups):
@@ -358,10 +370,12 @@ def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
         tokens=given.tokens or (16_384 if on_cuda else 256),
         repeats=given.repeats,
     )
+
     if settings.tokens < 2 or settings.repeats < 1:
         parser.error(
             f"--tokens {settings.tokens} and --repeats {settings.repeats}: at least 2 and 1 are needed"
         )
+
     return given.shapes or ([name for name in SHAPES if name != "tiny"] if on_cuda else ["tiny"]), settings
 
 
@@ -369,9 +383,11 @@ def main(options: Sequence[str] | None = None) -> int:
     """Returns 1 where there is no GPU and none was declined."""
     names, settings = parse(options)
     on_cuda = settings.device.type == "cuda"
+
     if on_cuda and not torch.cuda.is_available():
         print("torch sees no GPU: with --device cpu there is a rehearsal")
         return 1
+
     active = platform.activate(Device(settings.device.type))
     attention = flash_attention(settings.device, settings.torch_dtype)
     print(
@@ -385,6 +401,7 @@ def main(options: Sequence[str] | None = None) -> int:
         f"\n{'comparison':<38} ratio   tokens of forward + backward, or of the forward pass, per second",
         flush=True,
     )
+
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group(
             active.distributed_backend, init_method=f"file://{Path(store) / 'store'}", rank=0, world_size=1
@@ -392,6 +409,7 @@ def main(options: Sequence[str] | None = None) -> int:
         for result in results(names, settings):
             print(result, flush=True)
         dist.destroy_process_group()
+
     return 0
 
 

@@ -72,6 +72,7 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
     """The fastest push, and the seconds of the fastest copy of its bytes."""
     pushes = []
     copies = []
+
     with mortal_ranks(spec.folder, [partial(serve_measured_trainer, spec), partial(serve_engine, spec)]) as (
         trainer,
         engine,
@@ -87,6 +88,7 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
                 copies.append(seconds)
         if ask(engine, "checksums") != ask(trainer, "checksums"):
             raise SystemExit("the engine's weights are not the trainer's")
+
     return min(pushes), min(copies)
 
 
@@ -100,19 +102,23 @@ def main(options: Sequence[str] | None = None) -> int:
     parser.add_argument("--bucket-mb", type=float, default=256.0, help="of resharding.bucket_mb, in MiB")
     arguments = parser.parse_args(options)
     is_cuda = arguments.device == "cuda"
+
     if is_cuda and not torch.cuda.is_available():
         print("torch sees no GPU: with --device cpu there is a rehearsal")
         return 1
+
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     print(
         f"{torch.cuda.get_device_name(device) if is_cuda else 'a CPU'}, torch {torch.__version__}, bucket "
         f"{arguments.bucket_mb:g} MiB"
     )
+
     with tempfile.TemporaryDirectory() as folder:
         num_layers, hidden_size = SIZES[arguments.device]
         save_model(Path(folder), num_layers, hidden_size, vocab_size=15 * hidden_size)
         buffer_bytes = message_bytes(Transport.device, int(arguments.bucket_mb * 2**20), is_cuda)
         push, copy_s = measure(SharedSpec(Path(folder), (device, device), buffer_bytes), arguments.repeats)
+
     ratio = COPIES * copy_s / push.seconds
     print(
         f"push   {push.nbytes / 1e9:.2f} GB in {push.seconds:.4f} s: packing {push.packing_s:.4f} s, "
@@ -122,10 +128,12 @@ def main(options: Sequence[str] | None = None) -> int:
         f"memcpy {push.nbytes / 1e9:.2f} GB in {copy_s:.4f} s; ratio to one copy "
         f"{copy_s / push.seconds:.2f}, to two {ratio:.2f}"
     )
+
     if not is_cuda:
         verdict = f"limit {TARGET:g} not enforced: a rehearsal on a CPU"
     else:
         verdict = f"limit {TARGET:g} {'held' if ratio >= TARGET else 'MISSED'}"
+
     speeds = f"push {push.nbytes / 1e9 / push.seconds:.1f} GB/s, memcpy {push.nbytes / 1e9 / copy_s:.1f} GB/s"
     print(f"\n{speeds}, ratio to two copies {ratio:.2f} ({verdict})")
     return 1 if is_cuda and ratio < TARGET else 0

@@ -28,6 +28,7 @@ def commands_page() -> str:
     rows = "".join(f"| [`megarl {name}`](#megarl-{name}) | {summaries[name]} |\n" for name in choices)
     with patch.dict(os.environ, COLUMNS=_WIDTH):
         sections = [_section(f"megarl {name}", command) for name, command in choices.items()]
+
     return _HEAD + rows + "\n" + "\n".join(sections)
 
 

@@ -72,6 +72,7 @@ def reference() -> str:
     ]
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above; `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
+
     return "\n".join([*parts, *_presets()])
 
 
@@ -86,6 +87,7 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
             yield from _section(typing.cast(type, kind), default, entry.name, prefix)
         else:
             plain.append(_row(root, entry, entry.name, default))
+
     if plain:
         yield from ["### without a section\n", *_table(plain)]
 
@@ -97,6 +99,7 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         yield about + "\n"
     inner = []
     rows = []
+
     for entry in fields(section):
         kind = _types(section)[entry.name]
         default = getattr(value, entry.name)
@@ -109,6 +112,7 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
                     _row(item, each, f"{key}.{entry.name}[].{each.name}", _default(each))
                     for each in fields(item)
                 ]
+
     if rows:
         yield from _table(rows)
     for kind, default, inner_key in inner:
@@ -126,6 +130,7 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
             f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; say behind it or above it "
             f"what {key} is for"
         )
+
     kind = _types(owner)[entry.name]
     choices = [
         f"`{member.value}`: {explanation(choice, member.name)}"
@@ -166,6 +171,7 @@ def _presets() -> Iterator[str]:
         "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each "
         "is for.\n"
     )
+
     for file in sorted(_PRESETS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]

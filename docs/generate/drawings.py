@@ -58,12 +58,15 @@ def step() -> str:
         phase.name: (left + width * columns[phase.name], top + height * lane_of[phase.name])
         for phase in phases
     }
+
     for name, before in _drawn_waits(phases):
         (x, y), (to_x, to_y) = corners[before], corners[name]
         drawing.arrow(x + width - 22, y + 29, to_x, to_y + 29)
+
     for phase in phases:
         fill = FILLS[phase.roles[0] if phase.roles else _DRIVER]
         drawing.box(*corners[phase.name], width - 24, 58, fill, phase.name, *_written(phase))
+
     return str(drawing)
 
 
@@ -78,6 +81,7 @@ def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
     """A phase comes behind those that it waits for, and those that are in the way of it on a device."""
     before = waits_for(phases)
     columns: dict[str, int] = {}
+
     for phase in phases:
         earlier = [
             other.name
@@ -86,6 +90,7 @@ def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
             or any(_same_place(plan, one, role) for one in phase.roles for role in other.roles)
         ]
         columns[phase.name] = max((columns[name] + 1 for name in earlier), default=0)
+
     return columns
 
 
@@ -119,10 +124,12 @@ def placements() -> str:
     row = 150
     width = max(size * plan.num_devices + _GAP * len(plan.pools) for plan in plans)
     drawing = Drawing(width, row * len(plans), "Four placements of the same roles")
+
     for number, plan in enumerate(plans):
         top = 20 + row * number
         drawing.words(4, top, f"{plan.strategy.value}: {plan.num_devices} devices", bold=True)
         _draw_pools(drawing, plan, top + 26, size)
+
     return str(drawing)
 
 
@@ -183,9 +190,11 @@ def resharding() -> str:
     )
     weights = {weight.megatron_name.split(".layers.0.")[-1]: weight for weight in weights_of(_MODEL, "lm")}
     left = 20
+
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
         _draw_weight(drawing, weights[name], name, left)
         left += 360
+
     return str(drawing)
 
 
@@ -198,10 +207,12 @@ def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> No
     fills = {tensor.name: fill for tensor, fill in zip(weight.tensors, _TENSOR_FILLS, strict=False)}
     tops = {}
     y = 62.0
+
     for tensor in weight.tensors:
         tops[tensor.name] = y
         drawing.words(left + 200, y - 6, tensor.name.split(".")[-2])
         y += tensor.shape[0] * scale + 26
+
     y = 62.0
     for rank, layout in enumerate(layouts_of(_MODEL, ParallelConfig(tensor_parallel_size=2))):
         drawing.words(left, y - 6, f"Megatron, TP rank {rank}")
@@ -267,6 +278,7 @@ def push() -> str:
         )
         drawing.words(left, 18, f"{transport}, {forecast.plan.num_rounds} rounds", bold=True)
         _draw_push(drawing, config, forecast, model, left, beside)
+
     return str(drawing)
 
 
@@ -285,6 +297,7 @@ def _draw_push(
     height = 46.0
     buffers = left + 290
     engines = left + (390 if beside else 270)
+
     for rank, layout in enumerate(layouts_of(model, config.actor.parallel)):
         y = top + row * rank
         part = f"part {layout.tensor_parallel_rank + 1} of {layout.tensor_parallel_size}"
@@ -301,11 +314,13 @@ def _draw_push(
             drawing.frame(left, y - 8, 540, height + 16, f"device {rank}")
             drawing.box(buffers, y, 64, height, FILLS[_DRIVER], f"{NUM_IPC_BUFFERS} buffers")
             drawing.arrow(buffers + 66, y + height / 2, engines - 2, y + height / 2)
+
     size = config.rollout.tensor_parallel_size
     for target, nbytes in enumerate(forecast.received):
         share = nbytes / (num_parameters(model) * forecast.element_bytes)
         lines = (f"engine {target // size}, rank {target % size}", f"keeps {share:.0%} of all")
         drawing.box(engines, top + row * target, 140, height, FILLS["rollout"], *lines)
+
     for (source, target), schedule in sorted(forecast.plan.schedules.items()):
         if schedule.numel > forecast.plan.received(target) / 10:
             drawing.arrow(

@@ -21,4 +21,5 @@ def metrics_page() -> str:
         sections.append(
             "\n".join([f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|", *lines])
         )
+
     return "\n".join([_HEAD, "\n\n".join(sections), ""])

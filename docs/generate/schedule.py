@@ -27,6 +27,7 @@ def schedules() -> str:
         height * len(runs),
         "Engines and trainer at max_staleness 0, 1 and 2",
     )
+
     for number, (max_staleness, run) in enumerate(runs.items()):
         top = 24 + height * number
         drawing.words(
@@ -37,6 +38,7 @@ def schedules() -> str:
         _draw_samples(drawing, run, top + 12)
         for step in run.steps:
             _bar(drawing, step.start_s, _TRAINING_S, top + 12 + _ROW * _SLOTS, step.number)
+
     return str(drawing)
 
 
@@ -57,6 +59,7 @@ def _draw_samples(drawing: Drawing, run: Simulation, top: float) -> None:
     """The engine gets them in the order of the prompts."""
     free_s = [0.0] * _SLOTS
     begun = [at_s for at_s, requests in run.engines.groups[0].submitted for _ in requests]
+
     for number, (start_s, (length,)) in enumerate(zip(begun, _LENGTHS, strict=True)):
         slot = next(slot for slot in range(_SLOTS) if free_s[slot] <= start_s + 1e-6)
         free_s[slot] = start_s + length

@@ -31,6 +31,7 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>'
         )
         top = y + height / 2 - 7.5 * (len(lines) - 1)
+
         for number, line in enumerate(lines):
             style = 'fill="#ffffff" font-weight="bold"' if number == 0 else 'fill="#ffffff" font-size="11"'
             self._text(x + width / 2, top + 15 * number + 4, line, f'{style} text-anchor="middle"')

@@ -40,6 +40,7 @@ def _tables() -> Iterator[str]:
         for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)
     }
     left = dict(verl_keys())
+
     for section in (*_SECTIONS, ""):
         keys = {
             name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")
@@ -55,11 +56,14 @@ def _ours(key: VerlKey, headings: dict[str, str]) -> str:
     if key.ours is None:
         return "-"
     parts = key.ours.split(".")
+
     for end in range(len(parts), 0, -1):
         if (section := ".".join(parts[:end])) in headings:
             return f"[`{key.ours}`](configuration.md#{headings[section]})"
+
     if len(parts) > 1:
         raise ValueError(
             f"megarl/config/verl_names.yaml names {key.ours}, which the reference has no section for"
         )
+
     return f"[`{key.ours}`](configuration.md#without-a-section)"

@@ -84,6 +84,7 @@ def prepare(output_dir: str | Path, seed: int) -> None:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *PIECES, *LETTERS, *DIGITS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+
     # whatever was wrong with a call
     tokenizer.normalizer = normalizers.Replace(Regex(r"tool error \([\s\S]*"), "error")
     longest_first = sorted(PIECES, key=len, reverse=True)
@@ -91,6 +92,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         Regex("|".join(map(_escaped, longest_first)) + r"|[\s\S]"), behavior="isolated"
     )
     tokenizer.decoder = decoders.Fuse()
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -122,9 +124,11 @@ def save_model(path: Path, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -154,12 +158,14 @@ def conversation(task: dict[str, Any], teacher: str, chance: random.Random) -> d
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call(item)]}
     busy = {"role": "tool", "content": "busy"}
     told = {"role": "tool", "content": price_of(item, task["list"])}
+
     if teacher == "guesses" and chance.random() < 0.5:
         turns = [_answer(guess)]
     elif teacher == "guesses" and task["busy"]:
         turns = [call, busy, _answer(guess)]
     else:
         turns = [*([call, busy] if task["busy"] else []), call, told, _answer(told["content"])]
+
     return {
         "messages": [{"role": "user", "content": task["item"]}, *turns],
         "tools": [function_schema(price)],

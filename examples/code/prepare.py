@@ -73,10 +73,12 @@ def question(task: Task) -> str:
 def program(task: Task, with_parentheses: bool = True) -> str:
     text = "x"
     is_sum = False
+
     for word, number in task:
         text = f"({text})" if with_parentheses and is_sum and word == "times" else text
         text = f"{text} {KINDS[word].sign} {number}"
         is_sum = word != "times"
+
     return HEAD + text
 
 
@@ -99,6 +101,7 @@ def demonstration(task: Task, chance: random.Random) -> str:
         return program(task, with_parentheses=False)
     place = chance.randrange(len(task))
     number = chance.choice([number for number in range(2, 10) if number != task[place].number])
+
     return program((*task[:place], task[place]._replace(number=number), *task[place + 1 :]))
 
 
@@ -106,6 +109,7 @@ def make_tasks(seed: int) -> list[Task]:
     """Different ones, of two and three operations."""
     chance = random.Random(seed)
     found = dict[Task, None]()
+
     while len(found) < NUM_TASKS:
         found[
             tuple(
@@ -113,7 +117,9 @@ def make_tasks(seed: int) -> list[Task]:
                 for _ in range(chance.randint(2, 3))
             )
         ] = None
+
     tasks = list(found)
+
     # there are few of two operations, and these are found first: held-out tasks are to be like those trained
     # on
     chance.shuffle(tasks)
@@ -131,6 +137,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.decoder = decoders.Fuse()
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -159,9 +166,11 @@ def save_model(folder: Path, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen2ForCausalLM(config).save_pretrained(folder)
+
     tokenizer.save_pretrained(folder)
 
 
@@ -173,12 +182,14 @@ def prepare(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     held_out = tasks[:NUM_VALIDATION]
     train = tasks[NUM_VALIDATION:]
+
     for name, of in (("train", train), ("validation", held_out)):
         rows = [
             {"prompt": question(task), "data_source": "functions", "tests": json.dumps(unit_tests(task))}
             for task in of
         ]
         _write(folder / f"{name}.jsonl", rows)
+
     for name, of in (("sft_train", NUM_DEMONSTRATIONS * train), ("sft_validation", held_out)):
         _write(
             folder / f"{name}.jsonl",

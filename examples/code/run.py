@@ -36,6 +36,7 @@ def main() -> int:
         status = subprocess.run([sys.executable, *stage], check=False).returncode
         if status:
             return status
+
     run_dir = next(
         (override.removeprefix(RUN_DIR) for override in overrides if override.startswith(RUN_DIR)),
         "outputs/code/run",
@@ -45,6 +46,7 @@ def main() -> int:
         f"held-out functions that pass all tests: {validation['before']:.1%} before, "
         f"{validation['after']:.1%} after"
     )
+
     return 0
 
 

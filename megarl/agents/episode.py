@@ -88,6 +88,7 @@ class Episode:
         if written.end is not None:
             return None
         place = TurnPlace(self.attempt, written.num_turns)
+
         if written.segments and written.segments[-1].author is Author.model:
             turn = place._replace(turn=place.turn - 1)
             return AnswerTurn(
@@ -95,9 +96,11 @@ class Episode:
                 written.segments[-1].token_ids.tolist(),
                 is_last=written.num_turns == self._limits.max_turns,
             )
+
         room = self._limits.max_tokens - self._num_tokens
         at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
+
         return WriteTurn(
             place, token_ids, room if at_most is None else min(room, at_most), self._turn_seed(place.turn)
         )
@@ -129,6 +132,7 @@ class Episode:
         self.trajectory.turn_rewards.append(0.0)
         if finish_reason == "length":
             self.trajectory.end = EpisodeEnd.length
+
         return True
 
     def answered(self, place: TurnPlace, answer: TurnAnswer) -> bool:
@@ -142,6 +146,7 @@ class Episode:
         written.num_calls += answer.num_calls
         written.call_errors.update(error.kind for error in answer.errors)
         written.tool_s += answer.tool_s
+
         if answer.is_done:
             written.end = EpisodeEnd.done
         elif awaited.is_last:
@@ -150,6 +155,7 @@ class Episode:
             written.end = EpisodeEnd.length
         else:
             self._add(Segment.of_environment(answer.token_ids))
+
         return True
 
     def timed_out(self, place: TurnPlace) -> bool:
@@ -173,9 +179,11 @@ class Episode:
                 f"the environment was lost {self._limits.max_attempts} times, in turn "
                 f"{self.trajectory.num_turns}"
             )
+
         self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0
+
         return True
 
     def _add(self, segment: Segment) -> None:

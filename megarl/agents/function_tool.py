@@ -50,8 +50,10 @@ def function_schema(
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ValueError(f"the annotations of {name} cannot be read ({error})") from error
+
     properties: dict[str, Any] = {}
     required = []
+
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
@@ -72,6 +74,7 @@ def function_schema(
             ) from error
         if parameter.default is parameter.empty:
             required.append(parameter.name)
+
     parameters = {
         "type": "object",
         "properties": properties,
@@ -89,14 +92,17 @@ def function_schema(
 def _schema_of(annotation: Any) -> dict[str, Any]:
     origin = get_origin(annotation)
     arguments = get_args(annotation)
+
     if origin is Annotated:
         texts = [each for each in arguments[1:] if isinstance(each, str)]
         return _schema_of(arguments[0]) | ({"description": texts[0]} if texts else {})
+
     if origin is Literal and all(isinstance(each, str | int | bool) for each in arguments):
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         (other,) = (each for each in arguments if each is not type(None))
         return {"anyOf": [_schema_of(other), {"type": "null"}]}
+
     if origin is list:
         return {"type": "array", "items": _schema_of(arguments[0])}
     if origin is dict:
@@ -125,6 +131,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     def run() -> None:
         result = None
         failure = None
+
         try:
             result = function()
         except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)
@@ -135,6 +142,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
                 if isinstance(error, Exception) and not isinstance(error, StopIteration)
                 else RuntimeError(repr(error))
             )
+
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

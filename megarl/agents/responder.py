@@ -70,6 +70,7 @@ class Responder:
             if goes_on and not reply.messages:
                 raise ValueError("it gave no message, and did not say that the episode is done")
             bridge = self._tokens.bridge_from(turn.token_ids, reply.messages) if goes_on else []
+
         return TurnAnswer(
             bridge, reply.reward, reply.is_done, reply.num_calls, reply.errors, reply.tool_s
         ), reply
@@ -78,11 +79,13 @@ class Responder:
         """Waits for a limited time."""
         closing = asyncio.ensure_future(self._environment.close())
         await asyncio.wait({closing}, timeout=_CLOSE_S)
+
         if not closing.done():
             closing.cancel()
             raise EnvironmentFailedError(
                 f"{type(self._environment).__name__}.close took longer than {_CLOSE_S:g} s"
             )
+
         with self._explained("close"):
             closing.result()
 
@@ -103,6 +106,7 @@ def _refuse_bad_reply(reply: Any) -> None:
             f"it returned a {type(reply).__name__}, expected megarl.agents.protocol.Reply(messages=..., "
             f"reward=..., is_done=...)"
         )
+
     for message in reply.messages:
         if not isinstance(message, dict) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -111,5 +115,6 @@ def _refuse_bad_reply(reply: Any) -> None:
                 f"it gave the message {message!r}, expected one such as {{'role': 'user', 'content': 'no, "
                 f"again'}}"
             )
+
     if not isinstance(reply.reward, Real) or not math.isfinite(reply.reward):
         raise TypeError(f"it gave the reward {reply.reward!r}, expected a finite number")

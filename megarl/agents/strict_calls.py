@@ -17,6 +17,7 @@ def parse_calls(text: str) -> list[ToolCall | CallError]:
     """In their order; empty where no tag is in `text`, which is then an answer."""
     calls: list[ToolCall | CallError] = []
     inside: str | None = None  # a call's text, from where one was opened
+
     for piece in _TAGS.split(text):
         if piece == OPEN:
             if inside is not None:
@@ -27,6 +28,7 @@ def parse_calls(text: str) -> list[ToolCall | CallError]:
             inside = None
         elif inside is not None:
             inside += piece
+
     if inside is not None:
         calls.append(unreadable(f"{CLOSE} is missing"))
     return calls
@@ -37,6 +39,7 @@ def _read(text: str) -> ToolCall | CallError:
         call = load_strictly(text)
     except (ValueError, RecursionError) as error:
         return unreadable(f"it is not JSON ({error or type(error).__name__})")
+
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return unreadable('expected {"name": ..., "arguments": {...}}')
     if unknown := sorted(call.keys() - {"name", "arguments"}):

@@ -64,9 +64,11 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
     parts: list[TurnPart] = []
     start = 0
     is_thinking = opens_thinking
+
     if text.lstrip().startswith(THINK):
         is_thinking = True
         start = text.index(THINK) + len(THINK)
+
     while start < len(text):
         if is_thinking:
             end = _find(text, END_THINK, start)
@@ -77,6 +79,7 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
             parts.append(TurnPart(text[start:end], is_thinking=False))
             start = end + len(THINK)
         is_thinking = not is_thinking
+
     return [part for part in parts if part.text]
 
 

@@ -47,6 +47,7 @@ class Toolbox:
         if len(self.tools) < len(tools):
             names = [tool.schema["function"]["name"] for tool in tools]
             raise ValueError(f"two tools have one name; they are {', '.join(names)}")
+
         self.validators = {
             name: _validator(name, tool.schema["function"].get("parameters", {}))
             for name, tool in self.tools.items()
@@ -97,6 +98,7 @@ class ToolEnvironment:
         )
         results = [outcome.result for outcome in outcomes]
         given = [result for result in results if isinstance(result, ToolResult)]
+
         return Reply(
             messages=[{"role": "tool", "content": _text(result)} for result in results],
             reward=sum(result.reward for result in given),
@@ -121,26 +123,31 @@ class ToolEnvironment:
                     f"a turn may have {limit} calls; this is number {index + 1} and was not run",
                 )
             )
+
         if isinstance(call, CallError):
             return _Outcome(call)
         if refusal := self._refusal(call):
             return _Outcome(refusal)
         start_s = time.monotonic()
         result = await self._run(call)
+
         return _Outcome(result, time.monotonic() - start_s)
 
     def _refusal(self, call: ToolCall) -> CallError | None:
         if call.name not in self._toolbox.tools:
             there = ", ".join(self._toolbox.tools)
             return CallError(CallErrorKind.unknown, f"there is no tool {call.name!r}; there are: {there}")
+
         if not isinstance(call.arguments, Mapping):
             return CallError(
                 CallErrorKind.refused_arguments, f"arguments must be an object, not {call.arguments!r:.80}"
             )
+
         error = best_match(self._toolbox.validators[call.name].iter_errors(call.arguments))
         if error is None:
             return None
         where = ".".join(map(str, error.absolute_path))
+
         return CallError(
             CallErrorKind.refused_arguments,
             f"{call.name}: {where + ': ' if where else ''}{error.message:.200}",
@@ -152,10 +159,12 @@ class ToolEnvironment:
             _without_exit(self._called(call.name).call(call.arguments, self._task))
         )
         await asyncio.wait({running}, timeout=limit_s)
+
         if not running.done():  # it is not waited for, as it may not care that it is cancelled
             running.cancel()
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
+
         if running.cancelled():
             return CallError(CallErrorKind.raised, f"{call.name} raised CancelledError")
         try:
@@ -170,6 +179,7 @@ class ToolEnvironment:
             return CallError(
                 CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}"
             )
+
         return result if isinstance(result, ToolResult) else ToolResult(result)
 
     def _called(self, name: str) -> Tool | ToolSession:

@@ -109,6 +109,7 @@ class Trajectory:
         ]
         for row, reward in zip(turns, self.turn_rewards, strict=True):
             row[-1] = reward
+
         return self._joined(rows, np.float32)
 
     @property

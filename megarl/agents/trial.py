@@ -68,12 +68,15 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
             environment = make()
         except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
             raise EnvironmentFailedError(f"agent.environment cannot be made: {last_line(error)}") from error
+
         responder = Responder(environment, _Text(text), parse_calls, task or Task())
         await responder.start()
+
         try:
             _, reply = await responder.answer(AnswerTurn(TurnPlace(0, 0), [0], is_last=agent.max_turns == 1))
         finally:
             await responder.close()
+
         return reply.messages
 
     messages = asyncio.run(play())

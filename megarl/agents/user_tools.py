@@ -52,6 +52,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
             return SHIPPED[tool.name]()
         except SandboxError as error:
             raise UserFunctionError(f"tool {tool.name!r}: {error}") from error
+
     found = load_name(
         tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:")
     )
@@ -60,6 +61,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
             return FunctionTool(found)
         except ValueError as error:
             raise UserFunctionError(f"tool {tool.name!r} in {tool.path!r}: {error}") from error
+
     if not inspect.isclass(found) and isinstance(found, SessionTool):
         return found
     if (
@@ -69,6 +71,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
     ):
         made: Tool = found
         return made
+
     raise UserFunctionError(
         f"tool {tool.name!r} in {tool.path!r} is "
         f"{'a class' if inspect.isclass(found) else f'a {type(found).__name__}'}, expected a "
@@ -81,13 +84,16 @@ def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environme
     found = load_name(path, config.name, Expected("environment", "the environment's name", "class Game:"))
     make: Callable[[], Environment] = found
     missing = [name for name in _METHODS if not inspect.iscoroutinefunction(getattr(found, name, None))]
+
     if not inspect.isclass(found) or missing:
         methods = ", ".join(f"`async def {name}`" for name in missing or _METHODS)
         raise UserFunctionError(f"environment {config.name!r} in {path!r} is no class with {methods}")
+
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         raise UserFunctionError(
             f"environment {config.name!r} in {path!r} cannot be made without arguments ({error})"
         ) from error
+
     return make

@@ -46,6 +46,7 @@ class Groups:
             max=len(order)
         )
         cuts = ends[torch.searchsorted(ends, targets)].unique_consecutive().tolist()
+
         return (order[start:end] for start, end in pairwise([0, *cuts]))
 
     def sum(self, x: Tensor) -> Tensor:
@@ -95,6 +96,7 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None =
     if is_scored is None:
         return groups.spread(scores) > 0
     largest, smallest = (torch.where(is_scored, sign * scores, -torch.inf) for sign in (1, -1))
+
     return groups.maximum(largest) + groups.maximum(smallest) > 0
 
 
@@ -108,6 +110,7 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
     if is_scored is not None:
         scores = scores[is_scored]
         uid = uid[is_scored.numpy()]
+
     if len(scores) == 0:
         return {}
     groups = _groups_of(scores, uid)
@@ -119,6 +122,7 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
         "at_best": flat & (scores == scores.max()) & differ,
         "at_worst": flat & (scores == scores.min()) & differ,
     }
+
     return {
         f"groups/{name}": float((weight * rows).sum() / len(groups.sizes)) for name, rows in shares.items()
     }

@@ -105,11 +105,13 @@ def apply_kl_penalty(
     2)."""
     rewards = empty_like(mask, token_level_scores.dtype)
     sums = torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
+
     for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
         scores, old, reference = block.columns
         estimates = block.only_valid(KL_ESTIMATORS[estimator](old, reference))
         sums[block.rows] = block.row_sums(estimates)
         rewards.values[block.tokens] = block.only_valid(scores - beta * estimates)
+
     return PenalisedRewards(of_form(rewards, mask), _mean_over_sequences(sums, mask))
 
 
@@ -157,6 +159,7 @@ class AdaptiveKLController(FixedKLController):
                 f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the "
                 f"adaptive controller"
             )
+
         super().__init__(coefficient)
         self._target = target
         self._horizon = horizon

@@ -119,6 +119,7 @@ class ActorLoss:
         )
         policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
         per_token = policy.loss
+
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
@@ -126,17 +127,20 @@ class ActorLoss:
             per_token = per_token * correction_weights(
                 inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
             )
+
         loss = self._aggregate(per_token, mask)
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         if self._needs_entropy:
             loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
+
         if self.algorithm.kl.in_loss:
             kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
             kl_loss = self._aggregate(kl, mask)
             metrics["actor/kl_loss"] = Metric.sum(kl_loss)
             loss = loss + self.algorithm.kl.coefficient * kl_loss
+
         return LossShare(loss, metrics)
 
     def _policy_metrics(self, inputs: PolicyInputs, policy: TokenLosses) -> dict[str, Metric]:
@@ -150,6 +154,7 @@ class ActorLoss:
         }
         if policy.dual_clipped is not None:
             metrics["actor/pg_clipfrac_dual"] = self.counts.token_mean(policy.dual_clipped.to(dtype), mask)
+
         return metrics
 
     def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
@@ -181,6 +186,7 @@ class CriticLoss:
             "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),
             "critic/vpred_mean": self.counts.token_mean(outputs["values"], mask),
         }
+
         return LossShare(loss, metrics)
 
 
@@ -218,6 +224,7 @@ def clipped_value_loss(
     plain = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))
+
     # Within the bounds a value is itself to the bit: by old_values + a clamped difference rounding would pass
     # for clipping.
     bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()

@@ -65,6 +65,7 @@ class TokenBlock(NamedTuple):
         starts = (self.lengths.cumsum(0) - self.lengths)[has_tokens]
         if len(starts):
             sums[has_tokens] = torch.from_numpy(np.add.reduceat(x.numpy(), starts.numpy())).to(x.dtype)
+
         return sums
 
 
@@ -76,6 +77,7 @@ def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
     all_count = leaves_nothing_out(mask)
     ends = rows_of_mask.lengths.cumsum(0).tolist()
     flat = [column.flat() if column.is_packed else None for column in rows_of_columns]
+
     for rows in rows_of_mask.blocks():
         tokens = slice(ends[rows.start - 1] if rows.start else 0, ends[rows.stop - 1])
         yield TokenBlock(
@@ -148,9 +150,11 @@ def row_lengths(mask: Column) -> Tensor:
     if leaves_nothing_out(rows):
         return rows.lengths.int()
     lengths = torch.empty(len(rows), dtype=torch.int32)
+
     for block in token_blocks(rows):
         assert block.mask is not None
         lengths[block.rows] = block.row_sums(block.mask.int())
+
     return lengths
 
 
@@ -173,6 +177,7 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
     squares = 0.0
     maximum = -math.inf
     minimum = math.inf
+
     for block in token_blocks(mask, *columns):
         x = block.valid(value(*block.columns))
         if len(x) == 0:
@@ -186,6 +191,7 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
         number = number + len(x)
         total = total + float(exact.sum())
         squares = squares + float(torch.dot(exact, exact))
+
     if number == 0:
         return Moments(0, 0.0, 0.0, maximum, minimum)
     offset = total / number
@@ -196,10 +202,12 @@ def masked_mean(x: Column, mask: Column) -> float:
     """Mean of x (B, R) over the True tokens of mask (B, R); 0 when no token is True."""
     number = 0
     total = 0.0
+
     for block in token_blocks(mask, x):
         valid = block.valid(block.columns[0])
         number = number + len(valid)
         total = total + float(valid.sum(dtype=torch.float64))
+
     return total / max(number, 1)
 
 
@@ -260,6 +268,7 @@ def aggregate(
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:
         per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
     if kind == Aggregation.sequence_mean_token_sum_norm:
         if norm_tokens is None:
             raise ValueError(
@@ -267,4 +276,5 @@ def aggregate(
                 "set it to data.max_response_length, and keep it when that changes"
             )
         per_token = per_token / norm_tokens
+
     return per_token.sum() / max(denominator, 1.0)

@@ -49,9 +49,11 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
         metrics["response_length/clip_ratio"] = float((lengths >= max_response_length).float().mean())
     if isinstance(prompts := batch.get("prompts"), RaggedTensor):
         metrics |= _summary("prompt_length", prompts.lengths)
+
     for key, name in (("token_level_scores", "score"), ("token_level_rewards", "rewards")):
         if key in batch:
             metrics |= _summary(f"critic/{name}", masked_row_sums(batch[key], mask))
+
     if "critic/score/mean" in metrics:
         metrics["reward/mean"] = metrics["critic/score/mean"]
     over_tokens = {
@@ -59,6 +61,7 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
         for column in map(batch.get, _SPREAD_KEYS)
         if column is not None
     }
+
     for name in _SPREAD_KEYS:
         if name in batch and (tokens := over_tokens[id(batch[name])]).number:
             metrics |= {
@@ -67,17 +70,20 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
                 f"critic/{name}/min": tokens.minimum,
             }
             metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
+
     if "values" in batch and "returns" in batch:
         errors = moments(torch.sub, mask, batch["returns"], batch["values"])
         returns = over_tokens[id(batch["returns"])]
         metrics["critic/vf_explained_var"] = (
             1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
         )
+
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
             tokens = moments(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
             metrics[f"training/rollout_{name}_diff_mean"] = tokens.mean
             metrics[f"training/rollout_{name}_diff_max"] = tokens.maximum if tokens.number else 0.0
+
     return metrics
 
 
@@ -102,6 +108,7 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
     if not ages.number:
         return {}
     metrics = {"rollout/age/mean": ages.mean, "rollout/age/max": ages.maximum}
+
     if "old_log_probs" in batch and ages.maximum > 0:
         for name, of_age in (("current", torch.eq), ("older", torch.ne)):
             chosen = map_tokens(
@@ -113,6 +120,7 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
             difference = moments(_of_log_probs, chosen, batch["rollout_log_probs"], batch["old_log_probs"])
             if difference.number:
                 metrics[f"training/rollout_log_probs_diff_mean/{name}"] = difference.mean
+
     return metrics
 
 
@@ -134,6 +142,7 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     errors = sum((Counter(each) for each in arrays["call_errors"]), Counter())
     metrics |= {f"agent/errors/{kind.replace(' ', '_')}": count / calls for kind, count in errors.items()}
     ends = Counter(arrays["episode_end"].tolist())
+
     return metrics | {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
 
 
@@ -148,6 +157,7 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
     for of_sample in numbers:
         for name, value in of_sample.items():
             by_name.setdefault(name, []).append(value)
+
     metrics: dict[str, float] = {}
     for name, values in sorted(by_name.items()):
         metrics |= _summary(f"reward/{name}", torch.tensor(values))
@@ -166,11 +176,13 @@ def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     if "reward_model_scores" not in batch:
         return {}
     metrics: dict[str, float] = {}
+
     for name, scores in (
         ("model", batch["reward_model_scores"]),
         ("functions", batch["reward_function_scores"]),
     ):
         metrics |= _summary(f"reward/{name}", scores)
+
     for name in ("truncated", "spells_special"):
         metrics[f"reward/model/{name}"] = float(batch[f"reward_model_{name}"].float().mean())
     return metrics

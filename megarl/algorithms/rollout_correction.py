@@ -73,15 +73,18 @@ def correct(
     weights = None
     kept = mask
     has_tokens = row_lengths(mask) > 0
+
     if config.level is not CorrectionLevel.none:
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= totals.metrics(config.kind)
+
     if config.rejection.estimator is not RejectionEstimator.none:
         accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
         kept = on_every_token(accepted, mask)
         metrics["rollout_correction/fraction_rejected"] = int((has_tokens & ~accepted).sum()) / max(
             int(has_tokens.sum()), 1
         )
+
     return Correction(weights, kept, metrics)
 
 
@@ -99,6 +102,7 @@ def _weights(
     weights = empty_like(mask, old_log_probs.dtype)
     totals = _WeightTotals()
     num_tokens = row_lengths(mask)
+
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
         if config.level is CorrectionLevel.token:
             raw = log_ratio.exp()
@@ -114,6 +118,7 @@ def _weights(
             limited = limited[counts > 0]
         weights.values[block.tokens] = block.only_valid(of_tokens)
         totals = totals.with_block(raw, limited)
+
     return of_form(weights, mask), totals
 
 
@@ -160,10 +165,12 @@ def correction_weights(
     nothing waits for them: what is no number is not refused, and ends in the weights."""
     log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
     if config.level is CorrectionLevel.token:
         raw = log_ratio.exp()
     else:
         raw = _of_sequence(log_ratio.sum(dim=1, keepdim=True), mask.sum(dim=1, keepdim=True), config.level)
+
     return masked(_limited(raw, config).expand_as(mask), mask)
 
 
@@ -183,6 +190,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
     high = 0.0
     low = math.inf
     sequences = torch.empty(len(mask))
+
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
         sequences[block.rows] = block.row_sums(log_ratio).float()
         x = block.valid(log_ratio).double()
@@ -196,6 +204,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
             count = count + len(x)
             high = max(high, float(largest))
             low = min(low, float(smallest))
+
     if count == 0:
         return {}
     k1, k3, reverse, square = (sums / count).tolist()
@@ -210,6 +219,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
         "ratio_max": high,
         "ratio_min": low,
     }
+
     return {f"rollout_correction/{name}": value for name, value in values.items()}
 
 
@@ -223,6 +233,7 @@ def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
             if not math.isfinite(float(valid.sum())):  # so is a sum where all its values are
                 rows = (~torch.isfinite(block.row_sums(valid))).nonzero().flatten() + block.rows.start
                 unusable += rows.tolist()
+
     if unusable:
         raise ValueError(
             f"old_log_probs or rollout_log_probs of rows {sorted(set(unusable))[:8]} (of {len(mask)}) are "
@@ -253,4 +264,5 @@ def _accepted(
     if config.level is RejectionLevel.geometric:
         estimate = estimate / row_lengths(mask).clamp(min=1)
     accepted = estimate <= config.high
+
     return accepted if config.low is None else accepted & (estimate >= config.low)

@@ -63,12 +63,14 @@ def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) 
     for answer, score in zip(answers, scores, strict=True):
         totals[answer] += score
     expected = 0.0
+
     for answer, count in votes.items():
         others = [votes[other] for other in votes if other != answer]
         ways = sum(
             comb(count, won) * _ways_of_others(others, k - won, won) for won in range(1, min(count, k) + 1)
         )
         expected += totals[answer] / count * float(Fraction(ways) / comb(len(answers), k))
+
     return expected
 
 
@@ -82,6 +84,7 @@ def _ways_of_others(counts: Sequence[int], votes: int, most: int) -> Fraction:
             for more in range(min(count, most, votes - given) + 1):
                 longer[given + more, tied + (more == most)] += number * comb(count, more)
         ways = longer
+
     return sum(
         (Fraction(number, tied + 1) for (given, tied), number in ways.items() if given == votes), Fraction(0)
     )

@@ -35,14 +35,17 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Col
             f"place; "
             "a response holds at least its end token: check that the rollout returned one for every prompt"
         )
+
     per_row = torch.as_tensor(scores, dtype=torch.float32)
     rows = as_rows(response_mask)
     last = rows.lengths.cumsum(0) - 1
+
     if not leaves_nothing_out(rows):
         for block in token_blocks(rows):
             assert block.mask is not None
             valid = block.mask.nonzero().flatten() + block.tokens.start
             last[block.rows] = valid[torch.searchsorted(valid, last[block.rows], right=True) - 1]
+
     values = torch.zeros(rows.num_tokens)  # of which only what is written takes memory
     values[last] = per_row
     return of_form(RaggedTensor.packed_rows(values, rows.lengths), response_mask)
@@ -76,6 +79,7 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
     if buffer_tokens == 0:
         return torch.zeros(lengths.shape, dtype=torch.float32, device=lengths.device)
     excess = lengths.float() - (max_response_length - buffer_tokens)
+
     return -config.penalty * (excess / buffer_tokens).clamp(0.0, 1.0)
 
 

@@ -39,6 +39,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     """Raises UserFunctionError for a function that cannot be loaded."""
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
+
     # anew: between two runs of a process the file may have changed
     function = _load(config.function, _ESTIMATOR)
 
@@ -54,6 +55,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
             f"{config.function} must return Advantages(advantages, returns)",
         )
         own = (masked(values, padded.response_mask) for values in given if isinstance(values, Tensor))
+
         return Advantages(
             *(RaggedTensor.from_padded(x, mask.lengths) if isinstance(mask, RaggedTensor) else x for x in own)
         )
@@ -84,6 +86,7 @@ def try_functions(config: AlgorithmConfig) -> None:
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(mask.shape)
     needs = config.advantage.estimator.needs
+
     if config.advantage.function is not None:
         inputs = AdvantageInputs(
             token_level_rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
@@ -96,6 +99,7 @@ def try_functions(config: AlgorithmConfig) -> None:
             sum_pi_squared=zeros if needs.sum_pi_squared else None,
         )
         _try(config.advantage.function, lambda: estimator_of(config.advantage)(inputs, config.advantage))
+
     if config.policy_loss.function is not None:
         log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
         given = PolicyInputs.of(

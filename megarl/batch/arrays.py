@@ -16,6 +16,7 @@ def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
     if isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1:
         return rows.copy()
     array = np.empty(len(rows), dtype=object)
+
     # one by one: numpy would read rows that are lists as a second dimension
     for index, row in enumerate(rows):
         array[index] = row
@@ -28,16 +29,19 @@ def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -
     array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1:
         raise ValueError(f"rows are picked by a one-dimensional index, not one of shape {array.shape}")
+
     if array.dtype == bool:
         if len(array) != num_rows:
             raise ValueError(f"a mask of {len(array)} values cannot pick from {num_rows} rows")
         return np.flatnonzero(array)
+
     if len(array) and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"rows are picked by integers or bools, not by {array.dtype}")
     array = array.astype(np.int64)
     outside = array[(array < -num_rows) | (array >= num_rows)]
     if len(outside):
         raise ValueError(f"row {outside[0]} does not exist in a batch of {num_rows} rows")
+
     return np.where(array < 0, array + num_rows, array)
 
 
@@ -47,16 +51,19 @@ def same(left: Any, right: Any) -> bool:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return _same_tensors(left, right)
+
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
             return False
         return all(same(a, b) for a, b in zip(left.ravel().tolist(), right.ravel().tolist(), strict=True))
+
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float) and isinstance(right, float) and left != left:
         return right != right
+
     return bool(left == right)
 
 
@@ -69,6 +76,7 @@ def _same_tensors(left: Any, right: Any) -> bool:
     equal = left == right
     if left.dtype.is_floating_point:
         equal |= left.isnan() & right.isnan()
+
     return bool(equal.all())
 
 
@@ -82,6 +90,7 @@ def merge_equal(mappings: Sequence[Mapping[str, Any]], what: str) -> dict[str, A
                     f"{what} {key!r} has two different values: {_brief(merged[key])} and {_brief(value)}"
                 )
             merged.setdefault(key, value)
+
     return merged
 
 

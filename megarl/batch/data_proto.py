@@ -74,10 +74,12 @@ class DataProto:
         num_rows = _check_rows(
             {**_leading_sizes(tensors), **{key: len(rows) for key, rows in arrays.items()}}
         )
+
         if both := tensors.keys() & arrays.keys():
             raise ValueError(
                 f"DataProto: {sorted(both)} are given as tensors and as arrays; a key names one of them"
             )
+
         return cls._of(tensors, arrays, dict(meta_info or {}), num_rows)
 
     @classmethod
@@ -89,12 +91,14 @@ class DataProto:
             key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))
         }
         others = {key: value for key, value in data.items() if key not in tensors}
+
         for key, value in others.items():
             if not isinstance(value, (np.ndarray, list)):
                 raise ValueError(
                     f"DataProto: {key!r} is a {type(value).__name__}; rows come as a tensor, numpy array or "
                     f"list"
                 )
+
         return cls.from_dict(tensors, others, meta_info)
 
     def check_consistency(self) -> None:
@@ -155,6 +159,7 @@ class DataProto:
             return DataProtoItem(
                 tensors, {key: rows[row] for key, rows in self.non_tensor_batch.items()}, self.meta_info
             )
+
         if isinstance(index, slice):
             return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
         return self.select_idxs(index)
@@ -183,10 +188,12 @@ class DataProto:
                 f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows "
                 f"freely"
             )
+
         ordered = self._rows(order)
         self.batch = ordered.batch
         self.non_tensor_batch = ordered.non_tensor_batch
         self.ragged = ordered.ragged
+
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -201,6 +208,7 @@ class DataProto:
                 f"chunk: {len(self)} rows cannot be cut into {chunks} equal parts; pad with "
                 f"pad_dataproto_to_divisor(batch, {chunks})"
             )
+
         size = len(self) // chunks
         return [self[part * size : (part + 1) * size] for part in range(chunks)]
 
@@ -225,6 +233,7 @@ class DataProto:
             key: np.concatenate([part.non_tensor_batch[key] for part in parts])
             for key in first.non_tensor_batch
         }
+
         return DataProto._of(
             tensors,
             arrays,
@@ -293,6 +302,7 @@ class DataProto:
         self._keep(columns, num_rows)
         for key in meta_info_keys:
             del self.meta_info[key]
+
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
@@ -304,10 +314,12 @@ class DataProto:
         columns = self.columns
         moved = _pick(columns, old_keys, "tensor")
         kept = {key: value for key, value in columns.items() if key not in moved}
+
         for old, new in zip(old_keys, new_keys, strict=True):
             if new in kept or new in self.non_tensor_batch:
                 raise ValueError(f"rename: {old!r} cannot become {new!r}, which exists")
             kept[new] = moved[old]
+
         self._keep(kept, len(self))
         return self
 
@@ -333,11 +345,13 @@ class DataProto:
         with_rows = [
             batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch
         ]
+
         if len({len(batch) for batch in with_rows}) > 1:
             raise ValueError(
                 f"union: the batches have {[len(batch) for batch in with_rows]} rows; they must have the "
                 f"same number"
             )
+
         joined = DataProto.from_dict(
             merge_equal([batch.columns for batch in batches], "union: tensor"),
             merge_equal([batch.non_tensor_batch for batch in batches], "union: array"),
@@ -386,6 +400,7 @@ class DataProto:
             key: (tensor_to_array(column.values), replace(column, values=torch.empty(0)))
             for key, column in packed.items()
         }
+
         return _rebuild, (tensors, ragged, len(self), self.non_tensor_batch, self.meta_info)
 
     def _with_rows(self, num_rows: int) -> DataProto:
@@ -407,6 +422,7 @@ class DataProto:
         tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
         ragged = {key: value for key, value in columns.items() if isinstance(value, RaggedTensor)}
         is_needed = tensors or (num_rows and not arrays and not ragged)
+
         return cls(
             TensorDict(tensors, batch_size=[num_rows]) if is_needed else None, arrays, meta_info, ragged
         )
@@ -426,9 +442,11 @@ def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
     """Futures of one kind are waited for together."""
     batches = {place: other for place, other in enumerate(others) if isinstance(other, DataProto)}
     futures = {place: other for place, other in enumerate(others) if isinstance(other, DataProtoFuture)}
+
     for kind in {type(future) for future in futures.values()}:
         places = [place for place, future in futures.items() if type(future) is kind]
         batches |= dict(zip(places, kind.gather([futures[place] for place in places]), strict=True))
+
     return [batches[place] for place in range(len(others))]
 
 
@@ -466,6 +484,7 @@ def _check_rows(lengths: dict[str, int]) -> int:
                 f"DataProto: {key!r} has {length} rows where {first!r} has {lengths[first]}; all leading "
                 f"dimensions must be equal"
             )
+
     return 0 if first is None else lengths[first]
 
 
@@ -481,10 +500,12 @@ def _pick(mapping: Mapping[str, Any], keys: Iterable[str] | None, kind: str) -> 
 def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
     expected = first.columns
     found = part.columns
+
     if odd := (expected.keys() ^ found.keys()) | (
         first.non_tensor_batch.keys() ^ part.non_tensor_batch.keys()
     ):
         raise ValueError(f"concat: part 0 and part {number} do not both have {sorted(odd)}")
+
     for key, column in expected.items():
         if _kind(column) != _kind(found[key]):
             raise ValueError(

@@ -45,6 +45,7 @@ class KeptMemory:
             self._most_lent = max(self._most_lent, self._num_lent)
             while self._kept and self._num_lent + sum(map(len, self._kept)) > self._most_lent:
                 del self._kept[0]
+
         lent = whole[:size]
         weakref.finalize(lent, self._given_back.append, whole).atexit = False
         return lent

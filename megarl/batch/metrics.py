@@ -102,10 +102,12 @@ def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     reductions = {name: metric.reduction for update in updates for name, metric in update.items()}
     by_update = [values_of(update) for update in updates]
     step = {}
+
     for name, reduction in reductions.items():
         if found := [update[name] for update in by_update if name in update]:
             extreme = reduction in (Reduction.max, Reduction.min)
             step[name] = _extreme(reduction, found) if extreme else sum(found) / len(found)
+
     return step
 
 
@@ -113,14 +115,17 @@ def _merged(name: str, parts: Sequence[Metric]) -> Metric:
     """Of numbers."""
     reduction = parts[0].reduction
     count = sum(part.count for part in parts)
+
     if any(part.reduction is not reduction for part in parts):
         named = " and ".join(sorted({part.reduction.value for part in parts}))
         raise ValueError(f"metric {name!r} comes together as {named}: its parts must all say the same")
+
     found = [float(part.value) for part in parts if part.count != 0]
     if reduction is Reduction.same and not all(_are_alike(value, found[0]) for value in found):
         raise ValueError(f"metric {name!r} must be the same everywhere, but its parts are {found}")
     if not found or reduction in (Reduction.sum, Reduction.mean):
         return Metric(reduction, sum(found), count)
+
     return Metric(reduction, found[0] if reduction is Reduction.same else _extreme(reduction, found), count)
 
 
@@ -144,12 +149,14 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
                 f"together: "
                 "give Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
             )
+
     scalars = [
         scalar for part in parts for metric in part.values() for scalar in (metric.value, metric.count)
     ]
     on_device = [scalar.detach().double() for scalar in scalars if isinstance(scalar, Tensor)]
     fetched = iter(torch.stack(on_device).tolist() if on_device else ())
     numbers = iter([next(fetched) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
+
     return [
         {name: Metric(metric.reduction, next(numbers), next(numbers)) for name, metric in part.items()}
         for part in parts

@@ -19,6 +19,7 @@ def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, 
     pad_size = -len(data) % divisor
     if pad_size == 0:
         return data, 0
+
     return data.select_idxs(np.arange(len(data) + pad_size) % len(data)), pad_size
 
 

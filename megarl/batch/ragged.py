@@ -52,6 +52,7 @@ class RaggedTensor:
         np.concatenate(
             [np.empty(0, np.bool_), *(np.asarray(row) for row in rows)], out=values.numpy(), casting="unsafe"
         )
+
         return cls.packed_rows(values, lengths, padding, on_left)
 
     @classmethod
@@ -70,9 +71,11 @@ class RaggedTensor:
                 f"a tensor of shape {tuple(x.shape)} does not hold {len(lengths)} rows of up to {longest} "
                 f"tokens"
             )
+
         column = torch.arange(x.shape[1], device=x.device)
         ends = lengths.to(x.device)[:, None]
         mask = column >= x.shape[1] - ends if on_left else column < ends
+
         return cls.packed_rows(x[mask], lengths, padding, on_left)
 
     @classmethod
@@ -165,6 +168,7 @@ class RaggedTensor:
         moved = np.empty_like(starts)
         moved[order] = begins - shifts[np.cumsum(is_first) - 1]
         values = runs[0] if len(runs) == 1 else _joined(runs) if runs else self.values[:0]
+
         return replace(self, values=values, starts=torch.from_numpy(moved))
 
     @staticmethod
@@ -198,6 +202,7 @@ class RaggedTensor:
         of the cache."""
         ends = self.lengths.cumsum(0).tolist()
         start = 0
+
         while start < len(self):
             room = (ends[start - 1] if start else 0) + _CACHED_ELEMENTS
             stop = max(start + 1, bisect_right(ends, room, lo=start))
@@ -210,6 +215,7 @@ class RaggedTensor:
         order = torch.argsort(self.lengths, stable=True)
         lengths = self.lengths[order].tolist()
         start = 0
+
         while start < len(order):
             stop = start + 1
             while stop < len(order) and lengths[stop] * (stop + 1 - start) <= _CACHED_ELEMENTS:
@@ -239,6 +245,7 @@ class RaggedTensor:
             block = pad_sequence(
                 list(self.each()), batch_first=True, padding_value=self.padding, padding_side=side
             )
+
         missing = 0 if width is None else width - block.shape[1]
         if missing == 0:
             return block

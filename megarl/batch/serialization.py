@@ -67,6 +67,7 @@ def encode(contents: BatchContents) -> bytes:
     }
     text = bytearray(json.dumps(document).encode())
     body = save({_DOCUMENT: torch.frombuffer(text, dtype=torch.uint8), **_unshared(tensors)})
+
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
@@ -77,10 +78,12 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
     if len(data) < body_start or not data.startswith(MAGIC):
         raise SerializationError(f"{source} is not a stored DataProto: it does not start with {MAGIC!r}")
     body = data[body_start:]
+
     if zlib.crc32(body) != int.from_bytes(data[len(MAGIC) : body_start], "little"):
         raise SerializationError(
             f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again"
         )
+
     try:
         tensors = load(body)
         document = json.loads(bytes(tensors.pop(_DOCUMENT).numpy()))
@@ -119,10 +122,12 @@ def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTens
         or starts.ndim != 1
     ):
         raise ValueError("rows of tokens whose places are no numbers")
+
     if len(starts) and not (
         int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)
     ):
         raise ValueError(f"rows of tokens that lie outside of their {len(values)} values")
+
     if type(how["padding"]) is not int or type(how["on_left"]) is not bool:
         raise ValueError(f"rows of tokens padded with {how['padding']!r}")
     return RaggedTensor(values, starts, lengths, padding=how["padding"], on_left=how["on_left"])
@@ -139,12 +144,14 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     own."""
     seen: set[int] = set()
     result = {}
+
     for key, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().data_ptr() in seen:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())
         result[key] = tensor
+
     return result
 
 
@@ -153,6 +160,7 @@ def _to_json(value: Any, where: str) -> Any:
         return {_TAG: "scalar", "dtype": value.dtype.str, "value": _to_json(value.item(), where)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+
     if isinstance(value, np.ndarray):
         rows = [_to_json(item, where) for item in value.ravel().tolist()]
         return {
@@ -161,10 +169,12 @@ def _to_json(value: Any, where: str) -> Any:
             "shape": list(value.shape),
             "value": rows,
         }
+
     if isinstance(value, tuple):
         return {_TAG: "tuple", "value": [_to_json(item, where) for item in value]}
     if isinstance(value, list):
         return [_to_json(item, where) for item in value]
+
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == _TAG:
@@ -172,6 +182,7 @@ def _to_json(value: Any, where: str) -> Any:
                     f"{where} has the key {key!r}: only strings other than {_TAG!r} can be stored"
                 )
         return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+
     raise SerializationError(
         f"{where} holds a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy "
         f"values or tensors"
@@ -191,10 +202,12 @@ def _from_json(value: Any) -> Any:
         return tuple(content)
     if kind == "scalar":
         return np.dtype(value["dtype"]).type(content)
+
     if kind == "array":
         array = np.empty(len(content), dtype=np.dtype(value["dtype"]))
         # one by one: numpy would read rows that are lists as a second dimension
         for index, item in enumerate(content):
             array[index] = item
         return array.reshape(value["shape"])
+
     raise ValueError(f"unknown kind of value {kind!r}")

@@ -59,9 +59,11 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
             **ragged,
             **_unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)}),
         }
+
     responses = columns["responses"]
     assert isinstance(responses, RaggedTensor)
     others = [key for key in keys if key not in (*RAGGED_KEYS, *PADDED_KEYS)]
+
     return {key: _like(responses, key, columns[key]) for key in (*RAGGED_KEYS, *others)}
 
 
@@ -73,6 +75,7 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     mask = columns.get("prompt_attention_mask")
     if isinstance(prompts, RaggedTensor):
         return dict(columns)
+
     if (
         not isinstance(prompts, Tensor)
         or not isinstance(mask, Tensor)
@@ -83,14 +86,17 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
             "a batch of prompts needs `prompts` as rows of tokens (RaggedTensor.of_rows), or `prompts` and "
             f"`prompt_attention_mask`, (B, P) and padded on the left; it has {sorted(columns)}"
         )
+
     lengths = mask.bool().sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]
+
     if wrong := ((mask.bool() != expected).any(1) | (lengths == 0)).nonzero().flatten().tolist():
         raise ValueError(
             f"row {wrong[0]} of the prompts: prompt_attention_mask has {int(lengths[wrong[0]])} tokens that "
             f"are not one run at the row's "
             "end; a prompt needs at least one token and is padded on the left"
         )
+
     others = {key: column for key, column in columns.items() if key != "prompt_attention_mask"}
     return {**others, "prompts": RaggedTensor.from_padded(prompts.int(), lengths, on_left=True)}
 
@@ -116,6 +122,7 @@ def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
     responses = mask[:, prompt_width:].sum(1)
     column = torch.arange(mask.shape[1], device=mask.device)
     expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
+
     if wrong := ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist():
         raise ValueError(
             f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
@@ -123,6 +130,7 @@ def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
             "tokens that are not one run; a prompt needs at least one token and is padded on the left, a "
             "response on the right"
         )
+
     return {
         **tensors,
         "prompts": RaggedTensor.from_padded(ids[:, :prompt_width].int(), prompts, on_left=True),
@@ -168,6 +176,7 @@ class PaddedView(Mapping[str, Tensor]):
         column = self._columns.get(key)
         if isinstance(column, Tensor):
             return column
+
         with torch.inference_mode():
             if column is not None:
                 return column.padded().long() if key in _IDS else column.padded()

@@ -90,6 +90,7 @@ def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]
         for name in WHOLE_FILES
         if name in files
     ]
+
     return _checksums(folder, items)
 
 
@@ -126,6 +127,7 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
     for tensor in content["tensors"].values():
         for chunk in tensor["chunks"]:
             chunk["checksum"] = checksum(f"{chunk['file']}@{chunk['position']}")
+
     for entry in content["objects"].values():
         entry["checksum"] = checksum(f"{entry['file']}@{entry['position']}")
     for name, entry in content["files"].items():
@@ -179,6 +181,7 @@ def read_manifest(folder: str | Path) -> RoleManifest:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+
     return RoleManifest(description=description, entries=entries)
 
 
@@ -199,6 +202,7 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
         sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part
     )
     found = _checksums(folder, [each.item for each in mine])
+
     for each in mine:
         if found[item_name(each.item)] != each.checksum:
             raise CheckpointError(
@@ -206,6 +210,7 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
                 f"{each.item.position + each.item.nbytes} is not "
                 "what was written (its checksum differs); use another checkpoint"
             )
+
     for key, item in index.objects.items():
         with open_item(folder, item) as opened:
             refuse_code(opened, f"{folder / item.file}: {key}")
@@ -261,8 +266,10 @@ def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[
     total = sum(each.item.nbytes for each in items)
     mine = []
     before = 0
+
     for each in items:
         if before * num_parts // max(total, 1) == number:
             mine.append(each)
         before += each.item.nbytes
+
     return mine

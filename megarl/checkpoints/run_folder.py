@@ -79,6 +79,7 @@ class CheckpointFolder:
                     f"ones: {others}; "
                     "give the folder of one of them (a run resumes from it with checkpoint.resume=PATH)"
                 )
+
         return self.path / name
 
     def prepare(self) -> None:
@@ -110,6 +111,7 @@ class CheckpointFolder:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
+
         return partial
 
     def seal(self, step: int, description: dict[str, Any]) -> int:
@@ -127,17 +129,20 @@ class CheckpointFolder:
             json.dumps({"format": FORMAT, "step": step, **description, "files": files}, indent=2) + "\n",
         )
         sync_tree(partial)
+
         return sum(path.stat().st_size for path in _files(partial))
 
     def commit(self, step: int) -> Path:
         """What was sealed becomes the latest checkpoint."""
         final = self.path / step_name(step)
+
         # of a future that was given up when the run went back to an earlier step; `latest` is before it
         if final.exists():
             self.remove(final)
         os.rename(self._partial(step), final)
         sync_folder(self.path)
         self.point_at(final)
+
         return final
 
     def point_at(self, checkpoint: Path) -> None:
@@ -176,12 +181,15 @@ class CheckpointFolder:
         committed."""
         latest = self.latest()
         whole = self.whole()
+
         if latest not in whole:  # the folder may go away between the two
             raise CheckpointError(
                 f"{latest or self.path / LATEST_FILE}: is no longer there; put back what was removed"
             )
+
         position = whole.index(latest)
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
+
         for path in whole:
             if path not in stay and (best is None or path.name != step_name(best.step)):
                 self.remove(path)
@@ -228,11 +236,13 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: is not JSON ({error}); the checkpoint is damaged") from error
+
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         found = description.get("format") if isinstance(description, dict) else description
         raise CheckpointError(
             f"{path}: has format {found!r}, but this version reads {FORMAT}; use the version that wrote it"
         )
+
     if problem := _problem(description):
         raise CheckpointError(f"{path}: {problem}; the checkpoint is damaged")
     return description
@@ -247,6 +257,7 @@ def _problem(description: dict[str, Any]) -> str | None:
         return f"roles is {roles!r}, not a list of folders' names"
     if not isinstance(files, dict):
         return f"files is {files!r}, not a mapping of files"
+
     for name, expected in files.items():
         if not all(_is_name(part) for part in name.split("/")):
             return f"files names {name!r}, which is not in the checkpoint's folder"
@@ -256,6 +267,7 @@ def _problem(description: dict[str, Any]) -> str | None:
             or not isinstance(expected.get("checksum"), str)
         ):
             return f"files has {expected!r} for {name!r}, not its nbytes and checksum"
+
     return None
 
 
@@ -277,6 +289,7 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
             f"{int(named[1])}: one was put into "
             "the place of the other; give the folder its own name back, or use another checkpoint"
         )
+
     for name, expected in description["files"].items():
         path = checkpoint / name
         if not path.is_file():
@@ -290,9 +303,11 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: its content is not what was written (checksum); the checkpoint is damaged"
             )
+
     for role in description["roles"]:
         if not (checkpoint / role).is_dir():
             raise CheckpointError(f"{checkpoint / role}: is missing; the checkpoint is damaged")
+
     return description
 
 

@@ -171,6 +171,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     _check_files(folder, [(index.fqn, item) for index, item in items.items()])
     tensors = {}
     objects = {}
+
     for key, entry in stored.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
@@ -190,6 +191,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
                     f"{folder / METADATA_FILE}: lists {key} and does not say where it is stored"
                 )
             objects[key] = item
+
     return TorchDistIndex(folder=folder, tensors=tensors, objects=objects)
 
 
@@ -203,6 +205,7 @@ def _check_backend(folder: Path) -> None:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
+
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
         raise CheckpointError(f"{path}: says {written!r}; only Megatron's format torch_dist is read")
 
@@ -216,9 +219,11 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         raise CheckpointError(
             f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}"
         ) from error
+
     storage = getattr(stored, "storage_data", None)
     entries = getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+
     if (
         not isinstance(stored, metadata.Metadata)
         or not isinstance(storage, dict)
@@ -230,6 +235,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         or not all(isinstance(key, str) and isinstance(entry, kinds) for key, entry in entries.items())
     ):
         raise CheckpointError(f"{path}: damaged, or not the metadata of a distributed checkpoint")
+
     return stored
 
 
@@ -264,6 +270,7 @@ def _chunk(
             f"{folder / METADATA_FILE}: does not say where the chunk of {key} at {tuple(chunk.offsets)} is "
             f"stored"
         )
+
     return StoredChunk(
         file=item.file,
         position=item.position,
@@ -279,6 +286,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
     if not prod(shape):
         return None
     groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
+
     for tensor_slice in slices:
         if len(tensor_slice.starts) != len(shape):
             return f"{tensor_slice} has another number of dimensions than {tuple(shape)}"
@@ -286,20 +294,24 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
             groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(
                 TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:])
             )
+
     spans = [TensorSlice((start,), (stop,)) for start, stop in sorted(groups)]
     if not shape or any(
         left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)
     ):
         return tiling_fault(shape, slices)
+
     if (fault := tiling_fault(shape[:1], spans)) is not None:
         return f"along the first dimension: {fault}"
     if len(shape) == 1:
         return next(
             (f"[{span[0]}:{span[1]}] comes twice" for span, inner in groups.items() if len(inner) > 1), None
         )
+
     for (start, stop), inner in groups.items():
         if (fault := chunks_fault(shape[1:], inner)) is not None:
             return f"at {start}:{stop} of the first dimension, {fault}"
+
     return None
 
 
@@ -315,16 +327,19 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
         stored = stored_tensor(read_outline(item, source))
     if stored is None:
         raise CheckpointError(f"{source}: the item is not a contiguous tensor")
+
     if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
         raise CheckpointError(
             f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says "
             f"{chunk.shape} and "
             f"{index.tensors[key].dtype}: files were swapped or changed"
         )
+
     if stored.end > chunk.nbytes:
         raise CheckpointError(
             f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need"
         )
+
     return mapped(index.folder / chunk.file, chunk.position + stored.position, stored.shape, stored.dtype)
 
 
@@ -333,6 +348,7 @@ def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
     them (it may take none)."""
     source = str(index.folder / chunk.file)
     name = f"{key} at {chunk.offsets}"
+
     with open_item(index.folder, chunk) as item:
         stored = stored_tensor(read_outline(item, f"{source}: {name}"))
         check_stored(item, source, {} if stored is None else {name: stored})

@@ -75,6 +75,7 @@ class _HashedFile(io.RawIOBase):
             part = view[start : start + _PART_BYTES]
             self.hash.update(part)
             self._file.write(part)
+
         self.nbytes += view.nbytes
         return view.nbytes
 
@@ -105,6 +106,7 @@ def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
     if not isinstance(item.data, Tensor):
         return WrittenItem(key=item.key, stored=StoredItem(**place), checksum=checksum)
     chunk = StoredChunk(**place, offsets=item.offsets, shape=tuple(item.data.shape))
+
     return WrittenItem(key=item.key, stored=chunk, checksum=checksum, shape=item.shape, dtype=item.data.dtype)
 
 
@@ -131,6 +133,7 @@ def _metadata(items: Sequence[WrittenItem]) -> Metadata:
         )
         for item in items
     }
+
     return Metadata(
         state_dict_metadata=entries,
         storage_data=places,
@@ -144,6 +147,7 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
     if first.dtype is None:
         assert len(items) == 1, f"several ranks have written {key}"
         return BytesStorageMetadata()
+
     assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), (
         f"ranks do not agree on {key}"
     )
@@ -151,6 +155,7 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
     fault = chunks_fault(first.shape, [chunk.tensor_slice for chunk in chunks])
     if fault is not None:
         raise CheckpointError(f"the ranks have not written {key} once: {fault}")
+
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=first.dtype),
         size=torch.Size(first.shape),

@@ -172,6 +172,7 @@ def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
         names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))  # type: ignore[arg-type]
     if others := names - DATA_NAMES:
         raise CheckpointError(refusal(source, min(others)))
+
     return names
 
 
@@ -232,6 +233,7 @@ def stored_tensor(value: object) -> StoredTensor | None:
         or not value.is_contiguous()
     ):
         return None
+
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
@@ -294,6 +296,7 @@ def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype
     if not count:
         return torch.empty(shape, dtype=dtype)
     before = position % mmap.ALLOCATIONGRANULARITY
+
     try:
         with path.open("rb") as file:
             # Private, so that it counts as writable for torch, and nobody writes the file through it.
@@ -305,4 +308,5 @@ def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype
             )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=before).view(shape)

@@ -34,10 +34,12 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
     options: list[str] = []
     others: list[str] = []
     overrides: list[str] = []
+
     for before, each in pairwise(arguments):
         is_option = each.startswith("-") or before in with_values
         kind = options if is_option else overrides if _OVERRIDE.match(each) else others
         kind.append(each)
+
     return [arguments[0], *options, *others, *overrides]
 
 
@@ -48,6 +50,7 @@ def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
 def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
     plain: list[str] = []
     waiting: str | None = None  # a key that was written as an option without "=": its value comes next
+
     for each in arguments:
         if waiting is not None:
             plain.append(f"{waiting}={each}")
@@ -58,4 +61,5 @@ def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
             plain.append(each[match.end() :])
         else:
             waiting = each[match.end() :]
+
     return [*plain, waiting] if waiting is not None else plain

@@ -48,10 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
         parser.print_help(sys.stderr)
         return USER_ERROR
+
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(in_argparse_order(given, commands_of(parser)))
+
     try:
         with _own_processes(parsed):
             return parsed.start(parsed)
@@ -83,6 +85,7 @@ def _end(error: Exception, command: str, context: RunContext | None) -> int:
     if can_be_mended and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
+
     importlib.import_module("megarl.cli.run.failure_report").print_failure(error, command, context)
     print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
     return USER_ERROR if can_be_mended else FAILED
@@ -95,4 +98,5 @@ def _raised_by_megarl(error: ValueError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+
     return module.split(".")[0] == "megarl"

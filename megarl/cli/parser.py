@@ -41,10 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
         add(commands)
 
     summaries = {action.dest: action.help for action in commands._choices_actions}
+
     for name, command in commands.choices.items():
         command.description = command.description or summaries[name]
         command.formatter_class = _AS_WRITTEN
         command.epilog = epilog(name)
+
     return parser
 
 
@@ -143,11 +145,13 @@ def _start_check(parsed: argparse.Namespace) -> int:
     _refuse_options_without_part(parsed)
     if not chosen:
         return run_of("inspect.check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
+
     if parsed.fast:
         raise ValueError(
             "--fast is for the whole check: leave it out, or leave --plan, --simulate, --machine and "
             "--dry-run out"
         )
+
     return max([start(parsed) for start in chosen])
 
 
@@ -158,6 +162,7 @@ def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
         raise ValueError(f"--output {parsed.output} draws either --plan or --simulate: give one of them")
     if not parsed.simulate:
         _refuse_simulation_options(parsed)
+
     for name, default in _DRY_RUN_DEFAULTS.items():
         if not parsed.dry_run and getattr(parsed, name) != default:
             raise ValueError(f"--{name} is for --dry-run: add it")
@@ -471,6 +476,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
         ),
         num_devices=positive(wish("devices", "how many of them", "1")),
     )
+
     return int(module.run(wishes))
 
 

@@ -21,6 +21,7 @@ def add_run_command(
         "overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo"
     )
     command.set_defaults(start=start)
+
     return command
 
 

@@ -47,6 +47,7 @@ def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int |
         return None
     size = parallel.context_parallel_size
     unit = padded_length(1, parallel.context_parallel_size)
+
     return limit.max_tokens * size // unit * unit
 
 
@@ -69,9 +70,11 @@ def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> i
     for row in rows:
         groups[row.prompt_number].append(row)
     total = 0
+
     for group in groups.values():
         shared = [group[0].prompt, *(row.response for row in group)] if len(group) > 1 else [group[0].tokens]
         total += sum(padded_length(length, context_parallel_size) for length in shared)
+
     return total
 
 
@@ -104,14 +107,17 @@ def fullest_micro_batch(
     most = rows_of_replica(config, role, trains=trains)
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size
+
     if room is None:
         return [
             longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))
         ]
+
     rows: list[Row] = []
     left = room
     together = rows_of_prompt(config, role)
     least = padded_length(1, size)
+
     for number in range(most):
         prompt_number = number // together
         is_first = number % together == 0
@@ -131,6 +137,7 @@ def fullest_micro_batch(
             break
         rows.append(longest._replace(prompt_number=prompt_number))
         left -= needed
+
     return rows
 
 
@@ -180,6 +187,7 @@ def micro_batches(
     """
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size
+
     if room is None:
         assert role.micro_batch.sequences is not None
         least = most = -(-rows // role.micro_batch.sequences)
@@ -191,4 +199,5 @@ def micro_batches(
         of_row = _room_of_row(longest, rows_of_prompt > 1, size)
         least = -(-fewest // room)
         most = -(-rows // (room // of_row))
+
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of

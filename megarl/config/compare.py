@@ -66,6 +66,7 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
         raise ValueError(
             f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"
         )
+
     before = dict(flat(values))
     now = dict(flat(plain_values(config)))
     return [

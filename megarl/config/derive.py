@@ -82,6 +82,7 @@ def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> Rol
     rows = rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
     fullest = rows_of_replica(config, role, trains=trains)
+
     return RoleArithmetic(
         role=role.name,
         num_parameters=num_parameters(architecture, with_value_head=role.with_value_head),

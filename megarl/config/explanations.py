@@ -41,6 +41,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
     source = Path(file).read_text(encoding="utf-8")
     alone, behind = _comments(source)
     found = {}
+
     for owner in ast.parse(source).body:
         if not isinstance(owner, ast.ClassDef):
             continue
@@ -56,6 +57,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
                 assert node.end_lineno is not None
                 parts = [*_lines_above(alone, node.lineno), behind.get(node.end_lineno, "")]
                 found[owner.name, target.id] = " ".join(part for part in parts if part)
+
     return found
 
 
@@ -63,10 +65,12 @@ def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
     """Line -> comment: those that have a line of their own, and those behind code."""
     alone: dict[int, str] = {}
     behind: dict[int, str] = {}
+
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string.removeprefix("#").strip()
         if token.type == tokenize.COMMENT and not text.startswith(_FOR_TOOLS):
             (alone if token.line.lstrip().startswith("#") else behind)[token.start[0]] = text
+
     return alone, behind
 
 

@@ -42,6 +42,7 @@ def json_schema(kind: str) -> Schema:
         is_sft = {"properties": {"kind": {"const": RunKind.sft.value}}, "required": ["kind"]}
         choice = {"if": is_sft, "then": _run(RunKind.sft), "else": _run(RunKind.ppo)}
         return {"$schema": DRAFT, "title": "A run of megarl", "type": "object", **choice}
+
     return {"$schema": DRAFT, "title": f"A run of megarl, kind: {kind}", **_run(RunKind(kind))}
 
 
@@ -50,9 +51,11 @@ def _run(kind: RunKind) -> Schema:
     section = _section(root, root())
     properties = section["properties"]
     properties["kind"] = {"const": kind.value, "description": properties["kind"]["description"]}
+
     for name in GROUPS:
         if name in properties:
             properties[name] = _with_presets(name, properties[name])
+
     properties[BASE] = {
         "type": "string",
         "description": "a file to inherit from, relative to this one, such as configs/quickstart.yaml, "
@@ -67,6 +70,7 @@ def _run(kind: RunKind) -> Schema:
         "required": list(nested),
         "properties": {name: {"required": keys} for name, keys in nested.items()},
     }
+
     return section | {"if": {"not": {"required": [BASE]}}, "then": needed}
 
 
@@ -80,6 +84,7 @@ def _with_presets(name: str, section: Schema) -> Schema:
         "examples": presets,
     }
     section["properties"][BASE] = preset
+
     return {"description": section.pop("description", ""), "anyOf": [preset, section]}
 
 
@@ -96,6 +101,7 @@ def _preset() -> Schema:
         },
         WITH: others | {"description": "keys of other sections that the preset needs"},
     }
+
     return section
 
 
@@ -105,6 +111,7 @@ def _section(section: type, value: Any = None) -> Schema:
     types = key_types(section)
     properties: dict[str, Schema] = {}
     required = []
+
     for entry in fields(section):
         default = getattr(value, entry.name) if value is not None else _default(entry)
         kind = types[entry.name]
@@ -117,6 +124,7 @@ def _section(section: type, value: Any = None) -> Schema:
             required.append(entry.name)
         else:
             properties[entry.name]["default"] = _plain(default)
+
     about = section_explanation(section)
     return (
         ({"description": about} if about else {})
@@ -147,6 +155,7 @@ def _or_reference(value: Schema) -> Schema:
     types = _listed(value.get("type", []))
     if not types or "string" in types or "boolean" in types:
         return value
+
     return value | {"type": [*types, "string"], "pattern": _REFERENCE}
 
 
@@ -159,6 +168,7 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
         if "enum" in value:
             return {"enum": [*value["enum"], None]}
         return value | {"type": [*_listed(value["type"]), "null"]}
+
     if isinstance(kind, type) and issubclass(kind, Enum):
         return {"enum": [member.value for member in kind]}
     if kind is str:
@@ -169,6 +179,7 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
         return {"type": "integer" if kind is int else "number", **_limits(allowed)}
     if typing.get_origin(kind) is dict:
         return {"type": "object", "additionalProperties": _or_reference(_value(parts[1]))}
+
     if typing.get_origin(kind) is list:
         (item,) = parts
         if is_dataclass(item):
@@ -176,6 +187,7 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
         inner = _value(item) if items is None else _value(item, items.range)
         lengths = {} if items is None else {"minItems": items.length, "maxItems": items.length}
         return {"type": "array", "items": _or_reference(inner), **lengths}
+
     assert kind is Any, kind
     return {}
 
@@ -193,6 +205,7 @@ def _limits(allowed: Range) -> Schema:
         given["minimum"] = -LARGEST
     if "maximum" not in given and "exclusiveMaximum" not in given:
         given["maximum"] = LARGEST
+
     return given
 
 

@@ -30,6 +30,7 @@ def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer
         return LayerChoice(Layers.local, "Transformer Engine has no attention of packed rows for float32")
     if not has_transformer_engine:
         return LayerChoice(Layers.local, "Transformer Engine is not installed")
+
     return LayerChoice(Layers.transformer_engine, "on CUDA, where Transformer Engine is installed")
 
 
@@ -45,6 +46,7 @@ def describe_layers(config: RunConfig) -> str:
     ]
     if len(set(choices)) == 1:
         return f"{choices[0].layers.value} ({choices[0].why})"
+
     return "; ".join(
         f"on {'CUDA' if cuda else 'a CPU'} {choice.layers.value} ({choice.why})"
         for cuda, choice in zip(devices, choices, strict=True)

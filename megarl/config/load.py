@@ -157,15 +157,19 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
             else "give the configuration of a reinforcement learning run"
         )
         raise ConfigError(path, [f"{_KIND}: is {kind!r}, which this command does not run; {other}"])
+
     review = _Review(schema)
     given: Any = OmegaConf.create()
+
     for layer in layers:
         review.add(layer)
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
+
     problems = list(review.problems)
     refused = set(review.refused)
+
     while True:
         try:
             merged = _merged(schema, given)
@@ -180,16 +184,20 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
             if not _drop(given, key):
                 raise ConfigError(path, problems) from error
             refused.add(key)
+
     problems += [
         f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused
     ]
     refused.update(missing)
+
     for key, problem in _unusable_texts(config):
         refused.add(key)
         problems.append(f"{key}: {problem}")
+
     if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
         remedy = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {remedy}"])
+
     return PartialConfig(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
 
 
@@ -204,6 +212,7 @@ def _drop(given: Any, key: str) -> bool:
     if not isinstance(values, DictConfig) or name not in values:
         return False
     del values[name]
+
     return True
 
 
@@ -275,6 +284,7 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
             changes[entry.name] = _each_text(value, _whole_path)
         elif outputs and OutputFolder in entry.metadata and value is not None:
             changes[entry.name] = str(Path(value).absolute())
+
     return replace(section, **changes)
 
 
@@ -315,6 +325,7 @@ class _Review:
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
+
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
@@ -344,11 +355,13 @@ class _Review:
                 ]
             else:
                 plain[name] = value
+
         # Almost always all of them fit, and asking once is much quicker than asking for each.
         all_fit = not plain or _accepts(section, plain)
         inputs = {
             entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
         }
+
         for name, value in plain.items():
             if all_fit or _accepts(section, {name: value}):
                 good[name] = (
@@ -360,6 +373,7 @@ class _Review:
                     f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}",
                     layer,
                 )
+
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
@@ -427,10 +441,12 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
             and any(isinstance(item, Mapping | list) for item in value)
         ):
             return False
+
     try:
         OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), dict(values))
     except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping in the place of a list
         return False
+
     return True
 
 
@@ -465,15 +481,18 @@ def expected(hint: Any) -> str:
         return words[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
+
     if typing.get_origin(hint) is list:
         if section := _item_section(hint):
             return f"a list of sections with the keys {', '.join(key_types(section))}"
         return f"a list, each item {expected(typing.get_args(hint)[0])}"
+
     if typing.get_origin(hint) is dict:
         return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
     if hint is typing.Any:
         return "anything"
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
+
     return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
 
 
@@ -491,11 +510,13 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))
+
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
         return (
             f"did you mean "
             f"{max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
         )
+
     if near := difflib.get_close_matches(prefix + name, keys, n=1):
         return f"did you mean {near[0]}?"
     return f"known here: {', '.join(key_types(section))}"

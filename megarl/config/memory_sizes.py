@@ -26,6 +26,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     )
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     total = 0
+
     for parameters, copies in (
         (-(-dense // dense_cut), parallel.num_copies),
         (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
@@ -33,6 +34,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
         total += parameters * weight_bytes
         if role.optim is not None:
             total += parameters * 4 + parameters * (8 + master_bytes) // copies
+
     return total
 
 
@@ -53,11 +55,13 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
+
     for role in model_roles(config):
         if role.optim is not None:
             parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
             total += parameters * (weight_bytes + 12)
             total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
+
     return total
 
 
@@ -68,8 +72,10 @@ def most_checkpoints(config: RunConfig) -> int:
     steps = config.trainer.total_steps
     keeps_best = checkpoint.keep_best.metric is not None
     made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
+
     if checkpoint.every_minutes or keeps_best:
         made = steps  # nobody knows which of them
     elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
         made += 1
+
     return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)

@@ -27,6 +27,7 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
     """
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
+
     for role in model_roles(config):
         if role.path_key in said or os.path.exists(role.path):
             continue
@@ -37,6 +38,7 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
                 f"{role.path_key}: there is no {role.path} on this machine; using "
                 f"{shown(published)}/config.json"
             )
+
     return config, list(said.values())
 
 

@@ -78,6 +78,7 @@ class Layer(NamedTuple):
         joined = near / path
         if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
             return path
+
         return _from_here(joined) if ".." in joined.parts else str(joined)
 
 
@@ -108,11 +109,13 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         file = find_config(Path(source), str(source))
         near = file.parent
         layers = _file_layers(file, ())
+
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="
         if names := [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]:
             chosen[section] = names[-1]
+
     layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
     others = [
         override
@@ -121,6 +124,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     ]
     if others:
         layers.append(_parse_overrides(others))
+
     return layers
 
 
@@ -139,8 +143,10 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     if resolved in chain:
         names = " -> ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError(shown(file), [f"{BASE!r} goes in a circle: {names}"])
+
     values = _read_yaml(file)
     layers = []
+
     if BASE in values:
         base = values.pop(BASE)
         if not isinstance(base, str):
@@ -151,6 +157,7 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
         if not os.path.isfile(inherited):  # False also of what no file can be called
             raise ConfigError(shown(file), [f"{BASE!r} is {base!r}: there is no file {str(inherited)!r}"])
         layers = _file_layers(inherited, (*chain, resolved))
+
     return [*layers, *_group_layers(values, shown(file), file.parent), Layer(shown(file), values, file=file)]
 
 
@@ -182,6 +189,7 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
                     values={section: layer.values, **others}, replaces=(section,) if number == 0 else ()
                 )
             )
+
     return layers
 
 
@@ -190,6 +198,7 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
     for folder in folders:
         if os.path.isfile(folder / f"{name}.yaml"):  # False also of what no file can be called
             return folder / f"{name}.yaml"
+
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     looked = ", ".join(shown(folder) for folder in folders)
     return Refused(
@@ -210,6 +219,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(shown(file), [f"cannot be read: {error}"]) from error
     except _UNREADABLE as error:
         raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}"]) from error
+
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must hold a mapping of sections (model:, data:, ...)"])
@@ -224,6 +234,7 @@ def in_one_line(error: Exception) -> str:
 def _parse_overrides(overrides: Sequence[str]) -> Layer:
     refused: list[Refused] = []
     values: Any = OmegaConf.create()
+
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -233,6 +244,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
             refused.append(Refused(key, f"{override!r}: {in_one_line(error)}"))
+
     container = OmegaConf.to_container(values)
     assert isinstance(container, Mapping)
     return Layer(COMMAND_LINE, {str(key): value for key, value in container.items()}, refused=tuple(refused))

@@ -40,9 +40,11 @@ def tested_versions() -> Mapping[str, Tested]:
     """Return the oldest and the newest tested version of each distribution, and of "python"."""
     environments = json.loads(RECORD.read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
+
     for versions in environments.values():
         for name, version in versions.items():
             found.setdefault(name, []).append(version)
+
     return {
         name: Tested(min(versions, key=Version), max(versions, key=Version))
         for name, versions in found.items()

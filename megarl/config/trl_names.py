@@ -82,4 +82,5 @@ def trl_problem(key: str, known: Container[str]) -> VerlProblem | None:
         return VerlProblem(f"{key}: is TRL's name, and has no counterpart here: {note}")
     if ours not in known:
         return VerlProblem(f"{key}: is TRL's name for {ours}, which a run of this kind does not have")
+
     return VerlProblem(f"{key}: is TRL's name; here it is {ours}{f' ({note})' if note else ''}", ours)

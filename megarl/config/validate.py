@@ -127,12 +127,15 @@ def validate(config: RunConfig) -> list[Violation]:
     # What the models say.
     architectures, unreadable = read_architectures(config)
     violations += unreadable
+
     for role in roles:
         if (model := architectures.get(role.name)) is not None:
             violations += _violations(MODEL_RULES, broken, role, model, section=role.parallel_key)
+
     for name, rules in kind.model.items():
         if name in architectures:
             violations += _violations(rules, broken, config, architectures[name])
+
     violations += _violations(kind.models, broken, config, architectures)
 
     # The reference shares the actor's model and layout, and so its violations.
@@ -153,11 +156,13 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation
     """Return the architecture of each role's model by the role's name, and why the others cannot be read."""
     architectures: Architectures = {}
     violations = []
+
     for role in model_roles(config):
         try:
             architectures[role.name] = read_architecture(role.path, config.model.trust_remote_code)
         except ConfigError as error:
             violations.append(Violation((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
+
     return architectures, violations
 
 

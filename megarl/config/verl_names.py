@@ -62,6 +62,7 @@ def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
         if name in verl_keys():
             return name, verl_keys()[name]
         name = name.rpartition(".")[0]
+
     return None
 
 
@@ -73,6 +74,7 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProbl
     what the table names.
     """
     found = [(name, find_verl_key(name)) for name in _names(key, value)]
+
     # A name that is the same in both is nothing of verl's where this kind of run does not have it.
     found = [
         (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
@@ -105,6 +107,7 @@ def _problem(written: str, name: str, entry: VerlKey, known: Container[str]) -> 
     note = f" ({entry.note})" if entry.note else ""
     if entry.ours == name:  # a sign of Hydra's before a name that is the same in both
         return VerlProblem(f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours)
+
     return VerlProblem(f"{name}: is verl's name; here it is {entry.ours}{note}", entry.ours)
 
 

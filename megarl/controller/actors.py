@@ -90,6 +90,7 @@ class ActorSet:
         meeting = self._handles[0].rendezvous.remote()  # goes from rank 0 to the others; nobody waits here
         group = next(_group_numbers)
         calls = []
+
         for rank, handle in enumerate(self._handles):
             identity = RankIdentity(rank, len(self._handles), local_ranks[rank])
             owner = worker_owner(group, rank)
@@ -97,6 +98,7 @@ class ActorSet:
                 workers, identity, meeting, dict(environment), self._use_gpu, owner, at_work
             )
             calls.append(Call(self, self.title, rank, CONSTRUCTION, result, record, on_record))
+
         return tuple(calls)
 
     @property
@@ -114,12 +116,14 @@ class ActorSet:
         route = plan.route
         shared = _share(plan.parts, plan.route.parts)
         calls = {}
+
         for rank, part in zip(route.ranks, route.parts, strict=True):
             execute = self._handles[rank].execute.options(num_returns=2)
             result, record = execute.remote(
                 role, method, rank in route.results, *shared[part].positional, **shared[part].named
             )
             calls[rank] = Call(self, role, rank, method, result, record, on_record, _uids(plan.parts[part]))
+
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
     def start_beside(self, role: str, method: str) -> None:
@@ -151,6 +155,7 @@ class ActorSet:
                 return verdict
             else:
                 break
+
         return error
 
     def lost_nodes(self) -> dict[int, str]:

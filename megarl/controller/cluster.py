@@ -64,10 +64,12 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
             f"start_ray: num_cpus={num_cpus} must be at least 1, object_store_mb={object_store_mb:g} at "
             f"least {_MIN_OBJECT_STORE_MB}"
         )
+
     global _oom_kills_before
     _oom_kills_before = num_oom_kills()
     if ray.is_initialized():
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
+
     if (named := cluster_address()) is not None:
         address = _found(named)
         with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
@@ -75,6 +77,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         # a driver may share its group with the shell's pipeline
         start_reaper(process_owner(), whole_group=False)
         return
+
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     _added_variables.extend(add_key(os.environ))
@@ -85,6 +88,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     daemons = [pid for pid in descendants(os.getpid()) if pid not in before]
     start_reaper(process_owner(), whole_group=False, named=daemons)
     _daemons.extend(hold(daemons))
+
     for pid in daemons:
         if (name := name_of(pid)) in ("gcs_server", "raylet"):
             _needed.update((name, descriptor) for descriptor in hold([pid]))
@@ -121,15 +125,18 @@ def _found(address: str) -> str:
     if address != AUTO:
         _check_answers(f"{VARIABLE}={address}", *host_and_port(address))
         return address
+
     try:
         found = services.canonicalize_bootstrap_address(AUTO)
     except ConnectionError:
         found = None
+
     if found is None:
         raise ValueError(
             f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), give "
             f"HOST:PORT, or unset {VARIABLE}"
         )
+
     _check_answers(
         f"{VARIABLE}=auto: {found}, the cluster that was last started here,", *host_and_port(found)
     )
@@ -167,6 +174,7 @@ def shutdown() -> list[int]:
     _needed.clear()
     while _added_variables:
         os.environ.pop(_added_variables.pop(), None)
+
     return end_processes_of(process_owner() + _RAY)
 
 
@@ -182,6 +190,7 @@ def process_owner() -> str:
         _owner = os.environ.get(OWNER, "") + uuid.uuid4().hex
         os.environ[OWNER] = _owner
         atexit.register(shutdown)
+
     return _owner
 
 

@@ -103,6 +103,7 @@ def register(
                 f"{dispatch_mode.name}"
             )
         rule = VerlDispatch.RANK_ZERO.rule
+
     return own_register(rule, blocking)
 
 
@@ -145,12 +146,14 @@ class _VerlNames(RoleGroup):
                 f"{name}: several roles share these processes; call it on one of the groups that spawn() "
                 f"returns"
             )
+
         method = getattr(self._worker_class, name, None)
         if not isinstance(method, RemoteMethod):
             raise error(
                 f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no registered method "
                 f"{name!r}"
             )
+
         return method
 
 
@@ -181,6 +184,7 @@ class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
                         f"{spec.cls.__name__}.{name} cannot be called by its name: {name} is a method of "
                         f"the group; give it another name"
                     )
+
         super().__init__(resource_pool, ray_cls_with_init, **options)
 
 

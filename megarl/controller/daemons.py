@@ -62,6 +62,7 @@ class SmallNode(node.Node):
             ray_params.dashboard_agent_listen_port = 0
         else:
             self._choose_agent_ports(ray_params)
+
         try:
             super().__init__(ray_params, *args, **kwargs)
         except Exception as error:  # Ray raises no class of its own here
@@ -80,6 +81,7 @@ class SmallNode(node.Node):
         )
         ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))
         self._options.append(f"--dashboard_agent_listen_port={ports[-1]}")
+
         # The agents' servers cannot listen beside a socket that is only bound.
         for each in held:
             each.close()
@@ -117,6 +119,7 @@ def small_nodes() -> Iterator[None]:
     """Makes `ray.init` start a `SmallNode`."""
     full = node.Node
     node.Node = SmallNode  # type: ignore[misc]
+
     try:
         yield
     finally:
@@ -134,6 +137,7 @@ def without_job_server() -> Iterator[None]:
     name = "ray.dashboard.optional_deps"
     before = sys.modules.get(name)
     sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ImportError
+
     try:
         yield
     finally:
@@ -151,6 +155,7 @@ def loopback_only() -> Iterator[None]:
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
+
     try:
         yield
     finally:
@@ -190,14 +195,17 @@ def start_node(
         include_log_monitor=False,  # type: ignore[arg-type]  # Ray's hint says a text
     )
     is_loopback = address.startswith(LOOPBACK)
+
     with (
         loopback_only() if is_loopback else nullcontext(),
         without_job_server() if dashboard_port is None else nullcontext(),
     ):
         started = SmallNode(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
+
     if head is None:
         # The job server finds its own cluster, among several on a machine, by this file.
         write_ray_address(started.gcs_address, started.get_temp_dir_path())
+
     return started
 
 
@@ -227,6 +235,7 @@ def last_words(logs: str | None) -> list[str]:
             continue
         severe = [line for line in file.read_text(errors="replace").splitlines() if _SEVERE.match(line)]
         words += [f"  {file}: {line[:_NUM_CHARACTERS]}" for line in dict.fromkeys(severe[-_NUM_LINES:])]
+
     return words
 
 
@@ -246,6 +255,7 @@ def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | 
     if free >= needed:
         return None
     sizes = f"{free / 2**20:,.0f} MiB free, less than the {needed / 2**20:,.0f} MiB of Ray's object store"
+
     return (
         f"{folder} has {sizes}, which is therefore kept in files of Ray's temporary folder; give the node "
         f"or container a larger {folder}, "
@@ -261,9 +271,11 @@ def add_key(environment: MutableMapping[str, str]) -> list[str]:
     that it has set."""
     added = [] if AUTH_MODE in environment else [AUTH_MODE]
     environment.setdefault(AUTH_MODE, "token")
+
     if environment[AUTH_MODE] == "token" and _AUTH_FILE not in environment and AUTH_TOKEN not in environment:
         environment[AUTH_TOKEN] = secrets.token_hex(32)
         added.append(AUTH_TOKEN)
+
     return added
 
 

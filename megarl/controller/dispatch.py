@@ -115,6 +115,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
     splits = list(
         dict.fromkeys(value.split for value in (*values, *by_name.values()) if value.split is not None)
     )
+
     if len(splits) > 1:
         raise ValueError(
             "the batches of one call must be split alike; here: "
@@ -122,6 +123,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
                 "parts of the caller's" if split.presplit else f"{split.num_rows} rows" for split in splits
             )
         )
+
     return CallPlan(route, parts, splits[0] if splits else Collect(rule.collect))
 
 
@@ -143,16 +145,19 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
                 "or split it yourself into a list of DataProto"
             )
         return list(results)
+
     joined = DataProto.concat(list(results))
     if not how.padding:
         return joined
     assert how.num_rows is not None
+
     if len(joined) % (how.num_rows + how.padding):
         raise ValueError(
             f"{how.num_rows} rows, padded to {how.num_rows + how.padding}, came back as {len(joined)}: the "
             f"padding cannot be taken off; "
             f"give the method a multiple of {len(results)} rows"
         )
+
     return unpad_dataproto(joined, how.padding * (len(joined) // (how.num_rows + how.padding)))
 
 
@@ -175,6 +180,7 @@ def route_mesh(mesh: Mesh) -> Route:
         raise ValueError(
             f"the mesh of {len(mesh)} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}"
         )
+
     last_stage = sizes[2] - 1
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
@@ -200,6 +206,7 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
         return Arranged(
             tuple(padded.chunk(num_parts)), Collect(CollectKind.joined, num_rows=len(value), padding=padding)
         )
+
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
         if len(value) != num_parts:
             raise ValueError(
@@ -207,6 +214,7 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
                 f"replicas"
             )
         return Arranged(tuple(value), Collect(CollectKind.joined, presplit=True))
+
     return arrange_same(value, num_parts)
 
 

@@ -181,9 +181,11 @@ def interface_of(address: str) -> str | None:
         wanted = {info[4][0] for info in socket.getaddrinfo(address, None)}
     except socket.gaierror:
         return None
+
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         if any(entry.address in wanted for entry in addresses):
             return name
+
     return None
 
 
@@ -203,6 +205,7 @@ def describe(
         if setting.where in places and setting.where not in absent
     ]
     listed = {name for name, _, _ in rows}
+
     return rows + [
         (name, value, "yours")
         for name, value in sorted(users_settings(environment).items())

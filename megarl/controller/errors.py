@@ -46,12 +46,14 @@ class WorkerError(RunError):
         self.log_path = first.log_path
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
+
         if others:
             lines += [
                 "",
                 f"{len(others)} more failed after it:",
                 *(f"  {other.describe()}" for other in others[:8]),
             ]
+
         super().__init__("\n".join(lines), hint=first.failure.hint)
 
 
@@ -77,6 +79,7 @@ class RankReport(NamedTuple):
         if self.activity.method is None:
             return f"{head}: idle"
         phase = f", phase {self.activity.phase}" if self.activity.phase else ""
+
         return f"{head}: in {self.activity.method}{phase} for {self.activity.running_s:.0f} s"
 
 

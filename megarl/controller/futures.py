@@ -99,8 +99,10 @@ class Call:
         except RayError as error:
             self.failure = self._failure_outside(error)
             return
+
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
+
         if self.record.failure is not None:
             location = self.record.location
             self.failure = RankFailure(
@@ -131,10 +133,12 @@ class Call:
             rank = self.processes.rank_of(error.actor_id, self.rank)
             if daemon := ended_daemon():
                 raise RayEndedError(daemon) from error
+
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
         node, pid, log_path = location or ("not known yet", None, "")
+
         if not isinstance(error, LOST):
             text = str(error)
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
@@ -145,6 +149,7 @@ class Call:
             failure = CallFailure(
                 FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
             )
+
         return RankFailure(
             self.role,
             rank,
@@ -224,9 +229,11 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
     first; `get` tells how."""
     ended = [future for future in futures if has_ended(future.calls)]
     give_up_s = time.monotonic() + timeout
+
     while not ended and (remaining_s := give_up_s - time.monotonic()) > 0:
         wait_for_one([call for future in futures for call in future.calls], remaining_s)
         ended = [future for future in futures if has_ended(future.calls)]
+
     return ended
 
 
@@ -242,6 +249,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
         for processes in dict.fromkeys(call.processes for call in calls)
         for call in processes.construction
     ]
+
     # what fails or hangs in a constructor is the cause of ours
     everything = list(dict.fromkeys([*construction, *calls]))
     if failures := [call.failure for call in everything if call.failure is not None]:
@@ -251,6 +259,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
         raise RayEndedError(daemon)  # Ray itself says so after a minute, or not at all
     look_s = dict.fromkeys((call.processes for call in pending.values()), 0.0)
     next_look_s = 0.0
+
     while pending:
         if failures := _collect_ended(pending, next_look_s - time.monotonic()):
             raise first_failure(failures + _late_failures(pending))
@@ -288,11 +297,13 @@ def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[Ra
     if failures := _wait(references, pending, wait_s):
         return failures
     ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+
     for reference in ended:
         call = pending.pop(reference)
         call.fetch()
         if call.failure is not None:
             failures.append(call.failure)
+
     return failures
 
 

@@ -110,10 +110,12 @@ class RoleGroup:
                 f"{method!r}: several roles share these processes; call it on one of the groups that "
                 f"spawn() returns"
             )
+
         if not issubclass(self._worker_class, method.owner):
             raise ValueError(
                 f"{self._worker_class.__name__}, the worker of role {self.role!r}, has no method {method!r}"
             )
+
         return method.name
 
     def _execute(
@@ -189,6 +191,7 @@ class RayWorkerGroup(RoleGroup):
             self._roles = ray_cls_with_init.roles
         else:
             self._roles = {role: ray_cls_with_init}
+
         for each, spec in self._roles.items():
             _check_layout(each, spec, resource_pool)
 

@@ -92,6 +92,7 @@ class WorkerHost:
             {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}
         )
         fill_in(os.environ, self._location.node, use_gpu)
+
         return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
@@ -132,11 +133,13 @@ class WorkerHost:
     def _record(self, method: str, call: Callable[[], Any]) -> tuple[Any, CallRecord]:
         result = None
         failure = None
+
         try:
             with self._activity.call(method), _output_flushed():
                 result = call()
         except BaseException as error:  # noqa: BLE001  (the boundary of a process: the driver gets it, sys.exit included)
             failure = _failure_of(error)
+
         return result, CallRecord(self._location, self._activity.spans(), failure)
 
     def activity(self) -> RankActivity:
@@ -166,10 +169,12 @@ def _after_host(trace: TracebackType | None) -> TracebackType | None:
     """The part that begins with the worker's own code; all of it when the host itself failed."""
     own = trace
     step = trace
+
     while step is not None:
         if step.tb_frame.f_code.co_filename == __file__:
             own = step.tb_next or own
         step = step.tb_next
+
     return own
 
 

@@ -89,6 +89,7 @@ def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
     placed = [NodeAffinitySchedulingStrategy(node.identity, soft=False) for node in nodes]
     actors: list[Any] = [witness.options(scheduling_strategy=place).remote() for place in placed]
     give_up_s = time.monotonic() + limit_s
+
     try:
         reports = tuple(
             _report(node, actor, paths, give_up_s) for node, actor in zip(nodes, actors, strict=True)
@@ -96,6 +97,7 @@ def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
     finally:
         for actor in actors:
             ray.kill(actor)
+
     dead = tuple(node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"])
     return ClusterReport(nodes=reports, whole=tuple(nodes), free=tuple(free_nodes()), dead=dead)
 
@@ -107,6 +109,7 @@ def _report(node: NodeResources, actor: Any, paths: Sequence[str], give_up_s: fl
         offsets = [_compare(actor) for _ in range(_PINGS)]
     except RayError as error:
         return NodeReport(node.node, node.resources, error=str(error).strip().splitlines()[-1])
+
     uncertainty, offset = min(offsets)
     return NodeReport(node.node, node.resources, software, offset, uncertainty, limits=limits, unseen=unseen)
 

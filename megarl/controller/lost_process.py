@@ -69,24 +69,28 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
             f"Ray's memory monitor ended the process: its node is running out of memory{memory}",
             hints.MEMORY_MONITOR,
         )
+
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
         address = _NODE_ADDRESS.search(text)
         reason = _NODE_REASON.search(text)
         return node_lost(
             address[1] if address else node, reason[1].strip() if reason else "it no longer answers"
         )
+
     if isinstance(error, ActorUnavailableError):
         summary = (
             "the process cannot be reached: the connection to it broke, and its node is still part of "
             "the cluster"
         )
         return ProcessLoss(summary, hints.PROCESS_EXITED)
+
     if isinstance(error, ObjectLostError):
         summary = (
             f"a value that was kept on node {node or 'not known'} is lost: the process or the node "
             f"that kept it is gone"
         )
         return ProcessLoss(summary, hints.NODE_LOST)
+
     return _why_ended(text, log, oom_kills)
 
 
@@ -102,12 +106,14 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
         return ProcessLoss(f"the process crashed ({crash[1] or crash[2]})", hints.PROCESS_EXITED)
     if code := _EXIT_CODE.search(text):
         return ProcessLoss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
+
     if oom_kills:
         processes = counted(oom_kills, "process")
         summary = (
             f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
         )
         return ProcessLoss(summary, hints.OOM_KILLED)
+
     return ProcessLoss(UNKNOWN, hints.PROCESS_GONE)
 
 

@@ -119,6 +119,7 @@ class Activity:
         self._thread = threading.get_ident()
         self._began = Began()
         self._method = method
+
         try:
             yield
         finally:
@@ -129,6 +130,7 @@ class Activity:
     def phase(self, name: str) -> Iterator[None]:
         began = Began()
         self._phases.append(name)
+
         try:
             yield
         finally:
@@ -145,6 +147,7 @@ class Activity:
         phases = list(self._phases)
         if method is None:
             return RankActivity(location, None, None, 0.0, "")
+
         return RankActivity(
             location, method, " > ".join(phases) or None, self._began.seconds(), self._stack()
         )
@@ -161,6 +164,7 @@ class Activity:
         calls = [
             number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")
         ]
+
         return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))
 
 

@@ -70,6 +70,7 @@ class RayResourcePool:
                 f"max_colocate_count={max_colocate_count} and "
                 f"gpus_per_process={gpus_per_process} must be at least 1"
             )
+
         self.process_on_nodes = tuple(process_on_nodes)
         self.use_gpu = use_gpu
         self.name = name
@@ -142,6 +143,7 @@ class RayResourcePool:
             for node, count in zip(self._reserved_on, self.process_on_nodes, strict=True)
             for _ in range(count)
         ]
+
         return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
 
     def release(self) -> None:
@@ -209,6 +211,7 @@ class ResourcePoolManager:
                 raise ValueError(
                     f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}"
                 )
+
         self.resource_pools = {
             name: RayResourcePool(
                 counts,
@@ -285,6 +288,7 @@ def match(
     """
     left = [dict(node.resources) for node in nodes]
     found = [0] * len(demands)
+
     for index in sorted(
         range(len(demands)),
         key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]),
@@ -302,6 +306,7 @@ def match(
             left[found[index]] = {}
         for kind, amount in demands[index].items():
             left[found[index]][kind] = left[found[index]].get(kind, 0) - amount
+
     return found
 
 
@@ -313,21 +318,25 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
     demands = node_demands(planned)
     whole = living_nodes()
     free = free_nodes()
+
     if match(demands, whole, apart=True) is not None:
         give_up_s = time.monotonic() + _SETTLE_S
         while match(demands, free, apart=True) is None and time.monotonic() < give_up_s:
             time.sleep(_SETTLE_S / 20)
             free = free_nodes()
+
     for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
         if (chosen := match(demands, nodes, apart)) is not None:
             break
     else:
         return  # with what is not planned it fits, so the reservation itself finds out
+
     if nodes is whole:
         _log.warning(
             "%s",
             explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"),
         )
+
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -341,6 +350,7 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     """Of each node of the plan, in order; then of each node of the pools that are on any."""
     together: dict[int, dict[str, float]] = {number: {_CPU: 0.0} for number in _numbers(pools)}
     alone: list[dict[str, float]] = []
+
     for pool in pools:
         for index, count in enumerate(pool.process_on_nodes):
             demand = _demand(pool, count)
@@ -350,6 +360,7 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
             total = together[pool.nodes[index]]
             for kind, amount in demand.items():
                 total[kind] = total.get(kind, 0) + amount
+
     return [*together.values(), *alone]
 
 

@@ -187,9 +187,11 @@ class Worker:
 
         process = psutil.Process()
         resident = process.memory_info().rss
+
         for child in process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
                 resident += child.memory_info().rss
+
         return resident / 1e9
 
 

@@ -39,6 +39,7 @@ def saved_chat_time(state: Mapping[str, Any]) -> datetime | None:
     text = state.get("chat_time")
     if text is None:
         return None
+
     try:
         return datetime.fromisoformat(text)
     except (TypeError, ValueError) as error:

@@ -64,6 +64,7 @@ class ConversationEncoder:
             token_ids = render_chat(self._tokenizer, chat, for_generation=False)
         except ValueError as error:
             raise ConversationError(f"sample {uid}, by the reward model's tokenizer: {error}") from error
+
         while token_ids and token_ids[-1] == self._pad_token_id:
             token_ids.pop()
         if not token_ids:
@@ -71,12 +72,14 @@ class ConversationEncoder:
                 f"sample {uid}: the reward model's chat template renders the conversation to no token but "
                 f"padding"
             )
+
         if max(token_ids) >= self._vocab_size:
             raise ConversationError(
                 f"sample {uid}: the reward model's tokenizer gives the token {max(token_ids)}, but the "
                 f"model has {self._vocab_size}; "
                 "put the tokenizer that it was trained with into the folder of reward.model.path"
             )
+
         length = len(token_ids)
         if length > self._max_length and self._overlong is OverlongConversation.refuse:
             raise ConversationError(
@@ -86,6 +89,7 @@ class ConversationEncoder:
                 "responses, "
                 "or set reward.model.overlong=truncate to leave the oldest tokens out"
             )
+
         return Conversation(
             token_ids[-self._max_length :],
             length > self._max_length,
@@ -101,10 +105,12 @@ def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None
     """
     chosen: dict[tuple[str, ...], Prompt] = {}
     longest = None
+
     for prompt in prompts:
         chosen.setdefault(tuple(message["role"] for message in prompt.messages), prompt)
         if longest is None or len(prompt.token_ids) > len(longest.token_ids):
             longest = prompt
+
     for prompt in [*chosen.values(), *([longest] if longest else [])]:
         encoder.encode(f"of {prompt.data_source!r}", prompt.messages, "")
 

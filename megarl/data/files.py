@@ -54,6 +54,7 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
             f"{path}: there is no such file (looked in {Path(path).absolute().parent}); give the path of a "
             f"data file"
         )
+
     match Path(path).suffix.lower():
         case ".parquet":
             return _open_parquet(path, wanted)
@@ -61,6 +62,7 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
             return _with_first(_json_lines(path))
         case ".csv":
             return _open_csv(path)
+
     raise DataError(f"{path}: is no data file; its name must end in {', '.join(FORMATS)}")
 
 
@@ -84,6 +86,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
     except _DAMAGED as error:
         remedy = "convert it, for example with pandas.DataFrame.to_parquet"
         raise DataError(f"{path}: not a parquet file ({one_line(error)}); {remedy}") from error
+
     batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
     return OpenTable(columns, _rows_of(path, batches), parquet.metadata.num_rows)
 
@@ -137,6 +140,7 @@ def _open_csv(path: str) -> OpenTable:
     columns = next(rows, None)
     if columns is None:
         return OpenTable([], iter(()), 0)
+
     for name in columns:
         if not name or columns.count(name) > 1:
             problem = (
@@ -147,6 +151,7 @@ def _open_csv(path: str) -> OpenTable:
             raise DataError(
                 f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}"
             )
+
     return OpenTable(columns, _csv_rows(path, columns, rows))
 
 
@@ -184,11 +189,13 @@ def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
             f"{folder}: holds the splits {splits}; name the folder of one of them, such as "
             f"{str(folder / 'train')!r}"
         )
+
     if not os.path.isfile(folder / SAVED_TO_DISK):
         raise DataError(
             f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files "
             f"in it"
         )
+
     entries = _read_object(folder / SAVED_TO_DISK).get("_data_files")
     names = (
         [entry.get("filename") for entry in entries if isinstance(entry, dict)]
@@ -196,13 +203,16 @@ def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
         else []
     )
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
+
     if not files or len(files) != len(names):
         problem = f"_data_files is {entries!r}, but must name the files of this folder"
         raise DataError(f"{folder / SAVED_TO_DISK}: {problem}; save the data set again")
+
     schema, _ = _open_stream(files[0])
     columns = schema.names
     kept = [name for name in wanted if name in columns]
     batches = (batch for file in files for batch in _stream_batches(file, kept))
+
     return OpenTable(columns, (row for batch in batches for row in batch))
 
 
@@ -223,6 +233,7 @@ def _stream_batches(file: Path, columns: Sequence[str]) -> Iterator[Iterator[Row
             f"{file}: column {missing[0]!r} is missing, which other files of the data set have; save the "
             f"data set again"
         )
+
     yield _rows_of(str(file), (batch.select(list(columns)) for batch in reader))
 
 
@@ -231,6 +242,7 @@ def _read_object(file: Path) -> Row:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: is not JSON ({one_line(error)}); save the data set again") from error
+
     if not isinstance(values, dict):
         raise DataError(f"{file}: is {type(values).__name__}, expected an object; save the data set again")
     return values

@@ -48,6 +48,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
     """
     lines = list[str]()
     problems = list[str]()
+
     for role in model_roles(config):
         if is_hub_name(role.path):
             try:
@@ -60,6 +61,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
                 lines.append(
                     f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights"
                 )
+
     for key in ("train_files", "val_files"):
         files = list[str]()
         for name in getattr(config.data, key):
@@ -73,6 +75,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
             if is_hub_name(name)
         ]
         config = _changed(config, ["data", key], files)
+
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
@@ -122,12 +125,14 @@ def _data_file(key: str, name: str, fetch: bool) -> str:
         return name
     folder = folder or _fetched(key, name, "dataset", wanted)
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
+
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
         raise _NotFoundError(
             f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be "
             f"named: {listed}"
         )
+
     return str(files[0])
 
 

@@ -54,11 +54,13 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
     if not weights:
         return []
     parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
+
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
         raise DataError(
             f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files "
             f"and its weight"
         )
+
     return parts
 
 
@@ -105,6 +107,7 @@ class BatchLoader:
         """The next `num_wanted` rows, which a step may need beside its batch."""
         indices: list[int] = []
         uids: list[str] = []
+
         for _ in range(num_wanted):
             number = self._furthest_behind(self._num_served)
             epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
@@ -112,6 +115,7 @@ class BatchLoader:
             indices.append(index)
             uids.append(f"{epoch}-{index}")
             self._num_served[number] += 1
+
         return self._dataset.batch(indices, uids)
 
     def _furthest_behind(self, num_served: Sequence[int]) -> int:
@@ -162,6 +166,7 @@ class BatchLoader:
                 f"or of another version, so start "
                 "without resuming, or with the version that wrote it"
             )
+
         state = self._with_known_rows(state)
         for name, now in self._identity().items():
             if state[name] != now:
@@ -171,6 +176,7 @@ class BatchLoader:
                     "use the same data files, data.train_weights, data.seed and data.shuffle, or start "
                     "without resuming"
                 )
+
         self._num_served = list(state["num_served"])
 
     def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,12 +195,14 @@ class BatchLoader:
                     "transformers has changed since"
                 )
             return state
+
         if tokens is None:
             _log.warning(
                 "the checkpoint is of a version that knew rows by their tokens, which the chat template "
                 "changes with the date: whether "
                 "the data files are the same cannot be compared"
             )
+
         return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
 
     def _identity(self) -> dict[str, Any]:

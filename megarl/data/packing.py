@@ -74,12 +74,14 @@ class BatchPlan:
         `outputs[positions]` is in the order of the batch, with the fillers' outputs dropped."""
         positions = [-1] * self.num_rows
         position = 0
+
         for rank in self.ranks:
             for micro_batch in rank.micro_batches:
                 for row in micro_batch.rows:
                     if not micro_batch.is_filler:
                         positions[row] = position
                     position += 1
+
         assert -1 not in positions
         return positions
 
@@ -148,11 +150,13 @@ def plan_micro_batches(
     packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
     num_micro_batches = _round_up(max(map(len, packed)), multiple_of)
     cut = []
+
     for hand, tight in zip(hands, packed, strict=True):
         micro_batches = _over_micro_batches(hand, sizes, capacity, num_micro_batches, spread=True)
         if len(micro_batches) > num_micro_batches:
             micro_batches = tight
         cut.append([*micro_batches, *([] for _ in range(num_micro_batches - len(micro_batches)))])
+
     _fill_empty(cut)
     filler = MicroBatchRows(
         rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
@@ -170,11 +174,13 @@ def _sizes(
     prompt_cost = row_cost(prompt)
     own = [1] * len(lengths)
     of_prompt = [0] * len(lengths)
+
     if by_tokens:
         own, of_prompt = (
             [padded_length(length, context_parallel_size) for length in tokens.tolist()]
             for tokens in (lengths - prompt, prompt)
         )
+
     own_cost = row_cost(lengths) - prompt_cost
     return _Sizes(group.tolist(), own, own_cost.tolist(), of_prompt, prompt_cost.tolist())
 
@@ -187,6 +193,7 @@ def _check(
             f"micro_batch: give exactly one of sequences and max_tokens, got sequences={sequences}, "
             f"max_tokens={max_tokens}"
         )
+
     for name, value in (
         ("dp_size", dp_size),
         ("sequences", sequences),
@@ -195,6 +202,7 @@ def _check(
     ):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+
     if len(lengths) == 0:
         raise ValueError("a batch without rows cannot be cut into micro-batches")
     if lengths.min() < 1:
@@ -205,6 +213,7 @@ def _check(
 def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_parallel_size: int) -> None:
     needed = np.asarray(sizes.own) + np.asarray(sizes.prompt)
     over = needed > max_tokens * context_parallel_size
+
     if over.any():
         row = int(needed.argmax())
         ranks = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
@@ -234,10 +243,12 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
     costs = {group: sizes.cost(rows) for group, rows in groups.items()}
     load = np.zeros(dp_size)
     hands: list[dict[int, list[int]]] = [{} for _ in range(dp_size)]
+
     for group in sorted(groups, key=lambda group: -costs[group]):
         rank = int(load.argmin())
         hands[rank][group] = groups[group]
         load[rank] += costs[group]
+
     for _ in range(_MOVES_PER_RANK * dp_size):
         giver = int(load.argmax())
         taker = int(load.argmin())
@@ -259,6 +270,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
         hands[taker][group] = sorted(joined, key=lambda row: -sizes.own_cost[row])
         load[giver] = best.giver
         load[taker] = best.taker
+
     return hands
 
 
@@ -276,12 +288,14 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
     prompt_cost = sizes.prompt_cost[rows[0]]
     taker += 0.0 if has_prompt else prompt_cost
     chosen = []
+
     for row in rows:
         cost = sizes.own_cost[row]
         if giver - cost >= taker + cost:
             chosen.append(row)
             giver = giver - cost
             taker = taker + cost
+
     return (
         _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker)
         if chosen
@@ -300,6 +314,7 @@ def _over_micro_batches(
     room = np.full(most, capacity, dtype=np.int64)
     load = np.zeros(most)
     micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
+
     for group in sorted(hand, key=lambda group: -sizes.cost(hand[group])):
         left = list(hand[group])
         weight = sizes.weight(left)
@@ -324,6 +339,7 @@ def _over_micro_batches(
             room[target] -= sizes.weight(taken)
             load[target] += sizes.cost(taken)
             weight -= sum(sizes.own[row] for row in taken)
+
     return micro_batches
 
 
@@ -332,10 +348,12 @@ def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
     room -= sizes.prompt[rows[0]]
     taken: list[int] = []
     place = 0
+
     while (place := bisect_left(rows, -room, lo=place, key=lambda row: -sizes.own[row])) < len(rows):
         row = rows.pop(place)
         taken.append(row)
         room -= sizes.own[row]
+
     return taken
 
 

@@ -61,10 +61,12 @@ class PromptDataset:
         self._pad_id = tokenizer.pad_token_id
         prompts = []
         measured = []
+
         for row in read_prompt_rows(files, data.columns):
             prompt = read_prompt(row, tokenizer, data, tools)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
+
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
         kept = keep_within(
             range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong
@@ -77,10 +79,12 @@ class PromptDataset:
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
         rows = Fingerprint()
         tokens = Fingerprint()
+
         for prompt in self._prompts:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             rows.add(values=[prompt.messages, *values])
             tokens.add(prompt.token_ids, values=values)
+
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def __len__(self) -> int:
@@ -136,6 +140,7 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
     if columns.ground_truth is None:
         there = open_file(file, (columns.reward_model, GROUND_TRUTH)).columns
         answers = GROUND_TRUTH if GROUND_TRUTH in there and columns.reward_model not in there else answers
+
     required = [name for name in (columns.prompt, columns.data_source, answers) if name is not None]
     if columns.extra_info != PromptColumnsConfig().extra_info:  # who names a column has one
         return [*required, columns.extra_info], []
@@ -164,12 +169,14 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
                 f"it has no 'ground_truth', only {sorted(reward_model)}; expected {GROUND_TRUTH_EXAMPLE}"
             )
             raise row.error(columns.reward_model, problem)
+
     extra_info = (
         {}
         if row.values.get(columns.extra_info) is None
         else typed_value(row, columns.extra_info, dict, "{'index': 0}")
     )
     source = Path(row.file).stem
+
     if columns.data_source is not None:
         source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
         if not source.strip() or not source.isprintable():
@@ -180,6 +187,7 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
                 columns.data_source,
                 f"{problem}; give it a name, or set data.columns.data_source=null for the file's",
             )
+
     return RewardInputs(source, reward_model, extra_info)
 
 
@@ -190,16 +198,20 @@ def read_prompt(
     be used."""
     columns = data.columns
     messages = chat_messages(row, columns.prompt, data.system_prompt)
+
     if messages[-1]["role"] == "assistant":
         problem = "the last message is the assistant's, and the answer to it would be a second one"
         raise row.error(columns.prompt, f"{problem}; end the prompt with what is to be answered")
+
     inputs = read_reward_inputs(row, columns)
     try:
         token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True, tools=tools)
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
+
     if not token_ids:
         raise DataError(
             f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all"
         )
+
     return Prompt(token_ids=tuple(token_ids), messages=messages, **inputs._asdict())

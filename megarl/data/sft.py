@@ -69,15 +69,18 @@ class SFTDataset:
         self._pad_id = tokenizer.pad_token_id
         examples = []
         measured = []
+
         for row in read_chat_rows(files, data.columns):
             example = read_example(row, tokenizer, data)
             examples.append(example)
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
+
         warn_of_escapes([example.escaped for example in examples])
         kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
         self._examples = [examples[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(examples) - len(self._examples)
+
         if others := sum(not example.is_as_rendered for example in self._examples):
             _log.warning(
                 "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier "
@@ -86,11 +89,13 @@ class SFTDataset:
                 others,
                 len(self._examples),
             )
+
         self.identity = self._identity(tokenizer)
 
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
         rows = Fingerprint()
         tokens = Fingerprint()
+
         for example in self._examples:
             rows.add(values=example.fingerprint)
             tokens.add(
@@ -98,6 +103,7 @@ class SFTDataset:
                 example.response_ids,
                 values=None if all(example.is_trained) else example.is_trained,
             )
+
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def __len__(self) -> int:
@@ -127,6 +133,7 @@ def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator
     two = [name for name in (columns.prompt, columns.answer) if name is not None]
     hint = "; data.columns says which columns are read, such as {prompt: question, answer: answer}"
     others = [name for name in _OTHER_NAMES_OF_TOOLS if name != columns.tools]
+
     for row in read_rows(files, two or [columns.messages], [columns.tools, *others], hint):
         _refuse_tools_elsewhere(row, columns.tools, others)
         yield row
@@ -160,6 +167,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     column, messages = _chat(row, data)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in answers if _is_trained(row, column, messages[index])]
+
     if not trained or trained[0] == 0 or answers[-1] != len(messages) - 1:
         roles = [message["role"] for message in messages]
         raise row.error(
@@ -168,6 +176,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
             f"An answer that is not to be "
             "trained has a weight of 0, and not all of them",
         )
+
     tools = tool_schemas(row, data.columns.tools)
     try:
         whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
@@ -182,10 +191,12 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
             is_trained += [False] * len(bridge_ids) + [index in trained] * len(answer_ids)
     except ValueError as error:
         raise row.error(column, str(error)) from error
+
     whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
     is_as_rendered = whole_ids == prompt_ids + response_ids
     fingerprint = Fingerprint()
     fingerprint.add(values=[messages, tools])
+
     return Example(
         prompt_ids,
         response_ids,
@@ -203,6 +214,7 @@ def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
             column,
             f"a message has the weight {weight!r}, expected 1 (trained, as without one) or 0 (not trained)",
         )
+
     return bool(weight)
 
 
@@ -221,6 +233,7 @@ def _answer(
         raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
     refuse_unsaid_answer(tokenizer, messages, prompt, chat[len(prompt) :])
     answer_ids = chat_ids[len(prompt_ids) :]
+
     if tokenizer.eos_token_id not in answer_ids:
         raise ValueError(
             f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token "
@@ -228,6 +241,7 @@ def _answer(
             "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an "
             "answer with"
         )
+
     # a template may add a line break after it
     last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)
     return prompt_ids, answer_ids[:last_end]
@@ -239,6 +253,7 @@ def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ful
     pairs = enumerate(zip(prompt_ids, full_ids, strict=False))
     parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt_ids), len(full_ids)))
     prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))
+
     return (
         f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} "
         f"on it reads {prompt!r} and "

@@ -19,6 +19,7 @@ def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
         while pattern.search(value):
             value = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
         return value
+
     if isinstance(value, Mapping):
         return {key: escaped(tokenizer, each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -95,13 +95,16 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
     messages = row.values[column]
     if isinstance(messages, str):
         messages = _messages_in(row, column, messages) or [{"role": "user", "content": messages}]
+
     if not isinstance(messages, list):
         raise row.error(
             column, f"found {_show(messages)}, expected a text or a list of chat messages such as {example}"
         )
+
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
     messages = [_with_calls(row, column, index, message) for index, message in enumerate(messages)]
+
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise row.error(
@@ -113,6 +116,7 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
             raise row.error(
                 column, f"message {index} has role {message.get('role')!r}, expected one of {list(ROLES)}"
             )
+
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise row.error(column, "all of its messages are empty; give the model something to answer")
     if system_prompt is not None and messages[0]["role"] != "system":
@@ -135,10 +139,12 @@ def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
             f"found the text {_show(text)}: chat messages as a text, but {reason}; write them with "
             f"json.dumps",
         ) from error
+
     if not isinstance(messages, list):
         raise row.error(
             column, f"found the text {_show(text)}: one chat message; write a list of them, or its JSON text"
         )
+
     return messages
 
 
@@ -150,6 +156,7 @@ def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
         calls = calls_of(message["tool_calls"])
     except ValueError as error:
         raise row.error(column, f"message {index}: {error}") from error
+
     _refuse_filled(
         row,
         column,
@@ -166,6 +173,7 @@ def tool_schemas(row: DataRow, column: str) -> list[dict[str, Any]] | None:
         tools = schemas_of(row.values.get(column))
     except ValueError as error:
         raise row.error(column, str(error)) from error
+
     _refuse_filled(row, column, tools or [], isinstance(row.values.get(column), str), "a schema")
     return tools
 
@@ -219,11 +227,13 @@ def keep_within(
     summary = (
         f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
     )
+
     if overlong == Overlong.refuse:
         raise DataError(
             f"{first.file}, row {first.number}: {first.length} tokens; {summary}. "
             f"Raise {option} to {longest}, or set data.overlong=filter to leave them out"
         )
+
     if len(over) == len(measured):
         raise DataError(f"{first.file}: no row is left after filtering: {summary}. Raise {option}")
     logger.warning("%s: left out (data.overlong=filter)", summary)

@@ -41,6 +41,7 @@ def load_tokenizer(
             f"{key}={path!r} is not a folder; download the model first, for example with `hf download NAME "
             f"--local-dir DIR`"
         )
+
     for name in _JSON_FILES:
         try:
             if os.path.isfile(Path(path) / name):
@@ -49,6 +50,7 @@ def load_tokenizer(
             raise ValueError(
                 f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}"
             ) from error
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -59,10 +61,12 @@ def load_tokenizer(
             f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "
             f"{reason}"
         ) from error
+
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json"
         )
+
     if not isinstance(tokenizer.chat_template, str | dict):  # a dict: of several templates by name
         found = (
             "no chat template"
@@ -73,13 +77,16 @@ def load_tokenizer(
             f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; "
             "put chat_template.jinja (an instruct model of the family has one) into the folder"
         )
+
     _refuse_foreign(tokenizer, Path(path), key)
     _try_template(tokenizer, f"{key}={path!r}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+
     if tokenizer.is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
         # which decoding leaves out for these in any case, with a warning in every process
         tokenizer.clean_up_tokenization_spaces = False
+
     return tokenizer
 
 
@@ -93,13 +100,16 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
             f"would be the same to the model; "
             "copy tokenizer.json into it: it is missing, as after a download that was broken off"
         )
+
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
     if not os.path.isfile(folder / "config.json"):
         return
+
     try:
         size = read_json_object(folder / "config.json").get("vocab_size")
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} {error}") from error
+
     if isinstance(size, int) and max(name_of) >= size:
         beyond = sorted(index for index in name_of if index >= size)
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
@@ -157,6 +167,7 @@ def rendered_chat(
     """
     known: list[Any] | None = None if tools is None else [escaped(tokenizer, tool) for tool in tools]
     safe = [_with_plain_text(tokenizer, message) for message in messages]
+
     try:
         text = tokenizer.apply_chat_template(
             safe,
@@ -189,6 +200,7 @@ def rendered_chat(
             f"the chat template fails for messages of the roles {roles} ({reason}); fix chat_template.jinja"
         )
         raise TemplateFailureError(message) from error
+
     assert isinstance(text, str)
     if not unicode_text.is_encodable(text):
         raise ValueError(f"the chat has {unicode_text.PROBLEM}; remove it")
@@ -223,6 +235,7 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
         return None
     gone = sorted(set(_letters(text)) - set(read))
     what = f"it cannot write {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
+
     return (
         f"the tokenizer loses text: {what}, and the model would read {_short(read)} for "
         f"{_short(' '.join(text.split()))}; use a model "
@@ -248,6 +261,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[
         # SentencePiece's, which decoding takes from the first word
         has_space = isinstance(token, str) and token.startswith("\u2581")
         texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
+
     return texts
 
 

@@ -26,6 +26,7 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise ValueError(f"found {_short(tools)}, expected a list of tools such as {_TOOL}, or its JSON text")
+
     for tool in tools:
         if not _has_name(tool):
             raise ValueError(f"found the tool {_short(tool)}, expected one such as {_TOOL}")
@@ -34,6 +35,7 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
                 f"the tool {tool['function']['name']!r} holds NaN or an infinity, which JSON does not have; "
                 f"remove it"
             )
+
     return tools
 
 
@@ -44,6 +46,7 @@ def looks_like_tools(value: Any) -> bool:
         tools = _parsed(value)
     except ValueError:
         return False
+
     if not isinstance(tools, list) or not tools:
         return False
     return all(
@@ -68,17 +71,20 @@ def _call(call: Any) -> dict[str, Any]:
     if not _has_name(call):
         raise ValueError(f"tool_calls holds {_short(call)}, expected a call such as {_CALL}")
     arguments = _parsed(call["function"].get("arguments", {}))
+
     if not isinstance(arguments, dict):
         raise ValueError(
             f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, expected an "
             f"object, or its JSON text"
         )
+
     if _holds_nan(arguments):
         raise ValueError(
             f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an "
             f"infinity, which JSON does not "
             "have; write a number, or a text"
         )
+
     known = {key: each for key, each in call.items() if each is not None}
     return known | {"function": call["function"] | {"arguments": arguments}}
 

@@ -92,6 +92,7 @@ class TurnTemplate:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *short]
         rendered = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
         before, answer, after = rendered.rpartition(_ANSWER)
+
         if (
             not answer
             or _ANSWER in before
@@ -104,6 +105,7 @@ class TurnTemplate:
                 f"that does, or set the "
                 "tokenizer's eos_token to what its chat template ends an answer with"
             )
+
         return after
 
     def _shortened(self, text: str) -> str:
@@ -117,6 +119,7 @@ class TurnTemplate:
         token_ids = encode_rendered(self._tokenizer, text)
         kept = limit
         size = len(token_ids)
+
         while size > limit:
             head = token_ids[: (kept + 1) // 2]
             tail = token_ids[len(token_ids) - kept // 2 :]
@@ -124,6 +127,7 @@ class TurnTemplate:
             text = self._plain(head).rstrip("\ufffd") + _CUT + self._plain(tail).lstrip("\ufffd")
             size = 0 if not kept else len(encode_rendered(self._tokenizer, text))
             kept = min(kept - 1, kept * limit // max(1, size))
+
         return text
 
     def _plain(self, token_ids: list[int]) -> str:
@@ -146,6 +150,7 @@ class TurnTemplate:
         role = "tool" if self._tools else "user"
         one = {"role": role, "content": "a first result"}
         two = {"role": role, "content": "a second result"}
+
         for turns in ([one],), ([one, two],), ([one], [two]):
             chat = [{"role": "user", "content": "?"}]
             expected = opened
@@ -162,6 +167,7 @@ class TurnTemplate:
             (index for index, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found))
         )
         tokens = [self._tokenizer.tokenize(text[parting : parting + 80])[:8] for text in (expected, found)]
+
         return (
             f"the chat template is not append-only: after {expected[max(0, parting - 30) : parting]!r} a "
             f"conversation that grew has "
@@ -189,6 +195,7 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         rendered = rendered_chat(tokenizer, chat, for_generation=False)
     except ValueError:  # a template may refuse so short a chat
         return None
+
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next(
         (token for token in encode_rendered(tokenizer, rendered.rpartition(_ANSWER)[2]) if token in special),

@@ -49,10 +49,12 @@ def render_whole(
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             _refuse_turn_tokens(tokenizer, index, message)
+
     text = rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
     token_ids = encode_rendered(tokenizer, text)
     if lossy is LossyText.refuse and (problem := lost_text(tokenizer, text, token_ids)):
         raise ValueError(problem)
+
     for index, message in enumerate(messages):
         written = text
         if message["role"] == "assistant":
@@ -62,6 +64,7 @@ def render_whole(
         else:
             message = escaped(tokenizer, message)
         _refuse_unsaid(tokenizer, index, message, written)
+
     return token_ids
 
 
@@ -80,6 +83,7 @@ def refuse_unsaid_answer(
     opened = _THINK if prompt.rstrip().endswith(_THINK) else ""
     _refuse_unsaid(tokenizer, index, message, opened + answer)
     thought, end, _ = message["content"].partition(_END_THINK)
+
     if end and _THINK not in thought and f"{_THINK}{_squeezed(thought)}{_END_THINK}" in _squeezed(answer):
         raise ValueError(
             f"message {index}: the chat template takes what stands before {_END_THINK!r} in its content for "
@@ -126,6 +130,7 @@ def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     special = {
         number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special
     }
+
     return tuple(
         sorted(
             text
@@ -162,11 +167,13 @@ def _remedy(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
     known = [name for name in _REASONING if name != key and re.search(rf"[.'\"]{name}\b", source)]
     if key in _REASONING and known:
         return f"rename the field to {known[0]!r}, which the template reads"
+
     if key in _REASONING:
         return (
             "put it into content as the model is to write it, use a template that writes it, or remove "
             "the field"
         )
+
     return "use a template that writes it, or remove the field"
 
 

@@ -76,6 +76,7 @@ class Inputs(Generic[Run]):
         lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
         if not (starts_elsewhere or self.substituted or lacks_inputs):
             return self.violations(), []
+
         return [each for each in violations if each.absence is None], [
             each for each in violations if each.absence is not None
         ]
@@ -85,6 +86,7 @@ class Inputs(Generic[Run]):
         config = self.partial.config
         lines = {line.partition(":")[0] for line in self.substituted}
         explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
+
         return [
             each
             for each in self._about_open_keys([*validate(config), *missing(config)])
@@ -110,6 +112,7 @@ def load_checked_anywhere(
     inputs = find_inputs(read_config(schema, path, overrides))
     errors, absent = inputs.divided(starts_elsewhere)
     refuse(path, problems_of(inputs.partial, errors))
+
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [])
 
 
@@ -141,6 +144,7 @@ def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
     config = resolved(partial.config)
     if not names_a_hub(config):
         return Inputs(replace(partial, config=config), [])
+
     # Here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
@@ -152,6 +156,7 @@ def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
         problems=(*partial.problems, *hub.problems),
         refused=partial.refused | refused,
     )
+
     return Inputs(found, hub.lines)
 
 
@@ -184,6 +189,7 @@ def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) ->
     own arguments."""
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]
+
     if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(
         _PLACEMENT_KEYS
     ):
@@ -195,6 +201,7 @@ def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) ->
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:
             problems += error.problems
+
     if isinstance(config, PPOConfig):
         problems += _server_args_problems(config.rollout)
     return problems
@@ -213,6 +220,7 @@ def _server_args_problems(rollout: RolloutConfig) -> list[str]:
             SERVER_ARGS_CHECKS[engine](settings.server_args)
         except ConfigError as error:
             problems += error.problems
+
     return problems
 
 

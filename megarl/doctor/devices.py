@@ -49,11 +49,13 @@ def probe() -> Gpus:
     program = shutil.which("nvidia-smi")
     if program is None:
         return found
+
     try:
         listed = subprocess.run([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], **_ASK)  # type: ignore[call-overload]
         overview = subprocess.run([program], **_ASK)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return replace(found, error=f"nvidia-smi did not answer within {_LIMIT_S} s")
+
     if listed.returncode:
         return replace(found, error=(listed.stdout + listed.stderr).strip().splitlines()[-1])
     return visible(
@@ -92,6 +94,7 @@ def visible(found: Gpus, setting: str | None) -> Gpus:
     names = [name.strip() for name in setting.split(",") if name.strip()]
     if all(name.isdigit() for name in names):
         return replace(found, gpus=tuple(gpu for gpu in found.gpus if str(gpu.index) in names))
+
     return replace(found, gpus=found.gpus[: len(names)])
 
 
@@ -101,6 +104,7 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
     if not wanted:
         yield good(CHECK, "none needed: the run is on CPUs", gpus=len(found.gpus))
         return
+
     if found.error is not None:
         yield wrong(
             CHECK,
@@ -108,8 +112,10 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
             "load or reinstall NVIDIA's driver; in a container, use --gpus all",
         )
         return
+
     faults = [*_driver(found), *_count(found.gpus, needed), *_state(found.gpus, peak)]
     yield from faults
+
     if not faults:
         message = (
             f"{len(found.gpus)} x {found.gpus[0].name}, driver {found.driver} (CUDA {found.driver_cuda}), "
@@ -168,6 +174,7 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
                 "end what uses it (nvidia-smi lists the processes), or leave it out with "
                 "CUDA_VISIBLE_DEVICES",
             )
+
     smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and 0 < smallest.memory < peak:
         message = f"the plan puts {size(peak)} on one GPU, which has {size(smallest.memory)}"
@@ -188,6 +195,7 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
     peak = 0
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:
         peak = max((device.peak for device in plan_memory(config, plan, subject.architectures)), default=0)
+
     if (
         subject.ray_address is not None
         and not found.gpus
@@ -195,6 +203,7 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
     ):
         yield good(CHECK, "none here: the run would be on those of the cluster's nodes", gpus=0)
         return
+
     # A cluster's nodes have GPUs of their own, and this machine may only drive.
     needed = plan.devices_per_node if plan is not None and subject.ray_address is None else 0
     yield from judge(found, needed=needed, wanted=subject.use_gpu, peak=peak)

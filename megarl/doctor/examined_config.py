@@ -35,6 +35,7 @@ def load_for_run(
         each for each in _examine(inputs, violations, 1) if each.status is Status.error and each.check != DATA
     ]
     refuse(inputs.partial.source, [*problems_of(inputs.partial, violations), *map(str, found)])
+
     return inputs.partial.config
 
 
@@ -54,6 +55,7 @@ def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str
         [*problems_of(inputs.partial, errors), *(str(each) for each in found if each.status is Status.error)],
     )
     warnings = [str(each) for each in found if each.status is Status.warning]
+
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
 
 
@@ -62,6 +64,7 @@ def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int
     `findings`."""
     config = inputs.partial.config
     partial = inputs.partial
+
     # Files of models and data that are absent are skipped one by one; code that is absent is skipped with its
     # section.
     skipped = {
@@ -80,4 +83,5 @@ def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int
         and not partial.refuses([role.path_key])
         and role.name in architectures
     }
+
     return list(findings(config, known, skipped, num_rows))

@@ -68,6 +68,7 @@ def read_subject(
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(
             _problems(error.source, error.problems)
         )
+
     inputs = find_on_hub(read, fetch=False)
     config = inputs.partial.config
     problems = problems_of(inputs.partial, inputs.violations())
@@ -75,10 +76,12 @@ def read_subject(
     results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
     if read.problems:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
+
     try:
         plan = plan_placement(config)
     except ConfigError:  # which `checked` has said
         plan = None
+
     architectures, _ = read_architectures(config)
     return ExaminedRun(
         config=config,

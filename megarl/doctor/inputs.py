@@ -104,6 +104,7 @@ def findings(
                 if judged.status is Status.error:
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
+
     if not isinstance(config, PPOConfig):
         return
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
@@ -111,6 +112,7 @@ def findings(
         results, keys = judge_rewards(config.reward, truths.rows)
         yield from results
         yield from judge_compared_metrics(config, truths.val_sources, keys)
+
     if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
 
@@ -131,6 +133,7 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
         )
     except WeightTransferError as error:
         return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))
+
     files = {tensor.file for tensor in index.tensors.values()}
     total = sum(file.stat().st_size for file in files)
     return good(
@@ -146,6 +149,7 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
     cannot be read."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     others = sorted(end_token_ids(role.path) - {tokenizer.eos_token_id})
+
     if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
         named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
         message = (
@@ -157,11 +161,13 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
             "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
         )
         return doubtful(TOKENIZERS, message, remedy, **facts)
+
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
         remedy = (
             "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
         )
         return doubtful(TOKENIZERS, f"{role.path}: {problem}", remedy, **facts)
+
     template = "has a chat template"
     if reads_clock(tokenizer):
         template += " that writes the date: a run's prompts have that of its start, also when it is resumed"
@@ -197,6 +203,7 @@ def data(
     """Judge the first rows of each file, read and rendered as the run does."""
     results: list[CheckResult] = []
     counts = list[int | None]()
+
     for key in ("data.train_files", "data.val_files"):
         if key in skipped:
             continue
@@ -224,6 +231,7 @@ def data(
                 results.append(
                     doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file)
                 )
+
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results
@@ -259,6 +267,7 @@ def _rendered(
     chats = islice(read_chat_rows([file], section.columns), num_rows)
     examples = [read_example(row, tokenizer, section) for row in chats]
     lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
+
     return _RenderedRows(lengths, [example.escaped for example in examples if example.escaped])
 
 
@@ -269,6 +278,7 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     longest = max(lengths)
     longer = sum(length > limit for length in lengths)
     facts = {"file": file, "rows": rows, "rows_read": len(lengths), "longest": longest, "longer": longer}
+
     if longer:
         message = (
             f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than "
@@ -284,6 +294,7 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
         return doubtful(
             DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts
         )
+
     of_all = "" if rows is None else f"{counted(rows, 'row')}; "
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
 
@@ -309,6 +320,7 @@ def judge_agent(
     )
     first = None if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
+
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
         try:
@@ -324,6 +336,7 @@ def judge_agent(
             return wrong(
                 AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", remedy, files=files
             ), None
+
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
         template.check()
@@ -333,6 +346,7 @@ def judge_agent(
         return refused(
             AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files
         ), None
+
     what = (
         f"the tools {', '.join(names_of(list(tools)))}"
         if tools
@@ -388,6 +402,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result "
         "of such a function"
     )
+
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:

@@ -26,6 +26,7 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
     limit = timedelta(seconds=limit_s)
     store = open_store(address, port, rank, ranks, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+
     for _ in range(2):  # the first connects
         begin = time.monotonic()
         values = torch.full((ELEMENTS,), float(rank + 1), device=device)
@@ -33,6 +34,7 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
         # waits for a GPU
         low = float(values.min())
         high = float(values.max())
+
     print(time.monotonic() - begin)
     dist.destroy_process_group()
     return 0 if low == high == ranks * (ranks + 1) / 2 else 1

@@ -47,6 +47,7 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     if not folder.is_dir():
         yield wrong("shared memory", f"there is no {folder}", f"mount it: mount -t tmpfs tmpfs {folder}")
         return
+
     needed = OBJECT_STORE_MB * 2**20 + (_NCCL_BYTES * subject.processes_here if subject.use_gpu else 0)
     usage = shutil.disk_usage(folder)
     yield judge_shared_memory(str(folder), usage.total, usage.free, needed)
@@ -58,16 +59,19 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Chec
         f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
     )
     facts = {"total": total, "free": free, "needed": needed}
+
     if total < needed:
         message = (
             f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
         )
         return wrong("shared memory", message, remedy, **facts)
+
     if free < needed:
         message = f"{folder} has {size(free)} free of {size(total)}, and the run needs {size(needed)}"
         return doubtful(
             "shared memory", message, f"remove what others have left in {folder}, or: {remedy}", **facts
         )
+
     return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
 
 
@@ -83,6 +87,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     facts = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY:
         return good("open files", "no limit", **facts)
+
     if soft < TOO_FEW_FILES:
         return wrong(
             "open files",
@@ -90,6 +95,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
             remedy,
             **facts,
         )
+
     if soft < FEW_FILES:
         return doubtful(
             "open files",
@@ -97,6 +103,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
             remedy,
             **facts,
         )
+
     return good("open files", f"a process may have {soft:,}", **facts)
 
 
@@ -106,9 +113,11 @@ def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     total = psutil.virtual_memory().total
     available = psutil.virtual_memory().available
     limit = _cgroup_limit()
+
     if limit is not None and limit < total:
         total = limit
         available = min(available, limit)
+
     yield judge_memory(total, available, _planned(subject))
 
 
@@ -125,6 +134,7 @@ def _planned(subject: ExaminedRun) -> int:
     of_nodes: dict[int, int] = defaultdict(int)
     for device in plan_memory(config, plan, subject.architectures):
         of_nodes[device.node] += sum(device.pinned.values()) if subject.use_gpu else device.peak
+
     return processes + max(of_nodes.values())
 
 
@@ -142,6 +152,7 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
         "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
         "the container"
     )
+
     if planned > total:
         return wrong(
             "memory",
@@ -149,11 +160,13 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
             remedy,
             **facts,
         )
+
     if planned > available:
         message = (
             f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
         )
         return doubtful("memory", message, f"end what uses it, or {remedy}", **facts)
+
     needs = f", about {size(planned)} planned" if planned else ""
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
 
@@ -163,6 +176,7 @@ def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
     reasons = {level: why_not(level) for level in Level if level is not Level.process}
     holds = [level.value for level, reason in reasons.items() if not reason]
     facts = {level.value: reason for level, reason in reasons.items()}
+
     if not holds:
         remedy = (
             "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
@@ -199,6 +213,7 @@ def judge_threads(
             "export OMP_NUM_THREADS=1, or unset it",
             **facts,
         )
+
     if setting is None and side_by_side and not use_gpu:
         fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
         message = (
@@ -206,15 +221,18 @@ def judge_threads(
             f"OMP_NUM_THREADS is not set"
         )
         return good("threads", message, **facts)
+
     if setting is None:
         return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
     each = int(setting)
+
     if not use_gpu and each > 1 and each * processes > cores:
         asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
         message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"
         return doubtful(
             "threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts
         )
+
     return good(
         "threads", f"{each} in each of {counted(processes, 'process')}, {counted(cores, 'core')}", **facts
     )
@@ -260,12 +278,14 @@ def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
     facts = {"synchronised": found.synchronised, "max_error_s": found.max_error_s}
     if found.synchronised:
         return good("clock", f"kept by NTP, within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
+
     if num_nodes == 1:
         return good(
             "clock",
             "not known to be kept by NTP; it matters between nodes only, and the run has one",
             **facts,
         )
+
     remedy = (
         "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are "
         "put in order by their clocks"
@@ -288,6 +308,7 @@ def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
             f"unset {name}, unless you are looking for a fault",
             name=name,
         )
+
     if "expandable_segments:True" in variables.get(
         "PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")
     ):

@@ -48,6 +48,7 @@ def probe_loopback(
     """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
+
     with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
         arguments = [str(ranks), address, str(held.getsockname()[1]), str(_LIMIT_S)]
         processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
@@ -58,6 +59,7 @@ def probe_loopback(
                 process.kill()
                 process.wait()
         seconds = 0.0 if error else float(_read(Path(folder), 0, "out").split()[-1])
+
     return Loopback(
         backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error
     )
@@ -88,6 +90,7 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, l
         if all(status == 0 for status in statuses):
             return None
         time.sleep(0.05)
+
     return f"no answer within {limit_s:g} s"
 
 
@@ -120,6 +123,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
         f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of "
         f"{', '.join(found.interfaces)}"
     )
+
     if found.error is not None:
         return wrong(
             LOOPBACK,
@@ -127,11 +131,13 @@ def judge_loopback(found: Loopback) -> CheckResult:
             f"{remedy}; a firewall must let processes of the cluster speak",
             **facts,
         )
+
     if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
         message = f"{what}: 1 MiB took {found.seconds:.2f} s"
         return doubtful(
             LOOPBACK, message, f"{remedy}; or the machine is busy", seconds=found.seconds, **facts
         )
+
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
 
 
@@ -148,6 +154,7 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
         f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the "
         f"one of the node's address"
     )
+
     return wrong(LOOPBACK, message, remedy, backend=backend, interface=name, interfaces=list(interfaces))
 
 
@@ -162,10 +169,12 @@ def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
             if group.uses_devices
         ]
         ranks = max((nodes.count(node) for nodes in groups for node in set(nodes)), default=1)
+
     address = own_address(subject.ray_address)
     variables = dict(os.environ)
     fill_in(variables, address, subject.use_gpu)
     most = {"gloo": _MOST_CPU_RANKS, "nccl": subject.num_gpus if subject.use_gpu else 0}
+
     for backend in (backend for backend, limit in most.items() if limit):
         fault = judge_interface(
             backend, variables.get(VARIABLE[backend]), tuple(sorted(psutil.net_if_addrs()))
@@ -224,6 +233,7 @@ def judge_port(port: Port) -> CheckResult:
     remedy = "end that process, or choose another port"
     if port.purpose.startswith("Ray"):
         remedy += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
+
     return wrong(
         PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts
     )
@@ -234,11 +244,13 @@ def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[i
     needed: dict[int, str] = {}
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
         needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"
+
     if subject.plan is not None and subject.plan.num_nodes > 1 and subject.ray_address is None:
         needed |= {
             6379: "Ray's head (ray start --head --port)",
             8265: "Ray's dashboard and jobs (--dashboard-port)",
         }
+
     return needed
 
 

@@ -40,6 +40,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     )
     num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
     begin = time.monotonic()
+
     with contextlib.ExitStack() as stack:
         stack.callback(shutdown)
         try:
@@ -50,6 +51,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
         seconds = time.monotonic() - begin
         with _files_of(subject) as paths:
             report = inspect_cluster(_ANSWER_S, paths)
+
     yield good(
         RAY,
         f"Ray {here().ray}: {where} answers after {seconds:.1f} s",
@@ -59,6 +61,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield from judge_nodes(report, here())
     if len(report.nodes) > 1:
         yield from judge_other_nodes(report.nodes)
+
     if subject.plan is not None:
         num_gpus = max(subject.num_gpus, *(int(node.resources.get("GPU", 0)) for node in report.nodes))
         use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # auto: those of the cluster count
@@ -74,9 +77,11 @@ def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
     if subject.config is None:
         yield []
         return
+
     paths = [str(Path(role.path).absolute()) for role in model_roles(subject.config)]
     if isinstance(subject.config, PPOConfig):
         paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
+
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of which the check of the checkpoints speaks
             folder = existing_folder(checkpoint_path(subject.config))
@@ -130,6 +135,7 @@ def _unreachable(where: str, error: Exception, address: str | None) -> CheckResu
         return wrong(
             RAY, f"{where} cannot be joined: {reason}", remedy + "run on this machine", address=address
         )
+
     remedy = (
         "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may "
         "processes listen on 127.0.0.1?"
@@ -145,6 +151,7 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
             "/tmp/ray/session_latest/logs there"
         )
         faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", remedy, node=address))
+
     yield from faults
     if not faults:
         yield good(NODES, _described(report.nodes), nodes=[_facts(node) for node in report.nodes])
@@ -204,6 +211,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     first, last = (pick(nodes, key=lambda node: node.clock_offset_s) for pick in (min, max))
     apart = last.clock_offset_s - first.clock_offset_s
     known = first.clock_uncertainty_s + last.clock_uncertainty_s
+
     if apart - known > _SKEW_S:
         message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
         remedy = (
@@ -211,6 +219,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
             "in order by their clocks"
         )
         return doubtful(CLOCKS, message, remedy, apart_s=round(apart, 3))
+
     return good(
         CLOCKS,
         f"those of {counted(len(nodes), 'node')} are within {max(apart, known) * 1000:,.0f} ms",
@@ -226,6 +235,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
         "or choose smaller parallel "
     )
     remedy += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
+
     if not fits(demands, report.whole):
         return wrong(
             RESOURCES,
@@ -233,6 +243,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
             remedy,
             **facts,
         )
+
     if not fits(demands, report.free):
         return doubtful(
             RESOURCES,
@@ -240,6 +251,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
             "end the other run, or wait",
             **facts,
         )
+
     needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
     return good(
         RESOURCES,

@@ -65,6 +65,7 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
     others = list[TruthRow]()
     val_sources: set[str] = set()
     draw = random.Random(0)
+
     for num_seen, (row, is_held_out) in enumerate(_rows(data, skipped), 1):
         if is_held_out:
             val_sources.add(row.data_source)
@@ -75,6 +76,7 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
             others.append(row)
         elif (place := draw.randrange(num_seen)) < most:
             others[place] = row
+
     chosen = [*list(firsts.values())[:1], *nulls[:1]] if most == 1 else [*firsts.values(), *nulls, *others]
     return Truths(list({(row.file, row.number): row for row in chosen}.values()), val_sources)
 
@@ -106,10 +108,12 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
     only loaded."""
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
     remedy = f"correct {files}; `megarl score` runs it on a file of responses"
+
     try:
         trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
         return Judgement([refused(REWARDS, "reward.functions", error, remedy, files=files)], {})
+
     results = [
         *_refusals(trials, files),
         *_failures(reward, trials, remedy, files),
@@ -118,6 +122,7 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
     if not results:
         names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
+
     return Judgement(results, keys_by_source(trials))
 
 
@@ -151,6 +156,7 @@ def _scores(trials: Sequence[Trial]) -> str:
         if truths
         else f"{len(trials):,} ground truths can be read"
     )
+
     return f"; {scored}, empty responses {_span(empty)}"
 
 
@@ -187,6 +193,7 @@ def _failures(
     """Ground truths and empty responses that a function has no score for."""
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
+
     if slow and reward.time_limit_s > _SAMPLE_LIMIT_S:
         message = (
             f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
@@ -199,6 +206,7 @@ def _failures(
             files=files,
         )
         failed = [trial for trial in failed if trial not in slow]
+
     if failed:
         problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
         if len(failed) > reward.max_error_rate * len(trials):
@@ -230,6 +238,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
             f"{_place(first)}, with {first.outcome.score:g}"
         )
         yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
+
     threshold = reward.pass_score
     if threshold is None or len(reward.functions) > 1 or reward.model.path is not None:
         return
@@ -241,6 +250,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         and trial.outcome is not None
         and trial.outcome.score < threshold - 1e-6
     ]
+
     if low:
         outcome = low[0].outcome
         assert outcome is not None

@@ -45,6 +45,7 @@ def probe() -> Installed:
         _IS_CUDA,
     ]
     versions = {name: _version(name) for name in names}
+
     return Installed(
         python=platform.python_version(),
         versions=versions,
@@ -72,6 +73,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
     """of_engine: what the run's rollout engine needs beside what every run needs, with its versions."""
     faults = list(_faults(installed, of_engine))
     yield from faults
+
     if not faults:
         shown = ", ".join(
             f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name)
@@ -113,6 +115,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
     if not _within(installed.python, PYTHON):
         remedy = "make the virtual environment with another Python, as 3.11"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
+
     for required, versions in {**REQUIRED, **of_engine}.items():
         name = Requirement(required).name
         found = installed.versions.get(name)
@@ -127,6 +130,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
                 name=name,
                 found=found,
             )
+
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):
@@ -137,6 +141,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
                 f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then",
                 name=name,
             )
+
     for name, wants in installed.wants.items():
         if name == "sglang" and installed.versions.get(_IS_CUDA) is None:
             continue
@@ -168,10 +173,12 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     choice = choose_layers(
         config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed
     )
+
     if choice.layers is Layers.transformer_engine and not installed:
         remedy = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
         yield wrong(
             "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", remedy
         )
         return
+
     yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)

@@ -47,6 +47,7 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     folder = existing_folder(path)
     usage = shutil.disk_usage(folder)
     kind = file_system(folder)
+
     try:
         with tempfile.TemporaryDirectory(prefix=MARK, dir=folder) as scratch:
             speed = _write(Path(scratch) / "new", sample_bytes)
@@ -63,6 +64,7 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
             free=usage.free,
             error=error.strerror or str(error),
         )
+
     return Disk(
         folder=str(folder), kind=kind, total=usage.total, free=usage.free, speed=speed, renames=renames
     )
@@ -82,12 +84,14 @@ def file_system(folder: Path) -> str:
     other."""
     found = "unknown"
     longest = -1
+
     for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
         point = point.replace("\\040", " ")
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
             found = kind
             longest = len(point)
+
     return found
 
 
@@ -104,6 +108,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         "most": most,
         "bytes_per_s": round(disk.speed),
     }
+
     if disk.error is not None:
         yield wrong(
             CHECK,
@@ -112,6 +117,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
             **facts,
         )
         return
+
     if not disk.renames:
         yield wrong(
             CHECK,
@@ -120,11 +126,14 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
             **facts,
         )
         return
+
     faults = [*_room(disk, one, most, facts), *_kind(disk, num_nodes, facts)]
     seconds = one / disk.speed
+
     if seconds > _LONG_S:
         message = f"a checkpoint of {size(one)} will take {seconds / 60:,.0f} minutes at {size(disk.speed)}/s"
         faults.append(doubtful(CHECK, message, f"raise checkpoint.every_steps, or {elsewhere}", **facts))
+
     yield from faults
     if not faults:
         room = f"; {counted(most, 'checkpoint')} of {size(one)}" if most else ""

@@ -127,6 +127,7 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
+
     return PendingSave(
         folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common
     )
@@ -135,6 +136,7 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
 def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     sharding = sharding_of(state.models, state.groups)
     slices = state.optimizer.slices()
+
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
@@ -142,6 +144,7 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
                     shard.place.shape
                 )
                 yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
+
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
             yield ItemToWrite(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
@@ -168,6 +171,7 @@ def _common_state(state: TrainingState) -> dict:
     }
     optimizer = state.optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT)
     counts = state.optimizer.counts()
+
     return {
         "checkpoint_version": 3.0,
         "content_metadata": settings,
@@ -250,6 +254,7 @@ def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
     parts: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, {shard.key for shard in shards})
     extra = index.tensors.keys() - set().union(*parts)
+
     if extra:
         why = (
             "; it is frozen here (experts.freeze_router)"
@@ -289,9 +294,11 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     item = index.objects.get(_rng_entry(groups).unique_key)
     if item is None:
         return
+
     with (index.folder / item.file).open("rb") as file:
         file.seek(item.position)
         (state,) = torch.load(io.BytesIO(file.read(item.nbytes)), weights_only=True)
+
     set_random_state(state)
 
 
@@ -312,6 +319,7 @@ def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["rea
     except OSError as error:
         message = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
         failure = _Failure(message, UNWRITTEN if done == "written" else CheckpointError.hint)
+
     _agree(failure)
     return result  # there is none only with a failure
 

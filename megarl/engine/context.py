@@ -79,8 +79,10 @@ def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParal
     it continues, or none."""
     found = []
     start = 0
+
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
         for chunk in _chunks(length, place):
             found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))
             start += len(chunk)
+
     return found

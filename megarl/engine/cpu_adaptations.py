@@ -192,6 +192,7 @@ def no_compiler() -> Iterator[None]:
     first call."""
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
+
     try:
         yield
     finally:
@@ -252,14 +253,17 @@ def _linear(
 
     assert not gradient_accumulation_fusion
     assert grad_output_buffer is None, "the weight gradients of the last layer are not deferred on the CPU"
+
     if sequence_parallel:
         input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
         input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
+
     # a gate's rows, and those of what it lets through (see mark_cut_parameters)
     if getattr(weight, "partition_stride", 1) == 2:
         assert bias is None
         return gated_linear(input, weight)
+
     return linear(input, weight, bias)
 
 
@@ -346,6 +350,7 @@ def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.
         padded[: part.shape[0]] = part
         gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+
         return torch.cat([each[:size] for each, size in zip(gathered.split(max(sizes)), sizes, strict=True)])
 
     return run
@@ -369,6 +374,7 @@ def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torc
             room[: part.shape[0]] = part
         own = parts.new_empty(max(sizes), *parts.shape[1:])
         torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+
         return own[: sizes[group.rank()]].contiguous()
 
     return run
@@ -403,10 +409,12 @@ def _adapt_megatron() -> None:
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
     # imported by name in the last three
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
+
     rotary.install()
     _adapt_experts()
     adapt_products()
@@ -417,6 +425,7 @@ def _adapt_megatron() -> None:
 def install() -> None:
     """Installs every adaptation; imports Megatron-Core, which takes 6 to 8 seconds of CPU."""
     _adapt_torch()
+
     # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
     for module in ("megatron.core", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
@@ -424,4 +433,5 @@ def install() -> None:
         warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
             importlib.import_module(module)
+
     _adapt_megatron()

@@ -57,6 +57,7 @@ def product_over_rows(left: Tensor, right: Tensor) -> Tensor:
     if _by_onednn(left, left.numel() * right.shape[1]) and left.shape[1] > right.shape[1]:
         # oneDNN copies the one on its left, unless it stands in order
         return product(right.t(), left.t()).t()
+
     return product(left.t(), right.t())
 
 
@@ -93,6 +94,7 @@ def _gradient_of(weight: Tensor, outputs: Sequence[Tensor], hidden: Tensor) -> T
     if buffer is None:
         parts = [product_over_rows(output, hidden) for output in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     for part, output in zip(buffer.chunk(len(outputs)), outputs, strict=True):
         add_product_over_rows(part, output, hidden)
     return in_main_grad(weight)
@@ -109,6 +111,7 @@ class _Linear(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad
         rows = gradient.flatten(0, -2).contiguous()
+
         return (
             product(rows, weight.t()).view_as(hidden) if need_hidden else None,
             _gradient_of(weight, [rows], hidden.flatten(0, -2)) if need_weight else None,
@@ -134,6 +137,7 @@ class _GatedLinear(torch.autograd.Function):
         activated = F.silu(gate)
         up = product(rows, of_up)
         ctx.save_for_backward(hidden, weight, gate, up, activated)
+
         return (activated * up).view(*hidden.shape[:-1], up.shape[-1])
 
     @staticmethod
@@ -145,9 +149,11 @@ class _GatedLinear(torch.autograd.Function):
         grad_gate = up.mul_(rows)
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         grad_hidden = None
+
         if need_hidden:
             of_gate, of_up = weight.chunk(2)
             grad_hidden = product_and_sum(grad_up, of_up.t(), product(grad_gate, of_gate.t())).view_as(hidden)
+
         return grad_hidden, _gradient_of(
             weight, [grad_gate, grad_up], hidden.flatten(0, -2)
         ) if need_weight else None

@@ -81,11 +81,14 @@ class MegatronEngine:
         )
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
+
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
             if spec.experts.freeze_router:
                 freeze_routers(model)
+
         self._routes = self._route_keeper()
+
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._chunks: list[Any] = self._data_parallel(self._models) if trainable else list(self._models)
         self._state = OffloadableState(self._offloadable_parts())
@@ -99,6 +102,7 @@ class MegatronEngine:
         """Of a policy that trains: others are compared with nobody."""
         experts = self.spec.architecture.experts
         replay = self.spec.engine.routing_replay
+
         if (
             replay is RoutingReplay.off
             or experts is None
@@ -106,6 +110,7 @@ class MegatronEngine:
             or self.spec.head != "lm"
         ):
             return None
+
         layers = [layer for model in self._models for layer in model.decoder.layers]
         return RouterReplayBuffer(experts, self.groups, layers, self._device)
 
@@ -186,6 +191,7 @@ class MegatronEngine:
             # `step` begins to gather all buckets, and no layer begins with those of the next
             align_param_gather=overlap,
         )
+
         # Those of later virtual stages wait for nobody: one bucket.
         chunks = [
             DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
@@ -197,6 +203,7 @@ class MegatronEngine:
                 chunk.config.no_sync_func = (
                     chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
                 )
+
         return chunks
 
     def _await_parameters(self) -> None:
@@ -254,6 +261,7 @@ class MegatronEngine:
         chosen = {}
         if self._routes is not None and ROUTED_EXPERTS not in batch:
             chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
+
         return (
             {**self.in_order_of_rows(results, batch, micro_batches), **chosen}
             if self.groups.holds_last_stage
@@ -270,6 +278,7 @@ class MegatronEngine:
             "every row must be in one micro-batch"
         )
         places = torch.tensor(rows).argsort()
+
         if isinstance(responses := batch.get("responses"), RaggedTensor):
             lengths = [responses.lengths[torch.as_tensor(rows)] for rows in micro_batches]
             return {
@@ -278,6 +287,7 @@ class MegatronEngine:
                 ).select(places)
                 for key, values in ((key, [output[key] for output in outputs]) for key in outputs[0])
             }
+
         return {
             key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)]
             for key in outputs[0]
@@ -304,9 +314,11 @@ class MegatronEngine:
         results = self._run(batch, micro_batches, loss, extras, tally)
         self._gradients_are_made = True
         self._expect_no_gather()
+
         if tally is not None:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
+
         return merge_metrics(results)
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
@@ -322,6 +334,7 @@ class MegatronEngine:
         with torch.no_grad():
             self._run(batch, micro_batches, None, (), counted)
         counted.reduce(self.groups)
+
         return RouterStatistics(architecture, self._device, losses, counted.shares)
 
     def router_metrics(self) -> dict[str, Metric]:
@@ -337,9 +350,11 @@ class MegatronEngine:
             "a step needs the gradients of a forward_backward after the last offload"
         )
         statistics = self._optimizer.step()
+
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
+
         return statistics
 
     def _run(
@@ -357,6 +372,7 @@ class MegatronEngine:
                 f"multiple of "
                 f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
             )
+
         made = [
             make_micro_batch(
                 *_of_rows(batch, rows),
@@ -378,6 +394,7 @@ class MegatronEngine:
         num_micro_batches = len(made)
         del made
         single = len(self._chunks) == 1
+
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally),
             data_iterator=iterators[0] if single else iterators,
@@ -402,6 +419,7 @@ class MegatronEngine:
                     f"model has no use for it"
                 )
             return made
+
         if column is None and (trains or replay is RoutingReplay.rollout):
             whose = (
                 "the rollout's samples have"
@@ -411,6 +429,7 @@ class MegatronEngine:
             raise ValueError(
                 f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}"
             )
+
         assert column is None or isinstance(column, RaggedTensor), "routes are rows"
         return self._routes.enter(made, micro_batches, column)
 
@@ -439,6 +458,7 @@ class MegatronEngine:
             if loss is None:
                 return outputs
             value, metrics = loss(outputs, micro_batch.rows)
+
             # Megatron divides by this count only where it averages; our losses have their denominator
             # already.
             return value, torch.ones((), dtype=torch.int, device=value.device), metrics
@@ -461,6 +481,7 @@ class MegatronEngine:
             group=self.groups.tensor,
             extras=extras,
         )
+
         return self._whole(
             {
                 key: micro_batch.scatter(values)

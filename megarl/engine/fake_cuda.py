@@ -138,9 +138,11 @@ def _apply(
                 if mark not in vars(moved):
                     setattr(moved, mark, value)
             module._parameters[name] = moved
+
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = change(buffer)
+
     return module
 
 
@@ -187,6 +189,7 @@ def _adapt_tensors() -> None:
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)
     torch.nn.Module._apply = _apply
+
     # Adam takes all parameters at a time on a GPU, and so needs more memory than one by one.
     optimizer._foreach_supported_types.append(FakeTensor)
 
@@ -207,10 +210,12 @@ def _adapt_attention() -> None:
         mask = options.get("attn_mask")
         is_causal = options.get("is_causal", False)
         scale = options.get("scale")
+
         if query.dtype in (torch.bfloat16, torch.float16) and mask is None:
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, 0.0, is_causal, False, scale=scale
             )[0]
+
         product = torch.ops.aten._scaled_dot_product_attention_math
         enable_gqa = options.get("enable_gqa", False)
         return product(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -261,12 +266,14 @@ def install(on_wait: Callable[[], None]) -> None:
     _adapt_groups()
     for module in ("megatron.core", "torch"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
+
     # it is 0, and goes to the fake runtime
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
             importlib.import_module(module)
+
     _adapt_tensors()
     _adapt_attention()
     _adapt_norm()

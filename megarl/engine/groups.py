@@ -73,6 +73,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
             f"{dist.get_world_size()}: "
             "tensor x context x pipeline x data must equal the number of ranks"
         )
+
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -85,6 +86,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         distributed_timeout_minutes=ceil(limit_s / 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
     return ParallelGroups(
         parallel=parallel,
         tensor=parallel_state.get_tensor_model_parallel_group(),

@@ -40,12 +40,14 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
         raise ValueError(
             "engine.layers=transformer_engine, but this process is on a CPU: use engine.layers=auto or local"
         )
+
     if choice.layers is Layers.transformer_engine and not gpt_layer_specs.HAVE_TE:
         raise ValueError(
             "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: "
             "install "
             "'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
         )
+
     return choice
 
 
@@ -62,15 +64,18 @@ def block_spec(
     kinds = {
         is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
     }
+
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
         kinds[True].submodules.mlp.submodules.router = ExpertRouter
+
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     layer_specs = [kinds[layer in sparse_layers] for layer in held]
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
         layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
+
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
@@ -87,6 +92,7 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
     )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = sharing_prompts(attention.core_attention)
+
     return layer
 
 
@@ -101,6 +107,7 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+
     if is_sparse:
         _name_absent_product()
         # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to
@@ -111,6 +118,7 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
             if name != "pre_mlp_layernorm."
         }
         layer.submodules.sharded_state_dict_keys_map = stored
+
     return layer
 
 
@@ -138,10 +146,12 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
     if match is None:
         return name
     rest = _CANONICAL.get(match[2], match[2])
+
     if local := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{EXPERT.format(expert=int(local[1]) + first_expert)}{local[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
         rest = f"{EXPERT.format(expert=int(grouped[2]) + first_expert)}{grouped[1]}.weight"
+
     return f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
 
 
@@ -154,6 +164,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
     """
     columns = {ColumnParallelLinear, VocabParallelEmbedding}
     rows = {RowParallelLinear}
+
     if gpt_layer_specs.HAVE_TE:
         modules = gpt_layer_specs.TESpecProvider()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}
@@ -161,6 +172,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         _, grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
         columns.add(grouped.linear_fc1)
         rows.add(grouped.linear_fc2)
+
     for path, module in model.named_modules():
         if type(module) not in columns | rows:
             continue

@@ -116,21 +116,25 @@ class AttentionCore(torch.nn.Module):
     ) -> Tensor:
         assert attention_bias is None
         assert attention_mask is None
+
         if packed_seq_params is None:
             sequence, batch = query.shape[:2]
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
             return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+
         on_cuda = query.device.type == "cuda"
         if self.context is not None:
             key, value = whole_keys(key, value, self.context)
             if on_cuda and query.dtype != torch.float32:
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
+
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
         if on_cuda and query.dtype != torch.float32:
             return self._attend_varlen(query, key, value, packed_seq_params)
+
         return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -169,6 +173,7 @@ class AttentionCore(torch.nn.Module):
             **heads,
         )
         assert isinstance(mixed, Tensor), "no more than the values was asked for"
+
         return mixed.flatten(1)
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
@@ -176,12 +181,15 @@ class AttentionCore(torch.nn.Module):
         queries = query
         keys = key
         values = value
+
         if plan.gather is not None and plan.gather_keys is not None:
             gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
             queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
+
         query_shapes = [(call.sequences, call.length) for call in plan.calls]
         key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
+
         for call in zip(
             _cut(queries, query_shapes, dim),
             _cut(keys, key_shapes, dim),
@@ -189,6 +197,7 @@ class AttentionCore(torch.nn.Module):
             strict=True,
         ):
             mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
+
         joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
 
@@ -233,6 +242,7 @@ def attend_pieces(
         **heads,
     )
     assert isinstance(mixed, Tensor), "no more than the values was asked for"
+
     return mixed.flatten(1)
 
 

@@ -138,6 +138,7 @@ def _lay_out(
             response_places[row] = place if shares else prompt_place + prompts[row]
             if shares:
                 put(starts[row] + prompts[row], starts[row + 1], number)
+
     lengths = [end - begin for begin, end in spans]
     padding = [padded_length(length, num_ranks) - length for length in lengths]
     sources = torch.cat(
@@ -146,6 +147,7 @@ def _lay_out(
             for span, pad in zip(spans, padding, strict=True)
         ]
     )
+
     return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
 
 
@@ -173,6 +175,7 @@ class _Rows(NamedTuple):
         response_row = torch.repeat_interleave(rows, responses)
         offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
         response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
+
         return cls(
             prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset
         )
@@ -229,6 +232,7 @@ def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tupl
     most = max(1, int(counts.max()))
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
+
     return F.pad(own, (0, most - len(own))), among[number]
 
 
@@ -241,8 +245,10 @@ def _packed(
             rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True
         )
         firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
+
     layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)
+
     # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all
     # have their chunks.
     padding = (
@@ -266,6 +272,7 @@ def _packed(
         )
     ]
     scored = (predictors >= 0).nonzero()[:, 0]
+
     return _ModelInputs(
         tokens=F.pad(rows.ids, (0, 1))[sources][None],
         positions=F.pad(rows.offset, (0, 1))[sources][None],
@@ -285,6 +292,7 @@ def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
     counts = torch.zeros_like(tokens)
     counts[rows.row_of, rows.offset] = rows.counts
     predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
+
     return _ModelInputs(
         tokens,
         torch.arange(longest).expand(num_rows, -1),
@@ -320,6 +328,7 @@ def make_micro_batch(
         raise ValueError(
             f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true"
         )
+
     index = torch.as_tensor(rows)
     response_length = batch["response_mask"].shape[1]
     mask = batch["attention_mask"][index].bool()
@@ -336,9 +345,11 @@ def make_micro_batch(
     predictors = inputs.predictors
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
+
     if inputs.packed is not None and ends_with_predictors:
         chosen, predictors = _predicting(predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
+
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
         positions=positions,
@@ -365,6 +376,7 @@ def _check_layout(
     column = torch.arange(mask.shape[1])
     expected = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
     wrong = ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist()
+
     if wrong:
         raise ValueError(
             f"row {rows[wrong[0]]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "

@@ -127,11 +127,13 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
     how, modules, num_layers = recomputation
     if how is Recompute.none:
         return {}
+
     if how is Recompute.selective:
         names = [module.value for module in modules]
         if RecomputeModule.mlp in modules and architecture.experts:
             names.append("moe")
         return {"recompute_granularity": "selective", "recompute_modules": names}
+
     method = "uniform" if num_layers is None else "block"
     return {
         "recompute_granularity": "full",
@@ -162,6 +164,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     scaled = torch.where(
         wavelength > original / scaling.low_freq_factor, frequencies / scaling.factor, blended
     )
+
     return torch.where(wavelength < original / scaling.high_freq_factor, frequencies, scaled)
 
 

@@ -93,15 +93,18 @@ class RouterStatistics:
         loss = None
         logits = logits.float()
         weights = counts.float() / self.num_tokens.clamp(min=1).float()
+
         if coefficient := self.losses.aux_loss_coefficient:
             assert self._shares is not None
             mean = weights @ logits.softmax(-1)
             self.probabilities[layer] += mean.detach()
             loss = coefficient * self._num_experts * (mean @ self._shares[layer].float())
+
         if coefficient := self.losses.z_loss_coefficient:
             square = weights @ logits.logsumexp(-1).square()
             self.squares[layer] += square.detach()
             loss = coefficient * square + (0 if loss is None else loss)
+
         return loss
 
     def reduce(self, groups: ParallelGroups) -> None:
@@ -127,6 +130,7 @@ class RouterStatistics:
             found["aux_loss"] = self._num_experts * (self.shares * self.probabilities).sum() / num_layers
         if self.losses is not None and self.losses.z_loss_coefficient:
             found["z_loss"] = self.squares.sum() / num_layers
+
         return {name: Metric.same(value) for name, value in found.items()}
 
 
@@ -144,6 +148,7 @@ class ExpertRouter(TopKRouter):
         if self.tokens is None or tally is None or not (tally.losses is None or torch.is_grad_enabled()):
             return probs, routing_map
         loss = tally.add(self.layer_number - 1, logits.flatten(0, 1), routing_map, self.tokens.counts)
+
         return (probs if loss is None else MoEAuxLossAutoScaler.apply(probs, loss)), routing_map
 
 

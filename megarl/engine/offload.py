@@ -72,6 +72,7 @@ class _File:
                 f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set "
                 f"TMPDIR to a folder with room",
             ) from error
+
         self._file = file
         self._starts = list(accumulate((storage.nbytes() for storage in storages), initial=0))
 
@@ -185,6 +186,7 @@ class MovableState:
             each.storage.resize_(0)
         self._offloaded = moved
         platform.current().return_freed_memory()
+
         return sum(each.nbytes for each in moved)
 
     def restore(self) -> int:
@@ -195,10 +197,12 @@ class MovableState:
             each.storage.resize_(each.nbytes)
             if not self._kept:
                 _bytes_of(each.storage).zero_()
+
         if self._kept:
             self._host_buffer.take([each.storage for each in self._offloaded])
         nbytes = sum(each.nbytes for each in self._offloaded)
         self._offloaded = None
+
         return nbytes
 
     def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
@@ -211,6 +215,7 @@ class MovableState:
                 copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
                 self._host_buffer.read(number, (int(tensor.storage_offset()) + start) * tensor.itemsize, copy)
                 return copy.view(tensor.dtype)
+
         return None
 
 

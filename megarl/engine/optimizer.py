@@ -140,6 +140,7 @@ class Optimizer:
                     held = parameter_ranges["param"]
                     tensors = {"param": master.detach(), **{name: moments[name] for name in MOMENTS}}
                     slices.append(OptimizerSlice(parameter, held.start, held.end, tensors))
+
         return slices
 
     def _parts(self) -> list[Any]:
@@ -152,6 +153,7 @@ class Optimizer:
         for optimizer in (part.optimizer for part in self._parts()):
             counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
+
         assert len(counts) <= 1, (
             f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
         )
@@ -168,6 +170,7 @@ class Optimizer:
             if not isinstance(optimizer, torch.optim.Adam):
                 for group in optimizer.param_groups:
                     group["step"] = counts.adam
+
         self._schedule.num_steps = counts.schedule
         self._schedule.step(0)
 
@@ -189,6 +192,7 @@ class Optimizer:
         """
         self._optimizer.prepare_grads()  # attaches the gradients to the float32 masters, whose norm is taken
         norm = self._gradient_norm()
+
         if not math.isfinite(norm):
             raise TrainingDivergedError(
                 f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, "
@@ -199,6 +203,7 @@ class Optimizer:
         if self._clip_grad > 0:
             for part in self._parts():
                 clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
+
         self._optimizer.step_with_ready_grads()
         return StepStatistics(grad_norm=norm, lr=self._optimizer.param_groups[0]["lr"])
 

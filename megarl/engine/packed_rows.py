@@ -42,6 +42,7 @@ class PackedRows(PackedSeqParams):
         self.lengths = [padded_length(length, place.size) for length in lengths]
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
         self.place = place
+
         # (K,) of this rank's tokens those that the last layer goes on with (see micro_batch.py)
         self.predicting: Tensor | None = None
         self.attention_plan: AttentionPlan | None = None
@@ -107,6 +108,7 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     gathered = []
     gathered_keys = []
     real = []
+
     for members in _share_calls(packed.pieces):
         first = members[0]
         length = max(piece.length for piece in members)
@@ -125,20 +127,24 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
         gathered_keys.append(torch.cat(keys, dim=1).flatten())
         real.append((offset < lengths).flatten())
         calls.append(AttentionCall(len(members), length, len(first.prompt) + num_own))
+
     gather = torch.cat(gathered)
     gather_keys = torch.cat(gathered_keys)
     is_real = torch.cat(real)
     tokens = torch.arange(sum(packed.lengths) // packed.place.size)
     size = packed.place.size
+
     if size > 1:
         gather_keys = whole_order(packed.lengths, size)[gather_keys]
     elif torch.equal(gather, tokens) and not any(call.before for call in calls):
         packed.attention_plan = AttentionPlan(calls, None, None, None)
         return packed.attention_plan
+
     scatter = torch.empty_like(tokens)
     scatter[gather[is_real]] = is_real.nonzero()[:, 0]
     indices = (to_device(index, packed.cu_seqlens_q.device) for index in (gather, gather_keys, scatter))
     packed.attention_plan = AttentionPlan(calls, *indices)
+
     return packed.attention_plan
 
 
@@ -149,6 +155,7 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
     for piece in sorted(every, key=lambda piece: -piece.length):
         alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
     calls: list[list[QueryPiece]] = []
+
     for members in alike.values():
         calls.append([members[0]])
         for piece in members[1:]:
@@ -156,6 +163,7 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
                 calls[-1].append(piece)
             else:
                 calls.append([piece])
+
     return sorted(sorted(members) for members in calls)
 
 

@@ -64,16 +64,19 @@ def activate(device: Device) -> Platform:
     """
     global _active
     cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
+
     if cuda and not torch.cuda.is_available():
         raise ValueError(
             "device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch"
         )
+
     if _active is not None:
         if _active.is_cuda != cuda:
             raise ValueError(
                 f"this process already runs on {_active.name}; it cannot change to {device.value}"
             )
         return _active
+
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -87,6 +90,7 @@ def activate(device: Device) -> Platform:
             cpu_adaptations.install()
         keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
+
     return _active
 
 
@@ -97,6 +101,7 @@ def _without_wandb() -> Iterator[None]:
     hidden = "wandb" not in sys.modules
     if hidden:
         sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it raises ImportError, which Megatron takes for its absence
+
     try:
         yield
     finally:
@@ -115,6 +120,7 @@ def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
     with _without_wandb():
         rotary.install()
     _active = Platform(name="cuda", device=fake_cuda.CUDA, distributed_backend="fake")
+
     return _active
 
 

@@ -22,6 +22,7 @@ def install() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
+
     if rope_utils.fused_apply_rotary_pos_emb_thd is not None:  # Transformer Engine's
         rope_utils.fused_apply_rotary_pos_emb_thd = partial(
             _fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd
@@ -67,6 +68,7 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
+
     return turned
 
 
@@ -88,6 +90,7 @@ def rotary_packed(
     assert not multi_latent_attention
     assert mscale == 1.0
     assert freqs.shape[-1] == t.shape[-1], "a partial rotation is not supported"
+
     return _Turn.apply(t, *_angles(cu_seqlens, freqs, t))
 
 
@@ -105,4 +108,5 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Te
         angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron writes them twice, once per half
         kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))
         cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
+
     return kept[1], kept[2]

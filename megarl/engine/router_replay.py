@@ -52,9 +52,11 @@ class RouterReplay:
         assert self._router.tokens is not None, "each layer tells its router"
         assert (routes := self._router.tokens.routes) is not None, "each micro-batch has some"
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
         if routes.given is None or routes.is_given is None:
             routes.chosen[self._layer] = experts.to(self._dtype)
             return values, experts
+
         experts = torch.where(routes.is_given[:, None], routes.given[self._layer].to(experts.dtype), experts)
         return scores.gather(1, experts), experts
 
@@ -74,10 +76,12 @@ class RouterReplayBuffer:
         numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
         self._layers = []
         self._dtype = route_dtype(experts.num_experts)
+
         for layer in layers:
             if layer.is_moe_layer:
                 self._layers.append(numbers[layer.layer_number - 1])
                 layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
+
         self._shape = (len(experts.layers), experts.num_experts_per_tok)
         self._groups = groups
         self._device = device
@@ -93,6 +97,7 @@ class RouterReplayBuffer:
         """
         self._kept = []
         entered = []
+
         for micro_batch, rows in zip(made, micro_batches, strict=True):
             assert micro_batch.places is not None, "routes are replayed in packed rows"
             places = micro_batch.places._replace(sources=self._own_part(micro_batch.places.sources))
@@ -103,6 +108,7 @@ class RouterReplayBuffer:
             entered.append(replace(micro_batch, routes=routes))
             if column is None:
                 self._kept.append((places, routes))
+
         return entered
 
     def _own_part(self, tokens: Tensor) -> Tensor:
@@ -119,6 +125,7 @@ class RouterReplayBuffer:
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
         is_given = torch.zeros(len(table), dtype=torch.bool)
         begin = 0
+
         for routes, length, row in zip(column.each(), lengths, rows, strict=True):
             if len(routes) != (length - 1) * size or routes.dtype != self._dtype:
                 raise ValueError(
@@ -129,6 +136,7 @@ class RouterReplayBuffer:
             table[begin : begin + length - 1] = routes.view(-1, *self._shape)
             is_given[begin : begin + length - 1] = True
             begin += length
+
         own = to_device(table[places.sources][:, self._layers].transpose(0, 1).contiguous(), self._device)
         return dict(zip(self._layers, own, strict=True)), to_device(is_given[places.sources], self._device)
 
@@ -144,17 +152,21 @@ class RouterReplayBuffer:
         """Each rank has what its layers chose for its tokens: the rest is 0, so that a sum makes it whole."""
         groups = self._groups
         lengths = places.lengths.tolist()
+
         # the last for what pads
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype, device=self._device)
         sources = to_device(places.sources, self._device)
         for layer, experts in routes.chosen.items():
             table[sources, layer] = experts
         parts = [groups.tensor] if groups.parallel.sequence_parallel else []
+
         for group in (*parts, groups.context, groups.pipeline):
             if group.size() > 1:
                 # of two-byte numbers too: only one rank's are not 0
                 dist.all_reduce(table.view(torch.uint8), group=group)
+
         whole = table.cpu()[places.origins].split(lengths)
         lasts = places.lengths - 1
         values = torch.cat([row[:-1] for row in whole]).flatten()
+
         return RaggedTensor.packed_rows(values, lasts * self._shape[0] * self._shape[1])

@@ -55,6 +55,7 @@ class Shard:
         if first >= last:
             return
         position = first - start
+
         for tensor_slice in slices_of_range(self.place.shape, first - self.start, last - self.start):
             place = tensor_slice.relative_to((0,) * len(self.shape), self.place.starts)
             yield replace(self, key=key, place=place, tensor=tensor, start=position)
@@ -69,13 +70,17 @@ def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Ten
     if len(shape) == 1:
         yield TensorSlice((start,), (stop,))
         return
+
     row_volume = prod(shape[1:])
+
     # whole rows
     first = -(-start // row_volume)
     last = stop // row_volume
+
     if first > last:  # within one row
         yield from _of_row(shape, last, start, stop)
         return
+
     yield from _of_row(shape, first - 1, start, first * row_volume)
     if first < last:
         yield TensorSlice((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
@@ -130,6 +135,7 @@ class Sharding(NamedTuple):
 def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Sharding:
     parameters: dict[torch.nn.Parameter, list[Shard]] = {}
     objects: list[ShardedObject] = []
+
     for model in models:
         for entry in model.sharded_state_dict(metadata={"dp_cp_group": groups.data_context}).values():
             if isinstance(entry, ShardedObject):
@@ -137,6 +143,7 @@ def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Shardin
             else:
                 assert isinstance(entry.data, torch.nn.Parameter)
                 parameters[entry.data] = list(_shards(entry, entry.data))
+
     return Sharding(parameters, objects, is_first_copy=groups.data_rank == groups.context_rank == 0)
 
 
@@ -150,6 +157,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
         if whole
         else entry.build_fn(entry.key, outline, entry.replica_id, None)
     )
+
     for cut in cuts:
         assert cut.data is not None
         assert cut.data.is_contiguous()

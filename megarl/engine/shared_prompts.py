@@ -57,6 +57,7 @@ def shared_prompts(
     for sequence, prompt in enumerate(prompt_of):
         if prompt is not None:
             followers.setdefault(prompt, []).append(sequence)
+
     if not followers:
         return None
     starts = [0, *accumulate(lengths)]
@@ -121,6 +122,7 @@ class _Attention(torch.autograd.Function):
         ctx.shared = shared
         ctx.scale = scale
         ctx.states = (own_state, over_prompt.state)
+
         return output
 
     @staticmethod
@@ -146,10 +148,12 @@ class _Attention(torch.autograd.Function):
             False,
             ctx.scale,
         )
+
         for total, share, tokens in zip(
             gradients, of_prompts, (shared.responses, shared.prompts, shared.prompts), strict=True
         ):
             total.index_add_(0, tokens, share)
+
         return *gradients, None, None
 
 
@@ -215,12 +219,14 @@ class _OnCPU:
             log_sum.split(sequences.queries),
             *_cut(sequences, query, key, value),
         )
+
         for mixed, logarithms, *heads in zip(*parts, strict=True):
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *map(_batch, heads), 0.0, causal, scale=scale
             )
             mixed.copy_(out[0].transpose(0, 1))
             logarithms.copy_(sums[0].t())
+
         return _Part(output, log_sum, None)
 
     @staticmethod
@@ -237,6 +243,7 @@ class _OnCPU:
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))
         parts = (*of_queries, *_cut(sequences, query, key, value), *_cut(sequences, *totals))
+
         for grad, output, log_sum, *rest in zip(*parts, strict=True):
             heads = map(_batch, rest[:3])
             targets = rest[3:]
@@ -245,6 +252,7 @@ class _OnCPU:
             )
             for target, part in zip(targets, found, strict=True):
                 target.copy_(part[0].transpose(0, 1))
+
         return totals
 
 

@@ -69,17 +69,21 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         scores = []
+
         for part, part_targets in zip(
             hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True
         ):
             logits = vocabulary.logits(part, weight)
             scores.append(_score(logits, part_targets, vocabulary))
+
         log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
+
         # The backward pass begins with the last chunk and needs as much memory then: its logits are not made
         # twice, and overwritten.
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(sum_pi_squared)
+
         return log_probs, entropy, sum_pi_squared
 
     @staticmethod
@@ -98,6 +102,7 @@ class _Scores(torch.autograd.Function):
         buffer: Tensor | None = getattr(weight, "main_grad", None)  # Megatron's, of a weight that it trains
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
+
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
             logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
@@ -112,6 +117,7 @@ class _Scores(torch.autograd.Function):
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
             add_product_over_rows(grad_weight[: vocabulary.size], gradient, hidden[part])
+
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight),
@@ -142,6 +148,7 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     partition, weighted, squares, target = sums
     log_partition = partition.log()
     entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
+
     return torch.stack(
         [target - log_partition, entropy, squares / partition.square(), log_partition + maximum]
     )
@@ -163,6 +170,7 @@ def _sums(logits: Tensor, maximum: Tensor, extras: Collection[Extra]) -> Tensor:
     weighted = shifted.mul_(exponentials).sum(1) if "entropy" in extras else not_asked_for
     partition = exponentials.sum(1)
     squares = exponentials.square_().sum(1) if "sum_pi_squared" in extras else not_asked_for
+
     return torch.stack([partition, weighted, squares])
 
 
@@ -186,6 +194,7 @@ def _replace_by_gradient(
             if grad_log_probs is not None:
                 factor.sub_(grad_log_probs[block, None])
             factor.mul_(probabilities)
+
     here, column = target
     if grad_log_probs is not None and logits.shape[1]:
         logits.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
@@ -213,6 +222,7 @@ def token_scores(
     size = max(0, min(weight.shape[0], vocab_size - first))
     vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
     log_probs, entropy, sum_pi_squared = _Scores.apply(hidden, weight, targets, vocabulary)
+
     return TokenScores(
         log_probs,
         entropy if "entropy" in vocabulary.extras else None,

@@ -57,6 +57,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
     values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     resolved = _moved(values, "", here, lambda path: _take_along(path, folder, here, files))
     sizes = {source: source.stat().st_size for source in files.values()}
+
     if sum(sizes.values()) > LIMIT_MB * 2**20:
         largest = sorted(sizes, key=lambda source: sizes[source], reverse=True)[:3]
         raise ConfigError(
@@ -68,9 +69,11 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
                 + ", ".join(f"{source} ({sizes[source] / 2**20:,.0f} MiB)" for source in largest)
             ],
         )
+
     for target, source in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+
     OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
     return Package(len(files) + 1, sum(sizes.values()))
 
@@ -102,6 +105,7 @@ def _work_tree(here: Path) -> list[str]:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or not a work tree
         return []
+
     return [
         name
         for name in dict.fromkeys(listed)
@@ -116,15 +120,18 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
             name: _moved(item, f"{key}.{name}" if key else name, here, take_along)
             for name, item in value.items()
         }
+
     if isinstance(value, list):
         return [_moved(item, key, here, take_along) for item in value]
     if not isinstance(value, str) or value in _WORDS:
         return value
     if key in SHARED:
         return value if _is_on_hub(value, here) else str(here / value)
+
     if key in FUNCTIONS:
         path, colon, name = value.rpartition(":")
         return f"{take_along(path)}{colon}{name}"
+
     return take_along(value) if key in CODE else value
 
 
@@ -142,4 +149,5 @@ def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) ->
         else Path("outside", *source.parts[1:])
     )
     files[folder / inside] = source
+
     return str(inside)

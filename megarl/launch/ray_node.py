@@ -56,6 +56,7 @@ class RayNode:
             str(num_cpus),
             *(["--head", head] if head else []),
         ]
+
         # A session of its own: what ends the run must not end the cluster before the run has saved.
         self._process = subprocess.Popen(
             command,
@@ -67,6 +68,7 @@ class RayNode:
         )
         assert self._process.stdout is not None
         self.gcs_address = self._process.stdout.readline().strip()
+
         if not self.gcs_address:
             raise RuntimeError(
                 f"Ray did not start on {address} (status {self._process.wait()}); the reason is above"
@@ -106,6 +108,7 @@ def main() -> int:
     memory = object_store_bytes()
     if warning := too_little_shared_memory(memory):
         _say(f"warning: {parsed.address}: {warning}")
+
     try:
         node = start_patiently(
             lambda: start_node(
@@ -121,10 +124,12 @@ def main() -> int:
     except NodeStartError as error:
         _say(f"{parsed.address}: {error}")
         return 1
+
     # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children
     # when it ends first.
     start_reaper(f"ray-node-{uuid.uuid4().hex}", whole_group=False, named=descendants(os.getpid()))
     print(node.gcs_address, flush=True)
+
     try:
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             if dead := [str(kind) for kind, _ in node.dead_processes()]:
@@ -139,6 +144,7 @@ def main() -> int:
         agents = hold(descendants(os.getpid()))  # also those that were started since
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         end_held(agents)
+
     return 0
 
 

@@ -63,6 +63,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     logging.getLogger("ray").setLevel(logging.WARNING)
     schema = schema_of(config_path, overrides)
     absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
+
     # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
     config = read_config(schema, config_path, overrides).required()
     refuse(config_path, [str(violation) for violation in code_files(config)])  # the job takes the code along
@@ -70,6 +71,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         print(f"not on this machine: {line}", flush=True)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
     client = _connect(address)
+
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
         package = pack(config, Path(folder), Path.cwd())
         print(
@@ -77,6 +79,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
             flush=True,
         )
         job = Job(client, folder)
+
     print(f"job {job.name} at {address}", flush=True)
     return job.stay()
 
@@ -195,7 +198,9 @@ def _status(info: JobInfo) -> int:
     if info.status is JobStatus.STOPPED:
         print("megarl submit: somebody has stopped the job", file=sys.stderr)
         return TERMINATED
+
     if info.driver_exit_code is None:  # it ended before, or beside, its command
         print(f"megarl submit: the job failed: {info.message}", file=sys.stderr)
         return FAILED
+
     return info.driver_exit_code if info.driver_exit_code > 0 else 128 - info.driver_exit_code

@@ -84,6 +84,7 @@ class Meeting:
                 if self.heard(name):
                     return name
             time.sleep(_LOOK_S)
+
         raise LaunchError(f"nobody has said {' or '.join(names)!r} within {limit_s:g} s")
 
     def beat(self) -> None:
@@ -156,6 +157,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
             not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s
         ):
             time.sleep(_LOOK_S)
+
     return status
 
 
@@ -164,11 +166,13 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     config: RunConfig = load_checked_here(schema, config_path, overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
+
     # As the others know it: its own name may well be loopback to itself.
     address = Address(*meeting.what(names[0])).node_0 if names else _address().own
     environment = _of_children()
     add_key(environment)
     node = RayNode(address, num_cpus=num_cpus, environment=environment)
+
     try:
         key = {name: environment[name] for name in (AUTH_MODE, AUTH_TOKEN) if name in environment}
         meeting.say(_HEAD, [node.gcs_address, num_cpus, key])
@@ -188,6 +192,7 @@ def join(meeting: Meeting) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     reason = "it failed"
+
     try:
         meeting.say(f"{_NODE} {meeting.rank}", _address())
         if meeting.first_of(_HEAD, _STATUS) == _HEAD:
@@ -209,6 +214,7 @@ def _wait_for_status(meeting: Meeting, node: RayNode) -> str:
             return "its Ray has ended"
         meeting.beat()
         time.sleep(_LOOK_S)
+
     return "the run has ended"
 
 
@@ -245,12 +251,15 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
             "run it under torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG "
             "key=value ..."
         )
+
     if os.environ["LOCAL_WORLD_SIZE"] != "1":
         raise ValueError(
             f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}"
         )
+
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
+
     try:
         meeting = Meeting()
         return drive(meeting, config_path, overrides) if meeting.rank == 0 else join(meeting)

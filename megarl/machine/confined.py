@@ -68,6 +68,7 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
     _checked("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _allow_files(readable, writable)
     _drop_capabilities()
+
     try:
         allow_only_harmless_calls()
     except OSError as error:
@@ -80,6 +81,7 @@ def limit(limits: ProcessLimits) -> None:
     megabyte = 2**20
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
+
     for kind, value in (
         (resource.RLIMIT_AS, now + limits.memory_mb * megabyte),
         (resource.RLIMIT_CPU, int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + limits.cpu_s + 1),
@@ -153,6 +155,7 @@ def _allow_files(readable: Iterable[str], writable: Iterable[str]) -> None:
         raise ConfinementError(
             errno.ENOSYS, "the kernel has no Landlock (Linux 5.13), or it is switched off (lsm=)"
         )
+
     every = _FILE_ACCESSES[min(abi, max(_FILE_ACCESSES))]
     attributes = struct.pack("Q", every)
     attributes += struct.pack("Q", _BIND_AND_CONNECT_TCP) if abi >= _ABI_OF_NETWORK else b""
@@ -174,6 +177,7 @@ def _add_rule(ruleset: int, path: str, accesses: int) -> None:
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # it does not exist here
         return
+
     allowed = accesses if os.path.isdir(path) else accesses & _OF_FILES
     _checked(
         f"landlock_add_rule of {path}",

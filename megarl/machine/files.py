@@ -38,6 +38,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
     sync_folder(path.parent)
 
 
@@ -72,6 +73,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     clear_leftovers(folder)
+
     with (
         tempfile.TemporaryDirectory(prefix=_prefix(folder), dir=folder.parent) as scratch,
         _locked(Path(scratch)),
@@ -125,6 +127,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("is not JSON that can be read: it is nested too deep") from error
+
     if not isinstance(values, dict):
         raise ValueError(f"must hold a JSON object, not {type(values).__name__}")
     return values

@@ -22,6 +22,7 @@ def hold_port(host: str) -> socket.socket:
     held = socket.socket(_family(host))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((host, 0))
+
     return held
 
 
@@ -34,6 +35,7 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
     """
     candidates = range(_FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), _FIRST_PORT))
     held: list[socket.socket] = []
+
     for port in [*random.SystemRandom().sample(candidates, min(len(candidates), _MOST_TRIED)), *[0] * count]:
         if len(held) == count:
             break
@@ -46,6 +48,7 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
                 raise
         else:
             held.append(each)
+
     return held
 
 

@@ -29,6 +29,7 @@ def usable_cores(quota: Path = _QUOTA) -> int:
         time, period = quota.read_text().split()
         if time != "max":
             cores = min(cores, max(1, int(time) // int(period)))
+
     return cores
 
 

@@ -26,10 +26,12 @@ def host_and_port(address: str) -> tuple[str, int]:
             f"Ray job (megarl submit --address http://HEAD:8265), or run it on a node of the cluster with "
             f"{VARIABLE}=HOST:PORT or auto"
         )
+
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
         raise ValueError(
             f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); give that, auto, or local for "
             f"a Ray of its own"
         )
+
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -49,6 +49,7 @@ def for_programs() -> tuple[str, ...]:
     libraries = subprocess.run(
         command, env={}, cwd="/", capture_output=True, text=True, check=True
     ).stdout.split("\n")
+
     return (*DEVICES, *_SYSTEM, *modules, *filter(None, libraries))
 
 

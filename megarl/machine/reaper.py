@@ -44,6 +44,7 @@ def owned_processes() -> Iterator[str]:
     owner = f"{before or ''}{os.getpid()}.{time.monotonic_ns()}/"
     os.environ[OWNER] = owner
     reaper = start_reaper(owner, whole_group=False)
+
     try:
         yield owner
     finally:
@@ -69,6 +70,7 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
     import subprocess
 
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
+
     # what their names begin with, which the system puts `sem.` before
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]  # there is no other way
@@ -83,6 +85,7 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
         stderr=subprocess.DEVNULL,
         check=True,
     )
+
     return int(started.stdout)
 
 
@@ -93,6 +96,7 @@ def descendants(pid: int) -> list[int]:
         if entry.isdigit():
             with contextlib.suppress(OSError):  # it ended while we looked
                 children.setdefault(int(_status(entry)[1]), []).append(int(entry))
+
     found = list(children.get(pid, []))
     for child in found:  # grows while it is read
         found += children.get(child, [])
@@ -106,6 +110,7 @@ def hold(pids: Iterable[int]) -> list[int]:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             descriptors.append(os.pidfd_open(pid))
+
     return descriptors
 
 
@@ -137,6 +142,7 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
     `group`."""
     mark = f"\0{OWNER}={owner}".encode()
     found = []
+
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -146,6 +152,7 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
                 entry
             ):
                 found.append(int(entry))
+
     return found
 
 
@@ -158,6 +165,7 @@ def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+
     return left
 
 
@@ -176,6 +184,7 @@ def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> No
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.poll()
+
     end_held(held)
     end_processes_of(owner, group)
     for path in Path("/dev/shm").glob(f"sem.{semaphores}-*"):

@@ -113,6 +113,7 @@ def _sealed_file(name: str, content: bytes) -> IO[bytes]:
     file.seek(0)
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+
     return file
 
 
@@ -138,6 +139,7 @@ def _command(level: Level, order: int) -> list[str]:
     python = [readable_files.PYTHON, "-I", "-S", "-B", "-c", start]
     if level not in (Level.bubblewrap, Level.namespaces):
         return python
+
     # of the outermost process: the innermost says it for itself
     around = [_tool("setpriv", level), "--pdeathsig", "KILL"]
     if level is Level.namespaces:
@@ -164,6 +166,7 @@ def _command(level: Level, order: int) -> list[str]:
             around += ["--dev-bind", path, path]
         for path in _SHOWN:
             around += ["--ro-bind-try", path, path]
+
     return [*around, *python]
 
 
@@ -196,10 +199,12 @@ class StartedProgram:
         self._limits = limits
         self._has_begun = False
         self._status: int | None = None
+
         # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
         self._held: list[int] = []
         self._ending = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
         # by which the reaper knows the processes
         owner = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
         try:
@@ -238,6 +243,7 @@ class StartedProgram:
         errors = bytearray()
         deadline = time.monotonic() + (limits.wall_s if self._has_begun else START_LIMIT_S)
         ended: Literal["itself", "time", "output"] = "itself"
+
         with selectors.DefaultSelector() as streams:
             streams.register(process.stdout, selectors.EVENT_READ, output)
             streams.register(process.stderr, selectors.EVENT_READ, errors)
@@ -270,6 +276,7 @@ class StartedProgram:
                     ended = "output"
                 elif time.monotonic() >= deadline and streams.get_map():
                     ended = "time"
+
         return Said(bytes(output), bytes(errors), ended)
 
     def _receive(self) -> bytes:
@@ -281,6 +288,7 @@ class StartedProgram:
             self._has_begun = True
         elif message.startswith(ENDED):
             self._status = int(message.removeprefix(ENDED))
+
         return message
 
     def kill(self) -> None:
@@ -302,17 +310,21 @@ class StartedProgram:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
         with contextlib.suppress(OSError):
             self._channel.setblocking(False)
             while self._receive():
                 pass
+
         with self._ending:
             for descriptor in self._held:
                 _end_held(descriptor)
             self._held = []
+
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr, self._channel):
             if stream is not None:
                 stream.close()
+
         return self.process.returncode if self._status is None else self._status
 
     def finished(self, said: Said, status: int) -> Finished:
@@ -320,10 +332,12 @@ class StartedProgram:
         room = self._limits.output_kb * 1024
         output, errors = (stream[:room].decode(errors="replace") for stream in (said.output, said.errors))
         finished = Finished(output, errors, status, said.ended)
+
         if not self._has_begun:
             raise SandboxError(
                 f"the sandbox {self._level.value} does not work here: {' '.join(errors.split()) or finished}"
             )
+
         return finished
 
 
@@ -332,10 +346,12 @@ def _end_held(descriptor: int) -> None:
     then close it."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
+
     if not poll.poll(_END_LIMIT_S * 1000):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         poll.poll()
+
     os.close(descriptor)
 
 
@@ -372,6 +388,7 @@ def why_not(level: Level) -> str:
             finished = run_program(_PROBE.format(canary=canary.name), level, SandboxLimits())
         except SandboxError as error:
             return str(error)
+
     got_out = (
         finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
     )
@@ -385,6 +402,7 @@ def strongest() -> Level:
         if not (reason := why_not(level)):
             return level
         reasons.append(reason)
+
     raise SandboxError(
         f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces "
         f"or Landlock"

@@ -97,11 +97,14 @@ def run(descriptor: int) -> None:
     to_child, to_supervisor = _socket.socketpair()
     supervisor = os.getpid()
     child = os.fork()
+
     if child:
         to_supervisor.close()
         _supervise(child, order, channel, to_child)
+
     end_with(supervisor)
     to_child.close()
+
     try:
         _confine_program(order, channel, to_supervisor, supervisor)
     except ConfinementError as failure:
@@ -122,11 +125,13 @@ def _confine_program(
     """Confine this process, and tell the caller when it is done."""
     processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
     send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
+
     if order.is_confined:
         send_thread_calls(to_supervisor)
         confine(ProcessLimits(*order.limits), order.readable, order.writable)
     else:
         limit(ProcessLimits(*order.limits))
+
     channel.send(BEGUN)
     channel.close()
     to_supervisor.close()
@@ -148,6 +153,7 @@ def send_thread_calls(to_supervisor: _socket.socket) -> None:
             else error.strerror
         )
         raise ConfinementError(error.errno, f"threads cannot be limited: {reason}") from error
+
     send_descriptors(to_supervisor, b"threads", [listener])
     os.close(listener)
 
@@ -171,6 +177,7 @@ def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _soc
         channel.send(ENDED + b"%d" % os.waitstatus_to_exitcode(status))
     except OSError:
         os._exit(1)  # the caller has gone
+
     os._exit(0)
 
 

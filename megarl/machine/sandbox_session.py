@@ -81,6 +81,7 @@ class SandboxSession:
         with self._starting:
             self._is_closed = True
         self.interrupt()
+
         with self._running:
             if self._started is not None:
                 self._started.end()

@@ -46,6 +46,7 @@ class BareProcess(FreshProcess):
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
         assert isinstance(process_obj, BareProcess)
         resource_tracker.ensure_running()  # it is everybody's, and begins like any other
+
         with _launching, _without_script():
             usual = spawn.get_executable()
             spawn.set_executable(process_obj.launcher)
@@ -69,6 +70,7 @@ class BareContext(SpawnContext):
             f'#!/bin/sh\nexec /usr/bin/env -i {given} {shlex.quote(sys.executable)} "$@"\n'
         )
         self.launcher.chmod(0o700)
+
         if not os.access(self.launcher, os.X_OK):
             raise PermissionError(
                 f"a launcher in {tempfile.gettempdir()} cannot be executed (it is mounted noexec): set "
@@ -86,6 +88,7 @@ def _without_script() -> Iterator[None]:
     main = vars(sys.modules["__main__"])
     kept = {name: main[name] for name in _SCRIPT if name in main}
     main.update(dict.fromkeys(kept))
+
     try:
         yield
     finally:

@@ -46,4 +46,5 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if key in found:
             raise ValueError(f"the key {key!r} stands in it twice")
         found[key] = value
+
     return found

@@ -88,6 +88,7 @@ def supervise(
     poll = select.poll()
     for descriptor in (ended, listener_source.fileno(), *callbacks):
         poll.register(descriptor, select.POLLIN)
+
     try:
         while True:
             ready = dict(poll.poll())

@@ -138,6 +138,7 @@ def notify_of_threads() -> int:
     column = _own_column()
     clone = numbers_of(_CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]
+
     return _install(program, flags=1 << 3)  # SECCOMP_FILTER_FLAG_NEW_LISTENER
 
 
@@ -148,6 +149,7 @@ def _own_column() -> int:
         raise OSError(
             errno.ENOSYS, f"there is no table of system calls for the processor {machine!r}, only for {known}"
         )
+
     return _COLUMNS[machine]
 
 
@@ -155,9 +157,11 @@ def _install(program: list[Instruction], flags: int) -> int:
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
     result = _libc.syscall(_SECCOMP[_own_column()], 1, flags, header)  # SECCOMP_SET_MODE_FILTER
+
     if result < 0:
         code_of_error = ctypes.get_errno()
         raise OSError(code_of_error, f"seccomp: {os.strerror(code_of_error)}")
+
     return result
 
 
@@ -170,9 +174,11 @@ def _program(column: int, process: int) -> list[Instruction]:
         number for calls in ALLOWED_CALLS.values() for number in numbers_of(calls, column).values()
     ):
         program += [(_EQUAL, 0, 1, number), _ALLOW]
+
     for number, block in _rules(numbers_of(_CHECKED_CALLS, column), process):
         assert len(block) < 256, "a jump of the filter is a byte"
         program += [(_EQUAL, 0, len(block), number), *block]
+
     return [*program, (_AT_LEAST, 0, 1, _FIRST_COMMON_NUMBER), _ABSENT, _REFUSE]
 
 
@@ -218,4 +224,5 @@ def _one_of(*alternatives: list[Condition]) -> list[Instruction]:
             compare[-1] = (_EQUAL, 0, len(tail), values[-1])
             tail = [(_LOAD, 0, 0, offset), (_AND, 0, 0, mask), *compare, *tail]
         block += tail
+
     return [*block, _REFUSE]

@@ -34,6 +34,7 @@ def lone_surrogate(value: Any) -> str | None:
             ]
         elif isinstance(each, list | tuple):
             left += [(f"{place}[{index}]", inner) for index, inner in reversed(list(enumerate(each)))]
+
     return None
 
 
@@ -45,6 +46,7 @@ def is_encodable(text: str) -> bool:
         text.encode()
     except UnicodeEncodeError:
         return False
+
     return True
 
 
@@ -57,6 +59,7 @@ def replace_surrogates(value: Any) -> Any:
             if is_encodable(value)
             else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         )
+
     if isinstance(value, Mapping):
         return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -44,9 +44,11 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
     what = expected.what
     error = expected.error
     function: Callable[..., Any] = load_name(path, name, expected)
+
     if not callable(function) or inspect.iscoroutinefunction(function):
         kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
         raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
+
     signature = inspect.signature(function)
     try:
         named = (*expected.keywords, *(name for name in expected.optional if name in signature.parameters))
@@ -61,6 +63,7 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
             f"{what} {name}{signature} in {path!r} cannot be called with {given} ({problem}); write it as "
             f"{expected.example}"
         ) from problem
+
     return function
 
 
@@ -72,9 +75,11 @@ def load_name(path: str, name: str, expected: Expected) -> Any:
     if not os.path.isfile(path):
         raise error(f"{what} file {path!r}: there is no such file (looked in {Path(path).absolute().parent})")
     module = _run_file(path, expected)
+
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise error(f"{what} {name!r} is not in {path!r}, which defines {functions}; set {expected.key}")
+
     return getattr(module, name)
 
 
@@ -98,6 +103,7 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
         raise expected.error(f"{expected.what} file {path!r} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # noqa: BLE001  (the user's code may raise anything)
@@ -105,6 +111,7 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
         raise expected.error(
             f"{expected.what} file {path!r} cannot be run: {last_line(problem)}"
         ) from problem
+
     return module
 
 
@@ -112,6 +119,7 @@ def last_line(error: BaseException) -> str:
     """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero
     (reward.py:12)`."""
     line = traceback.format_exception_only(error)[-1].strip()
+
     # A `__getattr__` that refuses an attribute is named by the line that asked for it.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__getattr__"]
     if isinstance(error, SyntaxError) and error.filename is not None:
@@ -120,4 +128,5 @@ def last_line(error: BaseException) -> str:
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
     else:
         return line
+
     return f"{line} ({place})"

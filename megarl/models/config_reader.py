@@ -102,6 +102,7 @@ class ConfigReader:
             self.problems.append(problem)
         else:
             return kind(value)
+
         return kind(1)  # any value: the problem is reported before an Architecture is made
 
     def flag(self, name: str) -> bool:

@@ -109,6 +109,7 @@ def rank_parameters(
         else:
             # A tied output layer on the stage of the embedding is the embedding's own parameter.
             dense += held * (is_last_stage and not (row.is_copy and is_first_stage))
+
     return ParameterCount(dense, of_experts)
 
 
@@ -128,6 +129,7 @@ def _whole(architecture: Architecture, with_value_head: bool) -> ParameterCount:
             dense += size * _num_layers(row, architecture, layers)
         elif not row.is_copy:
             dense += size
+
     return ParameterCount(dense, of_experts)
 
 

@@ -51,6 +51,7 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     """
     older = reader.take("num_experts")
     newer = reader.take("num_local_experts")
+
     if None not in (older, newer) and older != newer:
         differing = f"'num_experts' {older!r} and 'num_local_experts' {newer!r}"
         reader.problems.append(f"fields {differing} differ; keep one")
@@ -60,6 +61,7 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     chosen = reader.number("num_experts_per_tok", int)
     if chosen > num_experts > 1:
         reader.problems.append(f"'num_experts_per_tok' {chosen} is more than '{name}' {num_experts}")
+
     return num_experts, chosen
 
 

@@ -46,6 +46,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     reader = ConfigReader(_read_json(file))
     model_type = reader.take("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
     if family is None:
         supported = f"the supported families are {', '.join(FAMILIES)}"
         raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
@@ -56,6 +57,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     reader.check_left_over()
     if reader.problems:
         raise ConfigError(str(file), reader.problems)
+
     return architecture
 
 
@@ -84,6 +86,7 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
 
     is_own_code = auto_map is not None and trust_remote_code
     allowed = {family.class_prefix + head for head in _HEADS}
+
     for name in reader.fields.get("architectures") or []:
         if name not in allowed and not is_own_code:
             supported = ", ".join(sorted(allowed))

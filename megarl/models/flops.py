@@ -48,12 +48,14 @@ def training_flops(
     )
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     multiply_adds = 0
+
     for prompt, response in rows:
         length = prompt + response
         pairs = length * (length + 1) // 2
         multiply_adds += (
             length * layers + architecture.num_hidden_layers * 2 * pairs * query + response * output
         )
+
     return 3 * 2 * multiply_adds
 
 
@@ -62,9 +64,11 @@ def _feed_forward(architecture: Architecture) -> int:
     dense = architecture.num_dense_layers * 3 * architecture.intermediate_size
     experts = architecture.experts
     sparse = 0
+
     if experts is not None:
         met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
         sparse = len(experts.layers) * (
             3 * met + experts.num_experts + bool(experts.shared_intermediate_size)
         )
+
     return architecture.hidden_size * (dense + sparse)

@@ -68,6 +68,7 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermedi
     num_experts, num_experts_per_tok = read_num_experts(reader)
     norm_topk_prob = reader.flag("norm_topk_prob")
     check_router_gradient(reader, num_experts_per_tok, norm_topk_prob)
+
     return Experts(
         num_experts=num_experts,
         num_experts_per_tok=num_experts_per_tok,
@@ -82,15 +83,18 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
     """Return every `decoder_sparse_step`-th layer except those of `mlp_only_layers`, as transformers does."""
     step = reader.number("decoder_sparse_step", int, 1)
     dense = reader.take("mlp_only_layers") or []
+
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layers' numbers")
         return ()
 
     every_step = range(step - 1, num_hidden_layers, step)
     layers = tuple(layer for layer in every_step if layer not in dense)
+
     if not layers:
         said = f"'decoder_sparse_step' {step} and 'mlp_only_layers' {dense}"
         reader.problems.append(f"{said} leave no layer with experts")
+
     return layers
 
 

@@ -31,18 +31,22 @@ def read_rope(
     older = reader.fields.get("rope_scaling")
     newer = reader.fields.get("rope_parameters")
     name = "rope_scaling" if older else "rope_parameters"
+
     if older and newer not in (None, {}, older):
         both = "fields 'rope_scaling' and 'rope_parameters'"
         reader.problems.append(f"{both} are both given and differ; keep one")
+
     rope = ConfigReader({"rope_theta": reader.take("rope_theta")} | (reader.fields.get(name) or {}))
 
     rope_type = rope.fields.get("rope_type", rope.fields.get("type", "default"))
+
     if rope.fields.get("type", rope_type) != rope_type:
         differing = f"'rope_type' {rope_type!r} and 'type' {rope.fields['type']!r}"
         rope.problems.append(f"fields {differing} differ; keep one")
 
     rope_theta = rope.number("rope_theta", float, default_theta)
     outer_theta = reader.fields.get("rope_theta")
+
     if outer_theta is not None and outer_theta != rope.fields["rope_theta"]:
         differing = f"{rope.fields['rope_theta']!r} here and {outer_theta!r} at the top"
         rope.problems.append(f"field 'rope_theta' is {differing}; keep one")
@@ -61,6 +65,7 @@ def read_rope(
 
     is_nested = name in reader.fields
     reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
+
     return rope_theta, scaling
 
 
@@ -72,7 +77,9 @@ def _read_llama3_scaling(rope: ConfigReader, max_position_embeddings: int) -> Ro
         high_freq_factor=rope.number("high_freq_factor", float),
         original_max_position_embeddings=original,
     )
+
     if not rope.problems and scaling.high_freq_factor <= scaling.low_freq_factor:
         low = f"'low_freq_factor' {scaling.low_freq_factor}"
         rope.problems.append(f"'high_freq_factor' {scaling.high_freq_factor} must be above {low}")
+
     return scaling

@@ -90,10 +90,12 @@ def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
     """
     rows = rows_of(architecture, head)
     weights = [*_expand(rows, architecture, Place.embedding)]
+
     for layer in range(architecture.num_hidden_layers):
         weights += _expand(rows, architecture, Place.layer, layer)
         for expert in range(architecture.num_experts):
             weights += _expand(rows, architecture, Place.expert, layer, expert)
+
     return (*weights, *_expand(rows, architecture, Place.output))
 
 
@@ -106,6 +108,7 @@ def _expand(
 ) -> Iterator[Weight]:
     sizes = dimension_sizes(architecture)
     num_groups = architecture.num_key_value_heads
+
     for row in rows:
         if row.place is not place or not row.applies(architecture, layer):
             continue

@@ -152,9 +152,11 @@ def read_trunk(
     is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
     if is_derived and hidden_size % num_attention_heads:
         reader.problems.append(f"'hidden_size' {hidden_size} is not {of_heads}, and 'head_dim' is missing")
+
     if num_attention_heads % num_key_value_heads:
         of_groups = f"a multiple of 'num_key_value_heads' {num_key_value_heads}"
         reader.problems.append(f"'num_attention_heads' {num_attention_heads} is not {of_groups}")
+
     if head_dim % 2:
         reader.problems.append(f"'head_dim' is {head_dim}; rotary embeddings turn pairs, so it must be even")
     max_position_embeddings = reader.number("max_position_embeddings", int)

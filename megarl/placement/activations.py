@@ -85,6 +85,7 @@ def working_memory(
     work = _Work(config, role, architecture, stage, uneven)
     trains = role.optim is not None
     stays = work.stays(trains)
+
     # On CUDA Adam takes the square roots of all its second moments at a time.
     roots = 0 if work.kernels is _Kernels.cpu else moments
     return WorkingMemory(
@@ -137,6 +138,7 @@ class _Work:
         prompts = sum(row.prompt for row in rows) * self._shares_prompts
         if self._context > 1:
             return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
+
         return (tokens + prompts) / tokens
 
     @property
@@ -152,6 +154,7 @@ class _Work:
             tokens = micro_batch_tokens(rows, self._context) // self._context
         else:
             tokens = len(rows) * max(row.tokens for row in rows)
+
         cut = self._parallel.tensor_parallel_size
         return -(-tokens // cut) * cut
 
@@ -175,6 +178,7 @@ class _Work:
             8 * tokens
             + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
         )
+
         return (
             tokens * (gathered + received) * self._element
             + angles
@@ -184,6 +188,7 @@ class _Work:
     def score(self) -> int:
         tokens = self._tokens(trains=False)
         width = self._widths
+
         if self.kernels is _Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
@@ -201,11 +206,13 @@ class _Work:
                 self._sparse.scoring,
             )
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
+
         head = 0
         if self._is_last:
             head = tokens * 2 * width.whole * self._element + (
                 0 if self._role.with_value_head else self._scores(tokens)
             )
+
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self.batch(trains=False)
 
@@ -230,6 +237,7 @@ class _Work:
         width = self._widths
         keys = self._keys_of_token
         gathered = keys * (2 * width.key + 4 * width.query)
+
         return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
 
     def _scores(self, tokens: int) -> int:
@@ -256,6 +264,7 @@ class _Work:
             moments.append(self._way_back_of_head(tokens))
         if self._is_first and self.kernels is not _Kernels.cpu:
             moments.append(self._way_back_of_embedding(tokens))
+
         return kept + self._most(moments) + self.batch(trains=True)
 
     def _most(self, moments: list[int]) -> int:
@@ -282,6 +291,7 @@ class _Work:
         again = RecomputeModule.core_attn in self._modules_again
         if self.kernels is _Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
+
         if self.kernels is _Kernels.plain and not again:
             # Queries, and for each of them its keys and values, laid out for the products; their weights;
             # what is attended.
@@ -290,10 +300,12 @@ class _Work:
                 + width.squares
                 + (width.query + 2 * width.key) * has_norm
             )
+
         # The product of all three; queries and keys turned by their angles; values; what is attended, which
         # without packing is laid out once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
         normalised = width.query * has_norm  # which several groups of heads on a rank lay out anew
+
         # in the place of the rank's own keys and values those that its queries see
         if self._context > 1 and not again:
             return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalised
@@ -319,10 +331,12 @@ class _Work:
         only their input; and their output, which the last norm or the next stage reads."""
         layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
         chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
+
         if self.kernels is _Kernels.cpu:
             chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
         else:
             chunk += self._widths.part
+
         return chunk * _chunks_under_way(self._parallel, self._stage)
 
     def _way_back_of_layer(self, tokens: int) -> int:
@@ -333,15 +347,18 @@ class _Work:
         if all_again or again:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
+
         if self.kernels is _Kernels.cpu:
             return (
                 tokens
                 * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole)
                 * self._element
             )
+
         # elements of the MLP's two matrices
         first = 2 * width.gate * width.whole
         second = width.gate * width.whole
+
         # In the activation, the product's gradient in the place of the product, that of gate and up, and two
         # steps towards it; in the second matrix its output's gradient whole, in the first its input's, and
         # the matrix's own; in attention by products, theirs.
@@ -353,6 +370,7 @@ class _Work:
             tokens * (self._way_back_of_attention_apart - 3 * width.gate),
             tokens * self._sparse.beside,
         )
+
         # A tied embedding has its gradient from the head until it has its own.
         tied = (
             self._architecture.tie_word_embeddings
@@ -371,6 +389,7 @@ class _Work:
             again = RecomputeModule.core_attn in self._modules_again  # the keys and values are gathered again
             gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
             return (2 + again) * width.query + ceil(2 * width.key * gathered)
+
         return (6 * width.query + 6 * width.key) * self._shares_prompts
 
     def _way_back_of_head(self, tokens: int) -> int:
@@ -385,6 +404,7 @@ class _Work:
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
         received = tokens * self._widths.part * self._element
+
         return 2 * hidden + received + chunk * self._element + inside
 
     def _way_back_of_embedding(self, tokens: int) -> int:

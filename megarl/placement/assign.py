@@ -18,6 +18,7 @@ def assign(
     """In the order of the requests; None: it does not fit. Ranks are in the order of nodes and devices."""
     used = [0] * num_nodes
     groups: list[GroupPlan] = []
+
     for pool in pools:
         devices = _take(pool, used, devices_per_node)
         if devices is None:
@@ -29,6 +30,7 @@ def assign(
                 return None
             reservation = owner if request.together and owner is not None else request.name
             groups.append(_group(pool, request, places, reservation))
+
     return tuple(groups)
 
 
@@ -61,12 +63,14 @@ def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_De
         if found is None:
             return None
         wanted = found
+
     devices = []
     for node, count in wanted:
         if node >= len(used) or used[node] + count > devices_per_node:
             return None
         devices += [(node, number) for number in range(used[node], used[node] + count)]
         used[node] += count
+
     return sorted(devices)
 
 
@@ -79,12 +83,14 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
     whole, rest = divmod(pool.num_devices, pool.together)
     taken: list[tuple[int, int]] = []
     node = 0
+
     while len(taken) < whole and node < len(free):
         if free[node] >= pool.together:
             free[node] -= pool.together
             taken.append((node, pool.together))
         else:
             node += 1
+
     if len(taken) < whole:
         return None
     if rest:
@@ -92,6 +98,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
         if last is None:
             return None
         taken.append((last, rest))
+
     return taken
 
 
@@ -104,8 +111,10 @@ def _places(request: GroupRequest, devices: Sequence[_Device]) -> list[_Place] |
     for node, number in devices:
         on_nodes.setdefault(node, []).append(number)
     places: list[_Place] = []
+
     for node, numbers in on_nodes.items():
         usable = len(numbers) - len(numbers) % request.together
         size = request.devices_per_process
         places += [(node, tuple(numbers[first : first + size])) for first in range(0, usable, size)]
+
     return places[: request.num_processes] if len(places) >= request.num_processes else None

@@ -23,17 +23,20 @@ def at_work(plan: PlacementPlan) -> AtWork:
     for one, other in overlaps(plan):
         beside.setdefault(one, set()).add(other)
         beside.setdefault(other, set()).add(one)
+
     computing = {
         phase.name: (phase.calls, phase.roles)
         for phase in phases_of(plan.roles)
         if phase.calls and _WAITS not in phase.roles
     }
     table: dict[str, dict[str, int]] = {}
+
     for name, (calls, own) in computing.items():
         at_a_time = {name, *beside.get(name, ())} & computing.keys()
         number = _on_fullest_node(plan, {role for each in at_a_time for role in computing[each][1]})
         for role in own:
             table.setdefault(role, {}).update(dict.fromkeys(calls, number))
+
     return table
 
 

@@ -21,11 +21,13 @@ def custom_problems(config: RunConfig) -> list[str]:
     placement = config.placement
     if placement.strategy is not PlacementStrategy.custom:
         return list(_without_effect(placement))
+
     if isinstance(config, SFTConfig):
         return [
             "placement.strategy: is custom, but supervised fine-tuning has one role, the actor; leave "
             "placement.strategy as it is"
         ]
+
     requests = group_requests(config)
     problems = [*_role_problems(placement, requests), *_pool_problems(placement)]
     return problems or list(_sizes(placement, requests))
@@ -47,6 +49,7 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
         if role not in placement.roles and role not in WITHOUT_DEVICES:
             pools = " or ".join(placement.pools) or "a pool"
             yield f"{_ROLES}: the role {role!r} has no pool; give it one, as {_ROLES}.{role}={pools}"
+
     for role, pool in placement.roles.items():
         if role not in needed:
             yield (
@@ -79,6 +82,7 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
                 f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is "
                 f"{placement.num_nodes}; use {len(counts)} nodes"
             )
+
     if placement.devices_per_node is None:
         return
     for node in range(placement.num_nodes):

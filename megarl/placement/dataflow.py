@@ -124,6 +124,7 @@ def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
             if earlier.writes & (phase.reads | phase.writes) or earlier.reads & phase.writes
         ]
         before[phase.name] = frozenset(direct).union(*(before[name] for name in direct))
+
     return before
 
 

@@ -33,15 +33,19 @@ def sparse_layer(
         return SparseLayer(0, 0, 0)
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
+
     # of a micro-batch's tokens, those of this rank
     own = 1 / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
     sent = own * experts.num_experts_per_tok
+
     # to a rank's experts, of which others may have other parts
     come = sent * (_crowding(experts, parallel) if uneven else 1)
     met = come * cut
+
     # float32 and int64, in elements
     number = 4 / element_bytes
     index = 8 / element_bytes
+
     # Of each token a number and a mark for each expert, and the chosen ones' indices and weights; of each
     # that is sent its place, of each that is met its weight.
     routing = own * (
@@ -51,8 +55,10 @@ def sparse_layer(
     routing += sent * index + met * number
     shared = experts.shared_intermediate_size
     of_shared = 3 * shared / parallel.tensor_parallel_size + own * (hidden + 2) * bool(shared)
+
     # Each expert's input, its gate and up, and their product.
     kept = routing + met * (hidden + 3 * experts.intermediate_size / cut) + of_shared
+
     # Tokens as they are sent and as they come, what each expert makes of them, and that together; parts of a
     # cut expert are added up in float32.
     beside = (sent + come + 2 * met) * hidden + (2 * met + come) * hidden * number * (cut > 1)

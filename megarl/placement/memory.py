@@ -85,6 +85,7 @@ def plan_memory(
     steps = [phase for phase in turns.phases if phase.roles]
     on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles, with the rank of their process
     pools: dict[tuple[int, int], str] = {}
+
     for group in plan.groups:
         for process in group.processes:
             for number in process.devices:
@@ -92,8 +93,10 @@ def plan_memory(
                 on_device.setdefault((process.node, number), []).extend(
                     (role, process.rank) for role in group.roles
                 )
+
     known: dict[tuple[tuple[str, int], ...], tuple[dict[str, dict[str, Usage]], dict[str, int]]] = {}
     devices = []
+
     for place in sorted(on_device):
         roles = tuple((role, sizes.stage(role, rank)) for role, rank in on_device[place])
         if roles not in known:
@@ -110,6 +113,7 @@ def plan_memory(
         devices.append(
             DeviceMemory(node=place[0], device=place[1], pool=pools[place], phases=phases, pinned=pinned)
         )
+
     return devices
 
 
@@ -120,6 +124,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
     if limit_gb is None:
         return []
     problems = _share_problems(config, devices) if isinstance(config, PPOConfig) else []
+
     for pool in dict.fromkeys(device.pool for device in devices):
         fullest = max((device for device in devices if device.pool == pool), key=lambda device: device.peak)
         if fullest.peak > limit_gb * 2**30:
@@ -134,6 +139,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
                 f"sizes, smaller micro-batches, "
                 "recompute=full, a placement in which fewer roles share it, or placement.over_budget=warn"
             )
+
     return problems
 
 
@@ -151,6 +157,7 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
     key = config.rollout.engine.needs.memory_key
     fraction = config.rollout.memory_share_of(config.rollout.engine)
     assert limit_gb is not None
+
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the "
         f"weights take "
@@ -179,10 +186,12 @@ class _Sizes:
         self._turns = turns
         self._buckets: dict[str, int] = {}
         self._keeps_buckets: dict[str, frozenset[str]] = {}
+
         if isinstance(config, PPOConfig):
             transport = choose_transport(config, plan)
             self._buckets = _buckets(config, transport)
             self._keeps_buckets = _keeps_buckets(turns, transport)
+
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
         self._weight_bytes = weight_bytes(config.model.dtype)
@@ -204,10 +213,12 @@ class _Sizes:
         }
         moments = second_moments(model, self._architectures[role], stage)
         work = working_memory(self._config, model, self._architectures[role], stage, moments)
+
         if Item(role, GRADIENTS) in phase.needs:
             activations = max(work.train, work.step)
         else:
             activations = work.score if works and phase.name != "update_weights" else work.stays
+
         return Usage(
             **parts, activations=activations, buckets=self._buckets_in(phase, role, state.parameters)
         )
@@ -242,6 +253,7 @@ class _Sizes:
             if share is None
             else max(share - weights, row_cache(config, policy))
         )
+
         return Usage(
             parameters=weights,
             kv_cache=0 if receives and self._turns.engines_move else cache,
@@ -333,6 +345,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     state_bytes = 8 + master_bytes
     optimizer = -(-held.dense * state_bytes // parallel.num_copies)
     optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
+
     return Usage(
         parameters=held.total * element_bytes,
         gradients=held.total * _FLOAT32,

@@ -69,9 +69,11 @@ class OffloadPlan:
         """Of each phase: all that is in memory while it runs, in a step like the one before it."""
         held = {item for phase in self.phases for item in phase.needs}
         in_phase: dict[str, frozenset[Item]] = {}
+
         for phase in (*self.phases, *self.phases):
             held = held - self.leaving(phase.name) | phase.needs
             in_phase[phase.name] = frozenset(held)
+
         return in_phase
 
     def until_moved(self, role: str, first: str) -> frozenset[str]:
@@ -84,11 +86,13 @@ class OffloadPlan:
         start = names.index(first)
         held = in_phase[first]
         kept = [first]
+
         for name in (*names[start + 1 :], *names[:start]):
             if any(item.role == role for item in held & self.leaving(name)):
                 break
             held = in_phase[name]
             kept.append(name)
+
         return frozenset(kept)
 
     def takes_turns_with(self, role: str) -> tuple[str, ...]:
@@ -110,6 +114,7 @@ class OffloadPlan:
         """The phases from `phase` on, round the step, up to the one that needs the item."""
         step = list(self._phases.values())
         start = step.index(phase)
+
         for later in [*step[start:], *step[:start]]:
             if item in later.needs:
                 return
@@ -127,4 +132,5 @@ class OffloadPlan:
         ]
         if item.part == ENGINE or any(need.part == ENGINE for need in others):
             return bool(others)
+
         return item.part in _HEAVY and any(need.part in _HEAVY for need in others)

@@ -163,6 +163,7 @@ class PlacementPlan:
             for number, bundle in enumerate(reserved)
             for device in bundle.devices
         }
+
         return tuple(
             tuple(dict.fromkeys(numbers[process.node, device] for device in process.devices))
             for process in group.processes
@@ -200,6 +201,7 @@ def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
     sharing: dict[str, list[GroupPlan]] = {}
     for group in groups:
         sharing.setdefault(group.reservation, []).append(group)
+
     for name, members in sharing.items():
         if len(members) == 1:
             bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)

@@ -24,6 +24,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     if problems := custom_problems(config):
         raise ConfigError("placement", problems)
     pools = pool_requests(config)
+
     for devices_per_node in _node_sizes(config, pools):
         groups = assign(pools, placement.num_nodes, devices_per_node)
         if groups is not None:
@@ -34,6 +35,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
                 groups=groups,
                 reservations=tuple(reserve(groups)),
             )
+
     raise ConfigError("placement", [_does_not_fit(config, pools)])
 
 
@@ -42,6 +44,7 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
     placement = config.placement
     if placement.devices_per_node is not None:
         return [placement.devices_per_node]
+
     if placement.strategy is PlacementStrategy.custom:
         counts = [pool.devices_on_nodes or () for pool in pools]
         return [
@@ -53,6 +56,7 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
                 ),
             )
         ]
+
     needed = sum(pool.num_devices for pool in pools)
     return range(-(-needed // placement.num_nodes), needed + 1)
 
@@ -65,6 +69,7 @@ def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
     split = (
         ", and a tensor-parallel group must fit on one node" if needed <= placement.num_nodes * size else ""
     )
+
     return (
         f"placement.num_nodes, placement.devices_per_node: {placement.num_nodes} x {size} = "
         f"{placement.num_nodes * size} devices, "

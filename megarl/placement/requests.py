@@ -72,10 +72,12 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
     strategy = config.placement.strategy
     table = _STRATEGIES[strategy](config) if isinstance(config, PPOConfig) else {"actor": _Pool("actor")}
     pools: dict[str, PoolRequest] = {}
+
     for need in needs:
         name, devices_on_nodes = table[need.name]
         pool = pools.get(name, PoolRequest(name=name, groups=(), devices_on_nodes=devices_on_nodes))
         pools[name] = replace(pool, groups=_joined(pool.groups, need))
+
     return list(pools.values())
 
 
@@ -114,6 +116,7 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
                 devices_per_process=rollout.tensor_parallel_size,
             )
         )
+
     return requests
 
 

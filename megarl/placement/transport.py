@@ -23,12 +23,14 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     working = [transport for transport, reason in why_not.items() if reason is None]
     if asked is Transport.auto:
         return working[0]
+
     if (reason := why_not[asked]) is not None:
         others = " or ".join(transport.value for transport in working)
         raise ConfigError(
             "placement",
             [f"{_KEY}, placement.strategy: is {asked.value}, but {reason}; use {others}, or auto"],
         )
+
     return asked
 
 
@@ -44,16 +46,19 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     """None where it works; folder always does."""
     trainers = plan.group_of("actor").devices
     engines = plan.group_of("rollout").devices
+
     if transport is Transport.device and (alone := sorted(engines - trainers)):
         places = ", ".join(f"{device} of node {node}" for node, device in alone[:4])
         return (
             f"in the placement {plan.strategy.value!r} engines run on devices that have no actor rank "
             f"(device {places})"
         )
+
     if transport is Transport.group and (shared := sorted(engines & trainers)):
         node, device = shared[0]
         return (
             f"actor and rollout share devices (device {device} of node {node}), and NCCL refuses a group "
             f"with two members on one device"
         )
+
     return None

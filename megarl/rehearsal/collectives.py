@@ -38,21 +38,25 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
     group = dist.ProcessGroup.unbox(named["process_group"])
     ranks = tuple(dist.get_process_group_ranks(group))
+
     if name in ("send", "recv_"):
         peer = ranks[named["dst" if name == "send" else "src"]]
         mine = dist.get_rank()
         ranks = (mine, peer) if name == "send" else (peer, mine)
+
     largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
     dtype = str(largest.dtype).removeprefix("torch.")
     elements = largest.numel()
     call = Collective(
         kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()
     )
+
     if call.kind == "all_to_all":
         sent = _split(named["input"], named["input_split_sizes"], len(ranks))
         call = call._replace(
             sent=sent, received=_split(named["output"], named["output_split_sizes"], len(ranks))
         )
+
     return call, largest
 
 

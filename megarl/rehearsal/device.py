@@ -89,9 +89,11 @@ class FakeDevice(TorchDispatchMode):
             "cuda",
             "meta",
         )
+
         if on_device:
             # what is asked for where the memory of a fake tensor says that it is
             keywords = {**keywords, "device": CUDA}
+
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
         if not on_device and not fakes:
             return self._on_host(operator, tensors, arguments, keywords)
@@ -99,6 +101,7 @@ class FakeDevice(TorchDispatchMode):
             return self._read(fakes[0])
         known = self._known(operator, tensors, arguments, keywords)
         result = self._on_device(operator, tensors, known, arguments, keywords)
+
         if known is None:
             for mutated in _mutated(operator, arguments, keywords):
                 vars(mutated).pop(_KNOWN, None)
@@ -107,10 +110,12 @@ class FakeDevice(TorchDispatchMode):
             for fake, value in zip(_tensors(result), _tensors(known), strict=True):
                 if isinstance(fake, FakeTensor):
                     vars(fake)[_KNOWN] = value
+
         if operator is _ZEROS:
             vars(result)[_IS_ZERO] = True
         if operator is _TOP_K and self.routes is not None and arguments[0].dim() == 2:
             vars(result[1])[_KNOWN] = self._routes_of(*arguments[:2])
+
         if operator in _COPIES:
             self._count_copy(operator, arguments, keywords, result)
             if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
@@ -118,6 +123,7 @@ class FakeDevice(TorchDispatchMode):
                     return known
                 if result.is_floating_point():
                     return torch.ones(result.shape, dtype=result.dtype)
+
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
             # Attention of packed rows is of their lengths, where the formula can read them.
@@ -125,6 +131,7 @@ class FakeDevice(TorchDispatchMode):
                 FakeTensor, lambda fake: vars(fake).get(_KNOWN, fake), (arguments, keywords)
             )
             self.ledger.computes(formula(*sized, **named, out_val=result))
+
         self.ledger.sees(
             each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda"
         )
@@ -159,7 +166,9 @@ class FakeDevice(TorchDispatchMode):
             return self._like(known)
         except RuntimeError as error:
             raise RehearsalError(f"{operator}: {str(error).splitlines()[0]}, at {place()}") from error
+
         mutated = _mutated(operator, arguments, keywords)
+
         # A host tensor that is written from the device stays itself.
         return mutated[0] if len(mutated) == 1 and not isinstance(mutated[0], FakeTensor) else result
 
@@ -177,6 +186,7 @@ class FakeDevice(TorchDispatchMode):
             and _has_room(tensors[0])
         ):
             return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
+
         values = [_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
             return None
@@ -186,6 +196,7 @@ class FakeDevice(TorchDispatchMode):
         if keywords.get("device") is not None:
             keywords = {**keywords, "device": torch.device("cpu")}
         result = operator(*arguments, **keywords)
+
         return result if all(_is_small(value) for value in _tensors(result)) else None
 
     def _routes_of(self, scores: Tensor, num_chosen: int) -> Tensor:
@@ -221,6 +232,7 @@ class FakeDevice(TorchDispatchMode):
                 raise RehearsalError(
                     f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL refuses, at {place()}"
                 )
+
         if (call := collective_of(operator, arguments, keywords)) is not None:
             collective, tensor = call
             if collective.kind == "recv" and not tensor.is_floating_point():
@@ -233,6 +245,7 @@ class FakeDevice(TorchDispatchMode):
             work = PythonCallbackWork(lambda limit: self._end(number)).boxed()
         else:
             work = FakeWork().boxed()
+
         return work if len(operator._schema.returns) == 1 else (arguments[0], work)
 
     def _end(self, call: int) -> bool:
@@ -273,6 +286,7 @@ def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
         for argument in operator._schema.arguments
         if argument.is_write and argument.name in keywords
     ]
+
     return _tensors(values)
 
 

@@ -33,11 +33,13 @@ def load_guard() -> None:
     )
     library = compiled_guard()
     libraries = _torch_dir() / "lib"
+
     # The guard links to the first two; a CUDA build registers its own guard when the others are loaded, so
     # they have to come first.
     for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
         if (libraries / name).exists():
             ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+
     ctypes.CDLL(str(library))
 
 
@@ -50,13 +52,16 @@ def compiled_guard() -> Path:
     if library.exists():
         return library
     compiler = shutil.which("g++")
+
     if compiler is None:
         raise ValueError(
             "a dry run on fake devices compiles a guard for CUDA devices once, and there is no g++ on PATH: "
             "install it (apt install g++)"
         )
+
     library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
+
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         linked = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
@@ -69,6 +74,7 @@ def compiled_guard() -> Path:
                 f"{run.stderr[-2000:]}\nuse a g++ that supports C++20"
             )
         made.replace(library)  # at once: others may be compiling it
+
     return library
 
 

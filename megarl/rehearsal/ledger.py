@@ -101,6 +101,7 @@ class Ledger:
             if storage is not None and storage.nbytes() != size:
                 self._storages[key] = reference, storage.nbytes()
                 self._held += storage.nbytes() - size
+
         self._peak = max(self._peak, self._held)
         self._check(0)
 
@@ -136,4 +137,5 @@ class Ledger:
         self._collectives = []
         self._awaits = []
         self._waits.clear()
+
         return record

@@ -42,6 +42,7 @@ class _Rank:
         if not queue:
             return []
         batch = self.calls[queue[0]].batch
+
         return (
             [call for call in queue if self.calls[call].batch == batch] if batch is not None else [queue[0]]
         )
@@ -76,6 +77,7 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
     Of records whose calls agree group by group."""
     ranks = {record.rank: _Rank(record) for record in records}
     moved = True
+
     while moved:
         moved = False
         for mine in ranks.values():
@@ -83,6 +85,7 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
             for group in list(mine.queues):
                 for number in mine.at_work(group):
                     moved |= _end_where_all_are_there(ranks, group, mine.calls[number])
+
     waiting = [number for number, rank in ranks.items() if rank.stands_at(None) is not None]
     return _told(ranks, waiting[0]) if waiting else None
 
@@ -91,9 +94,11 @@ def _end_where_all_are_there(ranks: dict[int, _Rank], group: str, call: Collecti
     numbers = {member: ranks[member].same(group, call) for member in call.ranks if member in ranks}
     if None in numbers.values():
         return False
+
     for member, number in numbers.items():
         assert number is not None
         ranks[member].end(number)
+
     return True
 
 
@@ -103,6 +108,7 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
     places: list[str] = []
     number = first
     group = None
+
     while number not in chain:
         chain.append(number)
         at = ranks[number].stands_at(group)
@@ -120,4 +126,5 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
         )
     else:
         del places[: chain.index(number)]
+
     return "a hang, as the order of calls differs between groups: " + ", which waits for ".join(places)

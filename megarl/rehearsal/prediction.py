@@ -36,9 +36,11 @@ def predicted_memory(
     work = working_memory(config, role, architecture, stage, moments, uneven=False)
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
+
     if architecture.experts:
         crowded = working_memory(config, role, architecture, stage, moments, uneven=True)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
+
     beside = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
     batches = {
         phase: work.trained_batch if phase.startswith("train") else work.scored_batch

@@ -41,6 +41,7 @@ def rehearse_ranks(
     )
     process.start()
     theirs.close()
+
     try:
         while (answer := _received(mine)) is not None:
             if isinstance(answer, Exception):
@@ -82,9 +83,11 @@ def _serve(
     except ValueError as error:
         connection.send(error)
         return
+
     context = multiprocessing.get_context("fork")
     running: dict[Connection, RankRequest] = {}
     waiting = list(reversed(requests))
+
     while waiting or running:
         while waiting and len(running) < num_processes:
             request = waiting.pop()
@@ -107,6 +110,7 @@ def _serve(
             connection.send(message)
             if not isinstance(message, RankProgress):
                 del running[ready]
+
     connection.send(None)
 
 

@@ -56,12 +56,14 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
         found = list(shards.regions(part))
         held = sum(region.numel() for region in found)
         types = {region.dtype for region in found}
+
         if held != part.tensor_slice.volume or types != {dtype}:
             raise RehearsalError(
                 f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which "
                 f"this rank holds {held:,}, as "
                 f"{', '.join(map(str, types))}"
             )
+
         return found
 
     ledger.look_again()  # the weights have just come back

@@ -72,12 +72,14 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
     phases = []
     rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
     torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
+
     try:
         for phase in rehearsal.phases():
             phases.append(phase)
             report(phase.name)
     except Exception as failure:  # noqa: BLE001  (what the engine would do on a device; it is the answer)
         error = _described(failure)
+
     return RankRecord(
         rank=request.rank,
         tensor_rank=place.tp,
@@ -132,6 +134,7 @@ class _Rehearsal:
             1 if packing else len(rows),
             self._architecture.hidden_size,
         )
+
         return batch
 
     def _run(self) -> Iterator[PhaseRecord]:
@@ -146,6 +149,7 @@ class _Rehearsal:
                 )
 
         end = self._ledger.end_phase
+
         # those of a batch are values, which there are none of
         own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)
         spec = spec_of(
@@ -198,6 +202,7 @@ def run_phases(
     trains = engine.spec.optim is not None
     score()
     yield end("score")
+
     if trains:
         train()
         yield end("train")
@@ -206,6 +211,7 @@ def run_phases(
         if engines.overlaps(engine.spec.parallel, platform.current().is_cuda):
             train()
             yield end("train again")
+
     if crowd is not None:
         crowd()
         score()
@@ -213,13 +219,16 @@ def run_phases(
         if trains:
             train()
             yield end(f"train{UNEVEN}")
+
     parts: tuple[StatePart, ...] = tuple(StatePart) if trains else (StatePart.parameters,)
     engine.offload(*parts)
     yield end("offload")
+
     if push is not None:  # as where engines share the device: of the model there is nothing but the weights
         engine.restore(StatePart.parameters)
         push()
         yield end("push")
+
     engine.restore(*parts)
     yield end("restore")
 

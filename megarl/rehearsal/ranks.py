@@ -35,11 +35,13 @@ def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
     if not all(name.strip().isdigit() for name in names):
         raise ValueError(f"--ranks {text}: give distinct, all, or ranks with commas between them, as 0,8")
     ranks = sorted({int(name) for name in names})
+
     if ranks[-1] >= parallel.world_size:
         raise ValueError(
             f"--ranks {text}: the role has {parallel.world_size} ranks, the last of them "
             f"{parallel.world_size - 1}"
         )
+
     return ranks
 
 
@@ -55,8 +57,10 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
                 message = call.kind in POINT_TO_POINT
                 group = (f"messages in {call.group}" if message else call.group, call.ranks)
                 sequences[group].setdefault(record.rank, []).append(call)
+
     rehearsed = {record.rank for record in records}
     problems = []
+
     for (name, ranks), calls in sequences.items():
         members = [rank for rank in ranks if rank in rehearsed]
         first = members[0]
@@ -65,6 +69,7 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
             if problem is not None:
                 problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
                 break
+
     if not problems and (problem := deadlock(records)) is not None:
         problems.append(problem)
     return problems
@@ -103,6 +108,7 @@ def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
         return mine.elements == theirs.elements
     first = mine.ranks.index(one)
     second = mine.ranks.index(other)
+
     return mine.sent[second] == theirs.received[first] and mine.received[second] == theirs.sent[first]
 
 

@@ -24,4 +24,5 @@ def uneven_routes(num_tokens: int, experts: Experts) -> Tensor:
     rest = 1 + torch.arange(num_tokens * chosen - crowd) % others
     first, second = rest.split([crowd * (chosen - 1), (num_tokens - crowd) * chosen])
     with_crowded = torch.cat([torch.zeros(crowd, 1, dtype=torch.int64), first.view(crowd, chosen - 1)], dim=1)
+
     return torch.cat([with_crowded, second.view(num_tokens - crowd, chosen)])

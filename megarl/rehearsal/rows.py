@@ -44,6 +44,7 @@ def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: in
     micro_batches = [
         [number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)
     ]
+
     return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows, context_parallel_size))
 
 
@@ -56,10 +57,12 @@ def with_loss(
     counts = MiniBatchCounts.of(mask)
     if not isinstance(config, PPOConfig):
         return dict(tensors), SFTLoss(counts=counts)
+
     if role.with_value_head:
         return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(
             value_loss=config.algorithm.value_loss, counts=counts
         )
+
     algorithm = config.algorithm
     rows = {**tensors, "advantages": zeros}
     if not config.trainer.one_update or algorithm.rollout_correction.bypass:
@@ -69,4 +72,5 @@ def with_loss(
     if policy_loss_of(algorithm.policy_loss).prepare is not None:
         rows[SELECTED_TOKENS] = torch.zeros_like(mask)
     with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)
+
     return rows, ActorLoss(algorithm=algorithm, counts=counts, with_entropy=with_entropy)

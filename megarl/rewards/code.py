@@ -108,6 +108,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
         passed[number] = outcome is True
         if outcome is None:
             break
+
     return passed
 
 
@@ -153,6 +154,7 @@ class _Tester:
         )
         if finished.ended == "time" or finished.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
+
         return (
             finished.ended == "itself"
             and finished.status == 0

@@ -38,6 +38,7 @@ def program_of(response: str) -> str:
     then the whole response. The end of the response ends a block that is not closed.
     """
     response = outside_thinking(response).replace("\r\n", "\n").encode(errors="replace").decode()
+
     # Models also indent fences that are in no list, and write lists around programs that are not indented as
     # the list is.
     parsed = [_blocks(response), _blocks(_INDENTED_FENCE.sub("", response))]
@@ -87,6 +88,7 @@ def _best_untagged(texts: Sequence[str]) -> str | None:
         for text, tree in found:
             if any(map(is_wanted, tree.body)):
                 return text
+
     return None
 
 

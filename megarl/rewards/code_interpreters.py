@@ -131,11 +131,13 @@ class _Interpreter:
         ran = self._session.run(program)
         self._is_ready = ran.is_alive
         finished = ran.finished
+
         # 137: as a shell says that a process was killed
         if finished.ended == "time" or finished.status in (-9, 137):
             return None, "time", was_fresh
         if finished.ended == "output":
             return None, "died", was_fresh
+
         try:
             return json.loads(finished.output), "value", was_fresh
         except (ValueError, RecursionError):
@@ -165,6 +167,7 @@ class ProgramSide:
             return Value(None, how, was_fresh)
         if isinstance(said, dict) and "value" in said:
             return Value(said["value"], "value", was_fresh)
+
         return Value(None, "raised", was_fresh)
 
     def close(self) -> None:
@@ -184,6 +187,7 @@ class Judge:
         imports = dict(test.imports)
         is_new = True
         data = None
+
         while True:
             arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
             said, how, _ = self._interpreter.ask(f"judge({arguments})")

@@ -112,11 +112,13 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
             raise ValueError(
                 f"{what} {ground_truth[:60]!r} is not a list of tests as JSON: {error}"
             ) from None
+
     if not isinstance(ground_truth, Sequence) or isinstance(ground_truth, str | bytes) or not ground_truth:
         shown = str(ground_truth)[:60]
         raise ValueError(
             f"{what} {shown!r} is not a list of tests with at least one; see the page on rewards"
         )
+
     return [_test(test) for test in ground_truth]
 
 
@@ -138,6 +140,7 @@ def _test(test: Any) -> CodeTest:
             return CallTest(call, value, is_json=True)
         case {"stdin": str(stdin), "stdout": str(stdout), **others} if not others:
             return StreamTest(stdin, stdout)
+
     raise ValueError(
         f"the test {str(test)[:100]!r} is none of {{call, returns}}, {{stdin, stdout}} and an assert "
         f"statement"
@@ -170,10 +173,12 @@ def _of_assert(text: str) -> CodeTest:
     judged = [split.visit(condition) for condition in conditions]
     if not split.sources:
         raise ValueError(f"the test {text[:100]!r} calls nothing of the program")
+
     if len(judged) == 1 and (simple := _equality(judged[0], split.sources, split.used)) is not None:
         if holds_nan(simple.returns):
             raise ValueError(f"the test {text[:100]!r} can never pass: NaN equals nothing; use math.isnan")
         return simple
+
     condition = judged[0] if len(judged) == 1 else ast.BoolOp(ast.And(), judged)
     return AssertTest(ast.unparse(ast.fix_missing_locations(condition)), tuple(split.sources), split.used)
 
@@ -188,8 +193,10 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
             compile(tree, "<test>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{what} is not an assert statement of Python: {error}") from None
+
     imports: dict[str, str] = {}
     conditions: list[ast.expr] = []
+
     for statement in tree.body:
         match statement:
             case ast.Import(names=names):
@@ -202,11 +209,13 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
                 conditions.append(condition)
             case _:
                 raise ValueError(f"{what} has a statement that is neither an assert nor an import")
+
     absent = {path.split(".")[0] for path in imports.values()} - sys.stdlib_module_names
     if absent:
         raise ValueError(
             f"{what} imports {', '.join(sorted(absent))}, and the sandbox has the standard library alone"
         )
+
     if not conditions:
         raise ValueError(f"{what} has no assert statement")
     return imports, conditions
@@ -266,6 +275,7 @@ def _free_names(node: ast.AST, bound: frozenset[str]) -> Iterator[str]:
         if node.id not in bound:
             yield node.id
         return
+
     inner = bound | _bound_by(node)
     for child in ast.iter_child_nodes(node):
         yield from _free_names(child, inner)
@@ -311,6 +321,7 @@ class _Split(ast.NodeTransformer):
         self._bound = self._bound | _bound_by(node)
         visited = self.generic_visit(node)
         self._bound = before
+
         return visited
 
     def _remote(self, node: ast.AST) -> ast.Call:
@@ -324,6 +335,7 @@ class _Split(ast.NodeTransformer):
         keys: list[ast.expr | None] = [ast.Constant(name) for name in given]
         bound = ast.Dict(keys, [ast.Name(name, ast.Load()) for name in given])
         number = ast.Constant(len(self.sources) - 1 if given else self.sources.index(source))
+
         return ast.Call(ast.Name(REMOTE, ast.Load()), [number, bound], [])
 
     def _import(self, name: str) -> None:

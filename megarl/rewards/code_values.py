@@ -69,15 +69,18 @@ def _encode(value: Any, parts: Iterator[int]) -> Any:
         raise ValueError(f"the value has more than {MOST_PARTS} parts")
     if value is None or value is True or value is False:
         return value
+
     if isinstance(value, int):
         plain = int.__pos__(value)
         return plain if -_EXACT_IN_JSON < plain < _EXACT_IN_JSON else ["int", hex(plain)]
+
     if isinstance(value, float):
         return float.__pos__(value)
     if isinstance(value, str):
         return str.__getitem__(value, slice(None))
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", bytes(value).hex()]
+
     return _encode_by_type(value, parts)
 
 
@@ -100,6 +103,7 @@ def _encode_by_type(value: Any, parts: Iterator[int]) -> Any:
         return ["deque", each_of(value)]
     if isinstance(value, (collections.abc.Iterator, collections.abc.ValuesView)):
         return ["iterator", each_of(islice(iter(value), LONGEST_ITERATOR))]
+
     return ["opaque", [bool(value), callable(value)]]
 
 
@@ -122,10 +126,12 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
         return bytes.fromhex(content)
     if kind == "opaque":
         return Opaque(bool(content[0]), call if content[1] else None)
+
     if kind == "dict":
         keys = [decode(key, call) for key, _ in content]
         values = [decode(value, call) for _, value in content]
         return dict(zip(_hashable(keys), values, strict=True))
+
     items = [decode(each, call) for each in content]
     if kind in ("list", "tuple", "iterator"):
         return {"list": list, "tuple": tuple, "iterator": iter}[kind](items)  # type: ignore[operator]
@@ -138,6 +144,7 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
     if kind == "fractions.Fraction" and max(abs(each) for each in items) >= 10**_LONGEST_FRACTION:
         raise ValueError("the fraction is too long")
     module, name = kind.split(".")
+
     return getattr(importlib.import_module(module), name)(*items)
 
 

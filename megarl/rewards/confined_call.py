@@ -51,9 +51,11 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
         """Take some of the answer. A process that says too much is killed."""
         chunk = os.read(read, _MOST_BYTES)
         answer.extend(chunk)
+
         if len(answer) > _MOST_BYTES:
             os.kill(child, signal.SIGKILL)
             return False
+
         return bool(chunk)
 
     try:
@@ -62,6 +64,7 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
             pass
     finally:
         os.close(read)
+
     return _checked(bytes(answer), status)
 
 
@@ -77,6 +80,7 @@ def _checked(answer: bytes, status: int) -> Any:
             f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
         )
         raise ConfinedCallError(f"ended its process ({ended}) without an answer") from None
+
     if kind == "error":
         raise ConfinedCallError(str(value))
     return value
@@ -106,6 +110,7 @@ def _answer(
         said = json.dumps(("error", str(error)))
     except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
         said = json.dumps(("error", f"raised {last_line(error)}"))
+
     with contextlib.suppress(OSError):  # the parent has closed its end: more was said than it reads
         os.write(3, said.encode())
     os._exit(0)

@@ -119,17 +119,20 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
     _die_with_parent()
     set_sample_limit(time_limit_s)
     _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
+
     if any(config.sandbox for config in configs) and not landlock_abi():
         _load_error = (
             "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is "
             "switched off; leave it false"
         )
         return
+
     # What a function has started ends with this process, also where a sample that took too long is why it
     # ends: it is known by a mark, and by the process's own group.
     os.setpgid(0, 0)
     os.environ[OWNER] = owner = f"{os.environ.get(OWNER, '')}reward.{uuid.uuid4().hex}/"
     start_reaper(owner, whole_group=True)
+
     # The pool's own handler is Python code, which never runs while a function hangs in C (a regular
     # expression, say).
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -168,6 +171,7 @@ def score(request: ScoreRequest) -> Outcome:
     numbers: dict[str, float] = {}
     parts = list[float]()
     answers = list[Answer]()
+
     for function, name in zip(_functions, function_labels([each.config for each in _functions]), strict=True):
         try:
             if function.config.sandbox:
@@ -186,6 +190,7 @@ def score(request: ScoreRequest) -> Outcome:
             numbers[name] = score
             values = {f"{name}/{key}": value for key, value in values.items()}
         numbers |= values
+
     has_answer = tuple(answer is not None for answer in answers)
     given = next((answer for answer in answers if answer is not None), [None])
     return Outcome(total, numbers, parts=tuple(parts), answer=given[0], has_answer=has_answer)
@@ -210,12 +215,14 @@ def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str
     if not isinstance(returned, dict) or "answer" not in returned:
         return numbers, None
     answer = returned["answer"]
+
     if answer is not None and not isinstance(answer, str):
         raise NotAScoreError(
             f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a text in a "
             f"normal form, or None for a "
             "sample without an answer"
         )
+
     return numbers, [answer]
 
 
@@ -238,21 +245,25 @@ def _numbers(returned: Any) -> dict[str, float]:
             f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a "
             f"number or such a dict"
         )
+
     if reserved := _RESERVED & set(map(str, returned)):
         name = min(reserved)
         raise NotAScoreError(
             f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name"
         )
+
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]
         raise NotAScoreError(
             f"returned the {type(value).__name__} {_shown(value)} as its score, expected a finite number"
         )
+
     if len(numbers) > MOST_NUMBERS:
         raise NotAScoreError(
             f"returned {len(numbers)} numbers, at most {MOST_NUMBERS} can become metrics; return fewer"
         )
+
     return numbers
 
 
@@ -262,10 +273,12 @@ def _number(value: Any) -> float | None:
         value = value.item()
     if not isinstance(value, Real):
         return None
+
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of floats
         return None
+
     return number if math.isfinite(number) else None
 
 

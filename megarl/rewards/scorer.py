@@ -129,8 +129,10 @@ class RewardScorer:
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
         self._context = _context(functions, sandbox)
+
         # by data source: whether each function returns the key "answer"
         self._has_answer: dict[str, tuple[bool, ...]] = {}
+
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is
         # started in a thread that lives as long as the scorer; later processes are started by the pool's own
         # thread.
@@ -155,6 +157,7 @@ class RewardScorer:
         self._ensure_pool()
         pool = self._pool
         limit_s = self.time_limit_s
+
         return [
             BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool)
             for request in requests
@@ -177,6 +180,7 @@ class RewardScorer:
         begun = {index: sample for index, sample in enumerate(samples) if isinstance(sample, BegunScore)}
         waiting = list(range(len(requests)))
         num_fruitless = 0
+
         while waiting:
             unscored = self._score_some(requests, waiting, begun, outcomes, errors)
             begun = {}  # those that a broken pool has left are begun anew
@@ -188,9 +192,11 @@ class RewardScorer:
                     "Look for what kills them: the kernel's log shows processes that ran out of memory"
                 )
             waiting = unscored
+
         errors.sort(key=lambda error: error.index)
         failed = Outcome(0.0, {}, parts=(0.0,) * len(self._functions))
         rows = [outcomes.get(index, failed) for index in range(len(requests))]
+
         return ScoreReport(
             scores=[row.score for row in rows],
             numbers=[row.numbers for row in rows],
@@ -210,6 +216,7 @@ class RewardScorer:
             context=self._context,
         )
         loading = pool.schedule(process.load_error)
+
         if not self._is_done_in_time(loading):
             files = ", ".join(function.path for function in self._functions)
             problem = (
@@ -218,10 +225,12 @@ class RewardScorer:
             )
         else:
             problem = loading.result()
+
         if problem is not None:
             pool.stop()
             pool.join()
             raise RewardFunctionError(problem)
+
         return pool
 
     def _is_done_in_time(self, loading: Future[str | None]) -> bool:
@@ -237,6 +246,7 @@ class RewardScorer:
             waited_s = min(map(waited_for_core_s, workers), default=0.0)
             if time.monotonic() - start_s - waited_s > self._start_time_limit_s:
                 return False
+
         return True
 
     def _score_some(
@@ -252,6 +262,7 @@ class RewardScorer:
         new = [index for index in waiting if index not in begun]
         futures = {**begun, **dict(zip(new, self.begin([requests[index] for index in new]), strict=True))}
         unscored = []
+
         for index in waiting:
             result = self._result(futures[index])
             if isinstance(result, Outcome) and result.error is None:
@@ -265,6 +276,7 @@ class RewardScorer:
                 if len(errors) > self._max_error_rate * len(requests):
                     self._stop()  # the pool starts again if there is a next time
                     raise RewardError(self._too_many(errors, len(requests)))
+
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
@@ -277,6 +289,7 @@ class RewardScorer:
             return outcome
         index = next(index for index, has in enumerate(outcome.has_answer) if has != declared[index])
         this, others = ("an", "none") if outcome.has_answer[index] else ("no", "one")
+
         return Outcome(
             0.0,
             {},
@@ -311,10 +324,12 @@ class RewardScorer:
         if isinstance(result, Outcome):
             assert result.error is not None
             return ScoreError(index, uid, "function", result.error)
+
         if isinstance(result, ProcessExpired):
             return ScoreError(
                 index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})"
             )
+
         return ScoreError(
             index,
             uid,

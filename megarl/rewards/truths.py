@@ -130,6 +130,7 @@ class Trial(NamedTuple):
             return None
         assert isinstance(self.response, Response)
         position = self.response.form_of
+
         return (
             outcome.score - empty.score
             if position is None
@@ -145,6 +146,7 @@ def as_response(request: ScoreRequest) -> Response:
     functions = loaded_functions()
     truth = request.ground_truth
     labels = function_labels([function.config for function in functions])
+
     for function, label in zip(functions, labels, strict=True):
         if (refusal := _refusal(function, label, truth)) is not None:
             return Response(refusal=refusal)
@@ -152,6 +154,7 @@ def as_response(request: ScoreRequest) -> Response:
     # The first function that knows how a ground truth is shown decides for all.
     text = truth if isinstance(truth, str) else str(truth)
     form_of = None
+
     for position, (function, label) in enumerate(zip(functions, labels, strict=True)):
         if (shown := companion(function.config.path, function.call, "answer_from_truth")) is None:
             continue
@@ -164,6 +167,7 @@ def as_response(request: ScoreRequest) -> Response:
         text = derived
         form_of = position
         break
+
     return Response(text, form_of, outcome=score(request._replace(solution_str=text)))
 
 
@@ -173,16 +177,19 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
             f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; give the right answer, "
             f"or leave the row out"
         )
+
     if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(
         function.call
     ):
         return None
+
     try:
         check(truth)
     except ValueError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
         return f"check_truth, defined next to {label}, raised {last_line(error)}"
+
     return None
 
 
@@ -197,6 +204,7 @@ def reads_truth(function: Callable[..., Any]) -> bool:
     if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return True  # one of its keyword arguments
     loaded = (each.argval for each in dis.get_instructions(code) if "LOAD" in each.opname)
+
     return "ground_truth" in code.co_cellvars or any(
         "ground_truth" in (value if isinstance(value, tuple) else [value]) for value in loaded
     )
@@ -215,6 +223,7 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
     """
     end_s = None if limit_s is None else time.monotonic() + limit_s
     trials: list[Trial] = []
+
     for part in (rows[:1], rows[1:]):
         requests = [row.request() for row in part]
         begun: list[tuple[Future[Any], Future[Any]]] = [
@@ -233,6 +242,7 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
             isinstance(each, Unfinished) for trial in trials for each in (trial.response, trial.empty)
         ):
             break
+
     return trials
 
 
@@ -254,6 +264,7 @@ def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
     for trial in trials:
         if (refusal := _refusal_of(trial)) is not None:
             lines.setdefault(trial.row.file, []).append(_line(trial, refusal))
+
     return lines
 
 
@@ -263,6 +274,7 @@ def _refusal_of(trial: Trial) -> str | None:
         return None
     text = trial.response.text
     refusal = trial.response.refusal
+
     if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
         assert trial.outcome is not None
         score_of_it = trial.outcome.parts[trial.response.form_of]
@@ -270,6 +282,7 @@ def _refusal_of(trial: Trial) -> str | None:
             f"shown as the response {short(text)} it scores {score_of_it:g}, no better than an empty "
             f"one, so no response can be right"
         )
+
     return refusal
 
 
@@ -286,6 +299,7 @@ def problem_with(trial: Trial, full_marks: float) -> str | None:
             problem = f"an empty response scores {trial.empty.score:g}"
         elif trial.outcome is not None and trial.outcome.score < full_marks:
             problem = f"as a response it scores {trial.outcome.score:g}"
+
     return None if problem is None else _line(trial, problem)
 
 
@@ -316,6 +330,7 @@ def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
                 found[trial.row.data_source] = RewardKeys(
                     before.has_answer or any(outcome.has_answer), before.numbers | frozenset(outcome.numbers)
                 )
+
     return found
 
 
@@ -328,11 +343,13 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
             if isinstance(outcome, Outcome) and outcome.error is None:
                 place = f"the {what} of {trial.row.file}, row {trial.row.number}"
                 seen.setdefault(trial.row.data_source, {}).setdefault(outcome.has_answer, place)
+
     mixed: dict[str, tuple[str, str]] = {}
     for source, places in seen.items():
         if len(places) > 1:
             by_number = sorted(places, key=sum)
             mixed[source] = places[by_number[-1]], places[by_number[0]]
+
     return mixed
 
 

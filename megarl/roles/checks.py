@@ -58,10 +58,12 @@ class LogProbGate:
         rollout = columns["rollout_log_probs"]
         old = columns["old_log_probs"]
         mean = moments(_difference, mask, rollout, old).mean
+
         if not mean <= self._max_difference:  # a NaN does not pass
             raise LogProbMismatchError(
                 self._explain(padded(map_tokens(_difference, mask, rollout, old)), padded(mask), mean)
             )
+
         self.passed = True
 
     def wants(self, batch: DataProto) -> bool:
@@ -76,6 +78,7 @@ class LogProbGate:
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])
         first = _mean(difference[:, :1], mask[:, :1])
         later = _mean(difference[:, 1:], mask[:, 1:])
+
         return (
             f"rollout and actor disagree about the first batch: mean |log-prob difference| {mean:.3g} over "
             f"{int(mask.sum())} tokens, "
@@ -142,6 +145,7 @@ class FirstRatioGate:
         mean = metrics["actor/approx_kl"]
         limit = math.exp(self._tolerance.extreme)
         near = 1 / limit <= low and high <= limit
+
         if not (near and abs(mean) <= self._tolerance.mean):  # a NaN does not pass
             raise FirstRatioError(
                 f"the first update's ratios of new to old probabilities are {low:.6g} to {high:.6g}, mean "
@@ -151,4 +155,5 @@ class FirstRatioGate:
                 f"within {self._tolerance.mean:g} of 0. Likely causes:"
                 + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_RATIOS)
             )
+
         self._passed = True

@@ -79,6 +79,7 @@ class UpdatePlan:
                 f"equal mini-batches; "
                 f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
+
         return batch.make_iterator(
             size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None
         )
@@ -112,6 +113,7 @@ class MegatronRole:
         plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
         model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
+
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
             fillers = [micro_batch.is_filler for micro_batch in rank.micro_batches for _ in micro_batch.rows]
@@ -119,6 +121,7 @@ class MegatronRole:
                 part.ragged["response_mask"] = _without(part.ragged["response_mask"], fillers)
             part.meta_info = {MICRO_BATCHES: [list(rows) for rows in rank.local_micro_batches]}
             parts.append(part)
+
         return plan, parts
 
     def _score(
@@ -139,6 +142,7 @@ class MegatronRole:
 
         future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
+
         return future
 
     def _update(
@@ -157,6 +161,7 @@ class MegatronRole:
         """
         moves = self._schedule.before(phase)
         futures = []
+
         for mini_batch in mini_batches:
             loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
             futures.append(self.group.call(method, self._split(mini_batch, mini_batch.columns)[1], loss))
@@ -199,6 +204,7 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     rows = sorted(row_at.values())
     firsts = first_with_prompt(prompts.select(torch.tensor(rows)).each())
     first_at = {places[row]: rows[first] for row, first in zip(rows, firsts, strict=True)}
+
     return [RowPrompt(first_at[place], place[1]) for place in places]
 
 
@@ -215,6 +221,7 @@ def _restored(
     if batch.ragged:
         return DataProto.from_dict(rows)
     width = batch.tensors["response_mask"].shape[1]
+
     return DataProto.from_dict(
         {key: column if key == ROUTED_EXPERTS else column.padded(width) for key, column in rows.items()}
     )
@@ -365,6 +372,7 @@ class Actor(MegatronRole):
             return self.log_probs(batch)
         if check is None or not check.wants(batch):
             return ABSENT.log_probs(batch)
+
         return DerivedFuture([self.log_probs(batch)], lambda results: DataProto())
 
     @property
@@ -417,6 +425,7 @@ class Actor(MegatronRole):
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
         ]
         ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
+
         return self._update(
             mini_batches,
             "update_actor",
@@ -432,6 +441,7 @@ class Actor(MegatronRole):
                 "the update, or several updates "
                 "of a step compare themselves with: batch = batch.union(actor.old_log_probs(batch, step))"
             )
+
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
         plan, parts = self._split(rows, rows.columns)
@@ -482,6 +492,7 @@ def actor_rows(
         keys.append("ref_log_prob")
     if ROUTED_EXPERTS in columns:
         keys.append(ROUTED_EXPERTS)
+
     if "rollout_weights" in columns:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
@@ -489,10 +500,12 @@ def actor_rows(
         refuse_unusable_log_probs(
             *(of_one_form(columns)[key] for key in ("response_mask", "rollout_log_probs"))
         )
+
     rows = {key: columns[key] for key in keys}
     if LOSS_MASK in columns:
         rows["response_mask"] = columns[LOSS_MASK]
     prepare = policy_loss_of(algorithm.policy_loss).prepare
+
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
         of_tokens = of_one_form(columns)
         rows |= prepare(
@@ -501,6 +514,8 @@ def actor_rows(
             algorithm.policy_loss,
             seed,
         )
+
     named = mini_batch.non_tensor_batch
+
     # not for the loss: an error names rows by it
     return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})

@@ -69,6 +69,7 @@ class OffloadSchedule:
         roles = self._plan.phase(phase).roles
         self._wait_for_others(roles)
         moves = self._let_go(phase, roles)
+
         return [*moves, *self._bring_in(self._plan.coming(phase))]
 
     def runs(self, phase: str, future: RemoteFuture) -> None:
@@ -148,9 +149,11 @@ class OffloadSchedule:
         returns."""
         assert self._plan is not None
         leaving = self._plan.leaving(phase) & self._held
+
         if _ENGINES in leaving:
             self._put_engines_to_sleep()
             leaving -= {_ENGINES}
+
         own = {item for item in leaving if any(self._plan.are_fused(item.role, role) for role in roles)}
         gather(*self._take_out(leaving - own))
         return self._take_out(own)
@@ -185,10 +188,12 @@ class OffloadSchedule:
         assert self._engines is not None
         sizes_gb = {"rollout": self._engines.resident_memory_gb()}
         seen: set[str] = set()
+
         for role in self._plan.takes_turns_with("rollout"):
             if not any(self._plan.are_fused(role, other) for other in seen):
                 seen.add(role)
                 sizes_gb[role] = max(self._models[role].call(MegatronWorker.resident_memory_gb))
+
         self._resident_gb |= {f"memory/{name}_rss_gb/{mode}": size for name, size in sizes_gb.items()}
 
     def metrics(self) -> dict[str, float]:

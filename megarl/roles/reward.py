@@ -74,10 +74,12 @@ class Reward:
         if self._asking is None:
             self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
             return {}
+
         if not has_ended(self._asking.calls):
             return {}
         asked = self._asking
         self._asking = None
+
         return asked.get()
 
     def finish(self, batch: DataProto) -> DerivedFuture:
@@ -87,6 +89,7 @@ class Reward:
             beginning = [] if self._beginning is None else [self._beginning]
             begun = [uid in self._begun for uid in uids]
             self._begun -= set(uids)
+
         others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
 
@@ -100,12 +103,14 @@ class Reward:
         def placed(results: list[Any]) -> DataProto:
             scores = self._sum(results[0], results[-1]) if model else results[0]
             of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
+
             if _OF_TURNS in rows:
                 of_rows = map_tokens(torch.add, rows["response_mask"], of_rows, rows[_OF_TURNS])
                 totals = masked_row_sums(of_rows, rows["response_mask"]).tolist()
                 scores = DataProto.from_dict(
                     scores.columns, {**scores.non_tensor_batch, "score": totals}, scores.meta_info
                 )
+
             return scores.union(DataProto.from_dict({"token_level_scores": of_rows}))
 
         return DerivedFuture([*functions, *model], placed)
@@ -134,6 +139,7 @@ def _needed(batch: DataProto) -> DataProto:
     answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
     if _ANSWERS in rows:
         answers[WROTE] = rows["response_mask"]
+
     return DataProto.from_dict(answers, named.non_tensor_batch)
 
 
@@ -152,6 +158,7 @@ class RewardModel:
         `responses`, `response_mask` and the arrays `uid`, `messages`."""
         moves = self._schedule.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
+
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
         rows = token_rows(batch.columns)
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
@@ -169,4 +176,5 @@ class RewardModel:
             [self.group.call(RewardModelWorker.score_conversations, parts), *moves], restore
         )
         self._schedule.runs(REWARD_MODEL, future)
+
         return future

@@ -144,6 +144,7 @@ class _Starter:
                 pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan)
             )
             groups |= started.spawn()
+
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups
@@ -204,6 +205,7 @@ def start_ppo(
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = _rollout(config, plan, pools, replicas, weights, rules)
+
     return PPORoles(
         actor=_actor(config, groups["actor"], source, updates, schedule),
         critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
@@ -284,6 +286,7 @@ def _workers(
         workers[role.name] = RayClassWithInitArgs(
             _WORKERS[role.kind], starter.model(role, architecture), *reading
         )
+
     return workers
 
 
@@ -315,6 +318,7 @@ def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManag
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
         return [ReplicaPlace(part) for part in parts]
     gpus = visible_gpus(pool)
+
     return [
         ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
         for part, numbers in zip(parts, bundles, strict=True)
@@ -388,9 +392,11 @@ def _rollout(
     agent = config.agent
     limits = _rollout_limits(config)
     limit_s = config.trainer.phase_time_limit_s
+
     if not agent.is_used:
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
         return Rollout(replicas, weights, rules, limits, config.trainer.seed, routes_of)
+
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
@@ -407,6 +413,7 @@ def _rollout(
         max_turn_tokens=agent.max_turn_tokens,
         max_attempts=agent.max_attempts,
     )
+
     return EpisodeRollout(replicas, weights, rules, limits, config.trainer.seed, environments, of_episodes)
 
 
@@ -446,6 +453,7 @@ def start_evaluation(
     replicas = _start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
+
     return EvaluationRoles(
         rollout=_rollout(config, plan, pools, replicas, rollout_weights, rules),
         reward=_reward(config, groups, schedule),
@@ -462,6 +470,7 @@ def start_sft(
     spec = starter.model(role, architecture)
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
+
     return Actor(
         group,
         config.actor.parallel,

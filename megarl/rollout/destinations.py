@@ -123,6 +123,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
         recorded = _record(model, manifest)
     except _LOADER_ERRORS:
         recorded = _record_one_by_one(model, manifest)
+
     plan = Plan({}, recorded.not_followed, [], _places(model))
     for name, copies in recorded.copies.items():
         shape = manifest[name].shape
@@ -138,6 +139,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
     plan.unreached.extend(
         name for name, parameter in named if parameter.numel() and _storage(parameter) not in reached
     )
+
     return plan
 
 
@@ -147,9 +149,11 @@ def zero_what_is_not_written(model: Any, plan: Plan) -> None:
     if plan.not_followed:
         return  # SGLang's own loader is to fill all of it
     written: dict[int, int] = {}
+
     for destination in plan.destinations:
         key = _storage(destination.elements)
         written[key] = written.get(key, 0) + destination.tensor_slice.volume
+
     for parameter in model.parameters():
         if written.get(_storage(parameter), 0) < parameter.numel():
             parameter.detach().zero_()
@@ -176,9 +180,11 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
 
     names = {_storage(tensor): name for name, tensor in tensors.items()}
     not_followed: dict[str, str] = {}
+
     for storage, reason in recorder.computed.items():
         if storage in names:
             not_followed[names[storage]] = reason
+
     copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
         name: [] for name in manifest if name not in not_followed
     }
@@ -186,6 +192,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
         name = names.get(_storage(source))
         if name in copies:  # otherwise the source was computed
             copies[name].append((source, target))
+
     return _Recorded(copies, not_followed)
 
 
@@ -208,6 +215,7 @@ def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
         else:
             all_recorded.copies.update(recorded.copies)
             all_recorded.not_followed.update(recorded.not_followed)
+
     return all_recorded
 
 
@@ -221,11 +229,14 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     source = source if source.shape == target.shape else source.expand(target.shape)
     position = source.storage_offset()
     starts = []
+
     for stride in strides:
         starts.append(position // stride)
         position %= stride
+
     sizes = [1] * len(shape)
     target_dims = {}
+
     for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if size == 1:
             continue
@@ -240,6 +251,7 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
             )
         sizes[place] = size
         target_dims[place] = dim
+
     target_strides = [
         target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))
     ]
@@ -286,6 +298,7 @@ class _Recorder(TorchDispatchMode):
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
             return args[0]
+
         if function not in self._views:
             if function.is_view:
                 self._views.add(function)
@@ -293,6 +306,7 @@ class _Recorder(TorchDispatchMode):
                 each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta
             ]:
                 return self._compute(function, sources, args, kwargs or {})
+
         return function(*args, **(kwargs or {}))
 
     def _compute(
@@ -301,6 +315,7 @@ class _Recorder(TorchDispatchMode):
         reason = f"it calls {function}"
         for source in sources:
             self.computed.setdefault(_storage(source), reason)
+
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:  # it needs the elements

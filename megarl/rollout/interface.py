@@ -63,14 +63,17 @@ class SamplingParameters:
         for name, value in (("n", self.n), ("max_new_tokens", self.max_new_tokens)):
             if value < 1:
                 raise ValueError(f"sampling {name} is {value}; it must be at least 1")
+
         if not self.temperature >= 0:
             raise ValueError(
                 f"sampling temperature is {self.temperature}; give 0 (greedy) or a positive number"
             )
+
         if not 0 < self.top_p <= 1:
             raise ValueError(f"sampling top_p is {self.top_p}; it must lie in (0, 1], 1 switches it off")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"sampling top_k is {self.top_k}; it must be at least 1, or -1 for all tokens")
+
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ValueError(
                 f"sampling min_new_tokens is {self.min_new_tokens}; it must lie between 0 and "
@@ -208,10 +211,12 @@ class RolloutEngine(ABC):
         requests = plan_requests(prompts, sampling)
         self.submit(requests)
         samples: dict[int, Sample] = {}
+
         while len(samples) < len(requests):
             samples |= dict(self.collect(_WAIT_S))
             if failed := self.failed():
                 raise RequestFailedError(failed[0].why)
+
         return [samples[request.request_id] for request in requests]
 
     @abstractmethod
@@ -329,11 +334,13 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
     name = f"the prompt of request {request.request_id}"
     if not prompt:
         raise ValueError(f"{name} is empty; a model needs at least one token to continue")
+
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise ValueError(
             f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is "
             f"0..{vocab_size - 1}"
         )
+
     if len(prompt) + max_new_tokens > max_length:
         raise ValueError(
             f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
@@ -354,9 +361,11 @@ def end_token_ids(folder: str | Path) -> frozenset[int]:
         found = read_json_object(decides).get("eos_token_id")
     except ValueError as error:
         raise ValueError(f"{decides}: {error}") from error
+
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(index, int) and index >= 0 for index in ids):
         raise ValueError(
             f"{decides}: eos_token_id is {found!r}, but must be a token's number or a list of such"
         )
+
     return frozenset(ids)

@@ -37,6 +37,7 @@ class RequestRouter(Generic[Request]):
         self._preferred: dict[int, int] = {}  # request -> the replica that has its prefix in the cache
         self._waiting: list[tuple[_Priority, int]] = []  # a heap, which still contains cancelled requests
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
+
         # while they were in flight at the replica
         self._cancelled: list[set[int]] = [set() for _ in range(num_replicas)]
         self._max_concurrency = max_concurrency
@@ -96,11 +97,13 @@ class RequestRouter(Generic[Request]):
         for request_id in wanted:
             self._drop(request_id)
         cancelled: dict[int, list[int]] = {}
+
         for replica, in_flight in enumerate(self._in_flight):
             if begun := in_flight & wanted:
                 in_flight -= begun
                 self._cancelled[replica] |= begun
                 cancelled[replica] = sorted(begun)
+
         return cancelled
 
     def assign(self, ready: Collection[int]) -> dict[int, list[Request]]:
@@ -118,6 +121,7 @@ class RequestRouter(Generic[Request]):
                 replica = preferred if preferred in ready and self.load(preferred) <= most else least
                 self._in_flight[replica].add(request_id)
                 assigned.setdefault(replica, []).append(self._requests[request_id])
+
         return assigned
 
     def finish(self, replica: int, request_id: int) -> bool:
@@ -129,6 +133,7 @@ class RequestRouter(Generic[Request]):
         if request_id in self._cancelled[replica]:
             self._cancelled[replica].remove(request_id)
             return False
+
         if request_id not in self._in_flight[replica]:
             known = (
                 "was finished before"
@@ -136,6 +141,7 @@ class RequestRouter(Generic[Request]):
                 else "was not given to it"
             )
             raise RequestRoutingError(f"replica {replica} finished request {request_id}, which {known}")
+
         self._in_flight[replica].remove(request_id)
         self._drop(request_id)
         return True
@@ -148,6 +154,7 @@ class RequestRouter(Generic[Request]):
             heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
         self._in_flight[replica] = set()
         self._cancelled[replica] = set()
+
         return lost
 
     def _drop(self, request_id: int) -> None:

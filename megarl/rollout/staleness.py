@@ -47,6 +47,7 @@ class StalenessController:
         self._step_pushes = step_pushes
         self.next_step = next_step
         self._next_version = version  # the version that `next_step` trains
+
         # in order: group -> (version that started it, whether it is finished)
         self._live: dict[int, tuple[int, bool]] = {}
         self._dropped: list[int] = []  # since the last taken group, in order
@@ -107,9 +108,11 @@ class StalenessController:
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()
         self._dropped = self._dropped[self.num_dropped :]
+
         for group in groups:
             age = version - self._live.pop(group)[0]
             assert 0 <= age <= (self.max_staleness if self.in_order else age), (group, age)
+
         self._next_version += self._step_pushes(self.next_step)
         self.next_step += 1
         return groups

@@ -29,6 +29,7 @@ def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thi
         return parse_outside_thinking(
             parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking
         )
+
     parser = sglang_parser(agent.parser, tools)
     return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
 

@@ -49,6 +49,7 @@ class VirtualClock:
             self._happen()
         ended = [future for future in futures if future.ended]
         self.now_s = self.now_s if ended else until_s
+
         return ended
 
     def pass_by(self, seconds: float) -> None:
@@ -127,23 +128,29 @@ class ScriptedEngine:
             for number in arguments[0]:
                 self._held.pop(number, None)  # it may have ended
             return answer
+
         assert method is RolloutWorker.submit_and_poll
         assert not self.is_at_call
+
         if self._death is not None:
             answer.end(error=self._death)
             return answer
+
         requests, wait_s = arguments
         if requests:
             self.submitted.append((self._clock.now_s, list(requests)))
+
         for request in requests:
             self._lengths[request.request_id] = length = self._length_of(request)
             self._limits[request.request_id] = request.sampling.max_new_tokens
             self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
+
         self._call = answer
         first_s = min(self._held.values(), default=float("inf"))
         self._clock.at(
             min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer)
         )
+
         return answer
 
     def call_beside(self, method: RemoteMethod) -> None:
@@ -162,6 +169,7 @@ class ScriptedEngine:
             )
             self._cut(number, written)
             self._held[number] = end_s + pause_s
+
         self._version = version
 
     def die(self) -> None:

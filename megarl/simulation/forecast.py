@@ -100,6 +100,7 @@ def _simulated(
         training_s=training_s,
         push_s=times.push_s,
     )
+
     return Simulation(script).run()
 
 
@@ -114,6 +115,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
             f"devices, so there is nothing to split; "
             "simulate placement.strategy=split_collocate"
         )
+
     own = config.rollout.num_replicas * engine
     trainer = plan.num_devices - own
     model = config.actor.parallel.replica_size
@@ -130,6 +132,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
     while len(chosen) > _MOST_SPLITS:
         chosen.remove(min(chosen - {config.rollout.num_replicas, max(chosen)}))
     devices = {number: plan.num_devices - number * engine for number in sorted(chosen)}
+
     return [Split(left, number, trainer / left) for number, left in devices.items()]
 
 
@@ -147,14 +150,17 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
             f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more, and the most above "
             f"it, up to {most:,}"
         )
+
     sigma = reach - math.sqrt(spare)
     centre = math.log(mean) - sigma**2 / 2
     chance = random.Random(seed)
     drawn = []
+
     for _ in range(_STEPS * _MOST_PROMPTS):
         prompt = chance.gauss(0, 1) * _WITHIN_PROMPT**0.5
         own = [chance.gauss(0, 1) * (1 - _WITHIN_PROMPT) ** 0.5 for _ in range(n)]
         drawn.append([max(1, min(longest, round(math.exp(centre + sigma * (prompt + one))))) for one in own])
+
     return drawn
 
 
@@ -170,17 +176,20 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     """
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
+
     if config.rollout.max_staleness:
         raise ValueError(
             f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, and its wait for "
             f"samples does not say how long "
             "they take; give a run at 0, of which some steps are enough"
         )
+
     if missing := [name for name in ("timing_s/step", "timing_s/gen") if name not in series]:
         raise ValueError(
             f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give a run of reinforcement "
             f"learning"
         )
+
     lengths = _kept_lengths(run_dir)
     generating_s, push_s = (_median(series.get(name)) for name in ("timing_s/gen", "timing_s/update_weights"))
     other = sum(_mean(series, name) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
@@ -195,6 +204,7 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     ticks = _simulated(
         Work.of(config, lengths), unit, config.rollout.num_replicas, training_s=0.0, max_staleness=0, steps=4
     ).step_s
+
     return lengths, Times(training_s, generating_s / ticks, push_s)
 
 
@@ -215,9 +225,11 @@ def _kept_lengths(run_dir: Path) -> list[list[int]]:
         rows = read_samples(path).rows
         for uid, length in zip(rows["uid"].to_pylist(), rows["response_length"].to_pylist(), strict=True):
             groups.setdefault((step, uid), []).append(max(1, length))
+
     if not groups:
         raise ValueError(
             f"{run_dir}: has kept no samples, whose lengths are needed; see tracking.samples_every_steps, "
             f"or give --lengths"
         )
+
     return list(groups.values())

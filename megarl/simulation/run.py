@@ -173,6 +173,7 @@ class Simulation:
             sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate
         )
         self.buffer = RolloutBuffer(self, self, self._loader, self._scoring, rules, staleness)
+
         if saved is not None:
             self._loader.load_state_dict(saved.position)
             self.buffer.restore(saved.groups, saved.position.get("trained", []))
@@ -192,9 +193,11 @@ class Simulation:
                 self.buffer.position(),
                 {group.uid: group for group in self.buffer.finished()},
             )
+
         tokens = sum(self.scheduler.totals().num_tokens)
         slots = self._script.num_engines * self._script.slots
         busy = tokens * self._script.token_s / (slots * self.clock.now_s)
+
         return SimulatedRun(self.steps, self.clock.now_s, busy, len(self.engines.restarted))
 
     # ---- what groups need of a rollout
@@ -237,6 +240,7 @@ class Simulation:
         engine that has started."""
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited
+
         while True:
             self.buffer.score()
             if is_enough() or self.clock.now_s >= end_s:
@@ -258,6 +262,7 @@ class Simulation:
             self._work(lambda: not (self.scheduler.is_at_work or self.buffer.awaits_scores))
             last = self.steps[-1]
             self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
+
         self.scheduler.pause()
         self.version += 1
         self.engines.push(self.version, self._script.push_s)
@@ -320,6 +325,7 @@ class _Scoring:
     def begin(self, groups: DataProto) -> None:
         n = len(self._script.lengths[0])
         end_s = self._clock.now_s + self._script.scoring_s
+
         for uid in map(str, groups.non_tensor_batch["uid"][::n]):
             scores = [
                 0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)

@@ -61,6 +61,7 @@ class BackgroundLogger:
             and time.monotonic() < deadline_s
         ):
             time.sleep(0.01)
+
         self._is_late = bool(self._calls.unfinished_tasks)
         self._raise()
 
@@ -72,12 +73,14 @@ class BackgroundLogger:
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
             pass
+
         if self._thread.is_alive():
             self._abandon()
             raise ServiceError(
                 f"it has not taken what was logged within {CLOSE_LIMIT_S:g} s after the end; the rest is "
                 f"lost to it"
             )
+
         self._raise()
 
     def _submit(self, call: Callable[[Service], None]) -> None:

@@ -67,9 +67,11 @@ class ConsoleLogger:
         ]
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
+
         if self._seconds and self._total_steps is not None and step < self._total_steps:
             usual = self._seconds[1:] or self._seconds  # the first makes much ready
             shown.append(f"{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
+
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         self._write(f"step {step}{total}  " + "  ".join(shown))
 
@@ -164,6 +166,7 @@ class Tracker:
         self._samples = SampleWriter(run.output_dir)
         self._loggers: dict[str, Logger] = {}
         self._failed: set[str] = set()
+
         for kind in kinds:
             self._guarded(
                 kind.value,
@@ -183,6 +186,7 @@ class Tracker:
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
+
         with (
             writing(self._output_dir),
             (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file,

@@ -37,22 +37,27 @@ def read_metrics(path: Path) -> dict[str, Points]:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise MetricsFileError(f"{path}: cannot be read as text: {error}") from error
+
     lines = text.split("\n")
     by_step: dict[int, dict[str, float]] = {}
+
     # what follows the last line break is unfinished, or nothing
     for number, line in enumerate(lines[:-1], start=1):
         step, metrics = _parse(path, number, line)
         by_step.setdefault(step, {}).update(metrics)
+
     if not by_step:
         raise MetricsFileError(
             f"{path}: holds no complete step yet; try again when the run's first step has ended"
         )
+
     series: dict[str, Points] = {}
     for step, metrics in sorted(by_step.items()):
         for name, value in metrics.items():
             points = series.setdefault(name, Points([], []))
             points.steps.append(step)
             points.values.append(value)
+
     return series
 
 
@@ -63,10 +68,12 @@ def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
         raise MetricsFileError(
             f"{path}, line {number}: not JSON ({error}); fix or delete that line"
         ) from error
+
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise MetricsFileError(
             f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}"
         )
+
     numbers = {
         name: float(value)
         for name, value in record.items()

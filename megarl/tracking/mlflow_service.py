@@ -33,12 +33,15 @@ class MlflowService:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
+
         if uri is None:
             uri = (run.output_dir / _STORE).absolute().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # plain files are enough for one run
+
         self._client = MlflowClient(tracking_uri=uri)
         self._last_step = -1
         run_id = run.run_id(_NAME)
+
         if run_id is None:
             run_id = self._create(run)
             run.keep_run_id(_NAME, run_id)
@@ -46,6 +49,7 @@ class MlflowService:
             self._client.update_run(run_id, status="RUNNING")
             history = self._client.get_metric_history(run_id, _EVERY_STEP)
             self._last_step = max((metric.step for metric in history), default=-1)
+
         self._run_id = run_id
 
     def _create(self, run: TrackedRun) -> str:
@@ -54,9 +58,11 @@ class MlflowService:
             self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         )
         run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+
         for settings in _batches(run.settings(), _BATCH):
             params = [Param(key, _shortened(str(value))) for key, value in settings]
             self._client.log_batch(run_id, params=params)
+
         return run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -119,6 +119,7 @@ def plot_run(run_dir: Path) -> Path:
         axis.set_axis_off()
     written = run_dir / CURVES_FILE
     figure.savefig(written, dpi=130)
+
     return written
 
 
@@ -135,6 +136,7 @@ def _panels_with_data(series: Series) -> list[Panel]:
     score = Panel(
         title="Score", curves={"critic/score/mean": "training samples", **labels}, sparse=frozenset(labels)
     )
+
     return [panel for panel in (score, *_PANELS) if any(name in series for name in panel.curves)]
 
 
@@ -150,10 +152,12 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
             axis.plot(points.steps, _moving_average(points.values), color=color, label=label)
         else:
             axis.plot(points.steps, points.values, color=color, label=label)
+
     if panel.logarithmic and all(value > 0 for name, _ in present for value in series[name].values):
         axis.set_yscale("log")
     axis.set_title(panel.title, fontsize=10)
     axis.set_ylabel(panel.unit, fontsize=8)
+
     if len(present) > 1:
         axis.margins(y=0.15)
         axis.legend(fontsize=7, framealpha=0.85, edgecolor="none")
@@ -214,6 +218,7 @@ def _finish(axis: Axes, last_step: int) -> None:
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+
     if not axis.get_xlabel():
         axis.set_xlabel("step", fontsize=8)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

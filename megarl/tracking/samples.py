@@ -115,6 +115,7 @@ def _encoded(table: SampleTable) -> bytes:
     }
     sink = pa.BufferOutputStream()
     pq.write_table(table.rows.replace_schema_metadata(metadata), sink, compression="zstd")
+
     return sink.getvalue().to_pybytes()
 
 
@@ -129,6 +130,7 @@ def sample_files(output_dir: Path) -> dict[int, Path]:
         number = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
         if number.isdecimal():
             found[int(number)] = path
+
     return dict(sorted(found.items()))
 
 
@@ -164,6 +166,7 @@ def _thin(output_dir: Path, max_bytes: int) -> None:
     """The first and the newest file stay longest."""
     files = sample_files(output_dir)
     sizes = {step: path.stat().st_size for step, path in files.items()}
+
     while len(sizes) > 1 and sum(sizes.values()) > max_bytes:
         gone = _most_crowded(list(sizes))
         files[gone].unlink()

@@ -26,14 +26,17 @@ def take_request(run_dir: Path) -> int | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
+
     path.unlink()
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); `megarl scale` writes it") from error
+
     number = values.get(_KEY) if isinstance(values, dict) else None
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_REPLICAS:
         raise ValueError(
             f"{path}: {_KEY} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it"
         )
+
     return number

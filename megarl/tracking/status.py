@@ -157,6 +157,7 @@ def read_status(run_dir: Path) -> StatusRecord:
     path = run_dir / STATUS_FILE
     if not run_dir.is_dir():
         raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
+
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -167,11 +168,13 @@ def read_status(run_dir: Path) -> StatusRecord:
         raise StatusError(
             f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds"
         ) from error
+
     if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] != FORMAT:
         raise StatusError(
             f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that "
             f"runs it"
         )
+
     try:
         return _read(StatusRecord, values, "")
     except _DamageError as error:
@@ -186,6 +189,7 @@ def _why_there_is_none(run_dir: Path) -> str:
             f"{run_dir}: no {STATUS_FILE} yet: it is there when a run of reinforcement learning has "
             f"started its processes"
         )
+
     return (
         f"{run_dir}: no run has written here (no {STATUS_FILE}, no {CONFIG_FILE}); give a run's "
         f"trainer.output_dir"
@@ -207,6 +211,7 @@ def _read(part: type[_Part], values: Any, where: str) -> _Part:
     names = [entry.name for entry in fields(part)]  # type: ignore[arg-type]
     if set(names) != values.keys():
         raise _DamageError(f"{where or 'the whole'} has other keys than {', '.join(names)}")
+
     return part(
         **{name: _value(hints[name], values[name], f"{where}.{name}" if where else name) for name in names}
     )
@@ -222,4 +227,5 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     accepted = (float, int) if hint is float else get_args(hint) or (hint,)  # the types of a union
     if get_origin(hint) in (list, dict) or isinstance(value, bool) or not isinstance(value, accepted):
         raise _DamageError(f"{where} is {str(value)[:40]!r}")
+
     return value

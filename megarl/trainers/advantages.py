@@ -66,16 +66,19 @@ class AdvantageStep:
             "advantages": estimate.advantages,
             "returns": estimate.returns,
         }
+
         return batch.union(DataProto.from_dict(added)), metrics
 
     def _rewards(self, tensors: Mapping[str, Column], num_rows: int) -> tuple[Column, Metrics]:
         mask = tensors["response_mask"]
         metrics: Metrics = {}
         rewards = masked_column(tensors["token_level_scores"], mask)
+
         if self._algorithm.overlong.buffer_share:
             rewards, metrics = penalise_overlong(
                 rewards, mask, self._max_response_length, self._algorithm.overlong
             )
+
         if not (config := self._algorithm.kl).in_reward:
             return rewards, metrics
         beta = self.kl_controller.coefficient
@@ -83,6 +86,7 @@ class AdvantageStep:
             rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator
         )
         self.kl_controller.update(kl, num_rows)
+
         return rewards, metrics | _kl_metrics(kl, beta)
 
     def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
@@ -97,6 +101,7 @@ class AdvantageStep:
         mask = tensors["response_mask"]
         estimator = self._algorithm.kl.estimator
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
+
         return _kl_metrics(kl, self.kl_controller.coefficient)
 
 
@@ -108,6 +113,7 @@ def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:
         is_scored = is_scored & tensors.get(name, is_scored)
     if bool(is_scored.all()):
         return mask
+
     return on_every_token(is_scored, mask)
 
 
@@ -128,6 +134,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     if config.bypass:
         others = batch.select([key for key in tensors if key != "old_log_probs"])
         return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}
+
     if "old_log_probs" not in tensors:
         return batch, {}
     correction = correct(
@@ -136,6 +143,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     added = {} if correction.weights is None else {"rollout_weights": correction.weights}
     if config.rejection.estimator is not RejectionEstimator.none:
         added[LOSS_MASK] = correction.mask
+
     return (batch.union(DataProto.from_dict(added)) if added else batch), correction.metrics
 
 
@@ -153,6 +161,7 @@ def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
     )
     num_before, num_kept = (int(row_lengths(one).sum()) for one in (mask, kept))
     others = batch.select([key for key in batch.columns if key != LOSS_MASK])
+
     return others.union(DataProto.from_dict({LOSS_MASK: kept})), {
         "rollout/late": 1 - num_kept / max(1, num_before)
     }

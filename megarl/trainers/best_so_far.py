@@ -49,14 +49,17 @@ class BestSoFar:
                 step,
                 self.metric,
             )
+
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
+
         if is_best:
             self.step = step
             self.value = value
             self.num_since = 0
         else:
             self.num_since += 1
+
         return is_best
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,9 +110,11 @@ class Checkpointer:
         self.last_step: int = resumed["step"]  # that was made
         self._best = BestSoFar.of(config.checkpoint.keep_best)
         self._early_stop = BestSoFar.of(config.trainer.early_stop)
+
         for each, name in ((self._best, "best"), (self._early_stop, "early_stop")):
             if each is not None:
                 each.load_state_dict(resumed.get(name))
+
         self._under_way: _Save | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.stopped_after: int | None = None  # the step after which the run was told to end
@@ -188,6 +190,7 @@ class Checkpointer:
         checkpoint = self._config.checkpoint
         is_last = step == self._config.trainer.total_steps or self.stopped_early is not None
         minutes = (self._clock() - self._saved_s) / 60
+
         return (
             (checkpoint.at_end and is_last)
             or (checkpoint.every_steps > 0 and step % checkpoint.every_steps == 0)
@@ -205,6 +208,7 @@ class Checkpointer:
             "best": None if self._best is None else self._best.state_dict(),
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
         }
+
         with self._or_nothing(save):
             save.folder = self._folder.begin(step)
             self._models.begin_save(save.folder)
@@ -216,6 +220,7 @@ class Checkpointer:
             write_whole(save.folder / STATE_FILE, json.dumps(of_run | state, indent=2) + "\n")
             if not self._config.checkpoint.asynchronous:
                 self._models.finish_save(save.folder, step)
+
         save.blocked_s = self._clock() - save.started_s
         self._under_way = save
 
@@ -224,6 +229,7 @@ class Checkpointer:
         save = self._under_way
         if save is None:
             return
+
         with self._or_nothing(save):
             if save.sealing is None:
                 if not (wait or self._models.is_written()):
@@ -235,6 +241,7 @@ class Checkpointer:
             if not (wait or save.sealing.done()):
                 return
             nbytes = save.sealing.result()
+
         self._under_way = None
         background_s = self._clock() - save.started_s - save.blocked_s
         self._say(

@@ -79,6 +79,7 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
     scored = [[sample for sample in prompt if sample.is_scored] for prompt in prompts]
     values = {"score/mean": [_mean([sample.score for sample in prompt]) for prompt in scored]}
     has_answer = any(scored) and all(sample.has_answer for prompt in scored for sample in prompt)
+
     for k in sample_counts(min(map(len, prompts))):
         values[f"best@{k}"] = [_of_k(best_at_k, k, [sample.score for sample in prompt]) for prompt in scored]
         if pass_score is not None:
@@ -96,12 +97,14 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
                 )
                 for prompt in scored
             ]
+
     for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
         numbers = [
             [sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers]
             for prompt in scored
         ]
         values[f"reward/{name}/mean"] = [_mean(of_prompt) for of_prompt in numbers]
+
     values["reward/error_rate"] = [fmean(not sample.is_scored for sample in prompt) for prompt in prompts]
     turns = [[sample.num_turns for sample in prompt if sample.num_turns is not None] for prompt in prompts]
     return values | ({"turns/mean": [fmean(of_prompt) for of_prompt in turns]} if all(turns) else {})

@@ -85,9 +85,11 @@ def compare(
     found: dict[str, SourceComparison] = {}
     parts = by_data_source(samples)
     of_others = by_data_source(others)
+
     if len(parts) > 1:
         parts[ALL] = list(samples)
         of_others[ALL] = list(others)
+
     for source, part in parts.items():
         values = prompt_values(part, pass_score)
         other_values = prompt_values(of_others[source], pass_score)
@@ -99,6 +101,7 @@ def compare(
             only_here=[name for name in values if name not in other_values],
             only_there=[name for name in other_values if name not in values],
         )
+
     return found
 
 
@@ -168,6 +171,7 @@ def read_samples(path: Path) -> list[ScoredSample]:
         raise ConfigError(
             str(path), [f"cannot be read ({error}); give the folder that `megarl eval --output` wrote"]
         ) from error
+
     if not samples:
         raise ConfigError(str(path), ["has no samples"])
     return samples

@@ -86,6 +86,7 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
+
         # what ended the run is to be told, not what follows from it
         with suppress(RunError) if kind is not None else nullcontext():
             self._timeline.write()
@@ -158,6 +159,7 @@ class Monitor:
         self._timeline.add(spans + testing_spans, step)
         timings = phase_timings(spans)
         self._metrics |= timings
+
         if "num_tokens" in self._metrics:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
             throughput = self._metrics["num_tokens"] / training_s
@@ -167,6 +169,7 @@ class Monitor:
             }
             if (waited_s := timings.get(f"timing_s/{WAIT}")) is not None:
                 self._metrics["perf/trainer_idle"] = waited_s / training_s
+
         self._tracker.log(self._metrics, step)
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()
@@ -186,8 +189,10 @@ def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
     samples."""
     edges: dict[str, list[float]] = defaultdict(list)
     phases = phases_by_call()
+
     for span in spans:
         name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):
             edges[name] += [span.start_s, span.end_s]
+
     return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}

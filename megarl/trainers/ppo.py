@@ -108,6 +108,7 @@ class PPOTrainer:
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
         if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
+
         for step in self.checkpoints.steps():
             self._scale()
             with self.monitor.step(step):
@@ -152,11 +153,14 @@ class PPOTrainer:
         CheckpointError where its samples cannot be read."""
         self.prompts.load_state_dict(state["data"])
         controller = self.config.algorithm.kl.controller.kind
+
         if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
             # a fixed one is as the configuration says
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])
+
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
+
         if self._async_rollout is not None and (folder / SAMPLES_FILE).is_file():
             try:
                 self._async_rollout.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
@@ -178,22 +182,26 @@ class PPOTrainer:
         with phase("gen"):
             # rollout.generate, and reward.score of what it gives
             batch, scores, of_samples = self._sample(prompts, step)
+
         batch = batch.union(
             *scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch)
         )
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
         updates = [critic.update(batch, step)]
+
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
             with phase("update_actor"):
                 weights.await_actor()  # the critic may go on
             with phase("update_weights"):
                 weights.push()
+
         results = gather(*updates)
 
         parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
         parts += (self._async_rollout.drain_metrics(),) if self._async_rollout is not None else ()
+
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -203,6 +211,7 @@ class PPOTrainer:
         if (rollout := self.config.rollout).late is Late.mask:
             batch, of_late = leave_out_late(batch, rollout.max_staleness)
             of_correction = of_correction | of_late
+
         batch, of_advantages = self._advantages(batch)
         return batch, of_correction | of_advantages
 
@@ -238,6 +247,7 @@ class PPOTrainer:
         metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
         metrics |= reward_model_metrics(batch.tensors)
         metrics |= agent_metrics(arrays)
+
         if "old_log_probs" in columns and scores_in_update(
             self.config.algorithm, one_update=self.config.trainer.one_update
         ):
@@ -246,6 +256,7 @@ class PPOTrainer:
             )
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
             metrics |= self._advantages.kl_metrics(columns)
+
         metrics["num_tokens"] = float(valid_token_count(batch))
         return metrics
 
@@ -256,6 +267,7 @@ class PPOTrainer:
         with self.monitor.testing():
             result = self.evaluation.run(self.roles.rollout, self.roles.reward)
         self.monitor.record_validation(result, step)
+
         return result.metrics
 
 

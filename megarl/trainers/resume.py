@@ -56,6 +56,7 @@ def find_resume(config: RunConfig) -> Resume | None:
                 f"or auto",
             )
         return None
+
     if config.checkpoint.resume == RESUME_AUTO:
         found = folder.latest()
     else:
@@ -66,6 +67,7 @@ def find_resume(config: RunConfig) -> Resume | None:
                 f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; resume from those "
                 f"with auto, or use another folder",
             )
+
     return None if found is None else _read(found, folder, config)
 
 
@@ -74,6 +76,7 @@ def _given(path: Path) -> Path:
     if (path / DESCRIPTION_FILE).is_file():
         return path
     found = CheckpointFolder(path).latest() if path.is_dir() else None
+
     if found is None:
         raise _problem(
             "checkpoint.resume",
@@ -81,6 +84,7 @@ def _given(path: Path) -> Path:
             f"them (with {LATEST_FILE}); "
             "give one, or auto, or disable",
         )
+
     return found
 
 
@@ -96,6 +100,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
         changes = _changes(checkpoint, config)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
+
     if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
         changes.append(
             Difference(
@@ -104,6 +109,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
                 now,
             )
         )
+
     problems = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it "
         f"decides {FIXED[change.key]}; "
@@ -115,6 +121,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     problems += _step_problems(state, config)
     if problems:
         raise ConfigError(f"{checkpoint}, from which the run would resume", problems)
+
     return Resume(
         checkpoint=checkpoint,
         step=state["step"],
@@ -148,6 +155,7 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+
     if not isinstance(state, dict) or (
         absent := [key for key in ("step", "trainer", "seconds", "data") if key not in state]
     ):
@@ -157,12 +165,14 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
             else f"is a {type(state).__name__}, not a mapping"
         )
         raise CheckpointError(f"{path}: {what}; the checkpoint is damaged")
+
     if state["step"] != step:
         raise CheckpointError(
             f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put "
             f"the right file back, or use "
             "another checkpoint"
         )
+
     return state
 
 
@@ -183,8 +193,10 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
             f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains "
             f"{', '.join(sorted(trained))}"
         ]
+
     problems = []
     (now, _) = read_architectures(config)
+
     for role in trained:
         before = read_architecture(
             str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code
@@ -197,23 +209,27 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
                     f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the "
                     f"same model"
                 )
+
     return problems
 
 
 def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
     problems = []
     kind = config.kind.value
+
     if state["trainer"] != kind:
         problems.append(
             f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its "
             f"Hugging Face folder"
         )
+
     if state["step"] > config.trainer.total_steps:
         problems.append(
             f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step "
             f"{state['step']}; "
             f"give more, or an earlier checkpoint as checkpoint.resume=PATH"
         )
+
     return problems
 
 

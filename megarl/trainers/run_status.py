@@ -66,6 +66,7 @@ class StatusOfRun:
             "requests", {f"replica {number}": replica.in_flight for number, replica in enumerate(replicas)}
         )
         self._monitor.count("weights", {"version": self._roles.weights.version})
+
         return RunStatus(
             state=RUNNING,
             step=position.step,
@@ -128,6 +129,7 @@ class StatusOfRun:
             if oldest is None
             else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
         )
+
         return (
             f"rollout replica {number} has finished none of its {replica.in_flight} requests for "
             f"{replica.silent_s:.0f} s{which}. After "

@@ -108,6 +108,7 @@ class SampleRows:
             {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
         )
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
+
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
@@ -115,11 +116,13 @@ class SampleRows:
         once."""
         texts: list[str] = []
         before = None
+
         for row in np.split(ids, np.cumsum(lengths)[:-1]):
             if before is None or not np.array_equal(row, before):
                 text = str(self._tokenizer.decode(row, skip_special_tokens=False))
             before = row
             texts.append(text)
+
         return texts
 
 
@@ -131,6 +134,7 @@ def _of_episodes(
     for wrote, of_tokens in zip(is_model.each(), rewards.each(), strict=True):
         is_end = wrote & ~torch.cat([wrote[1:], wrote.new_zeros(1)])
         turn_rewards.append(of_tokens[is_end].tolist())
+
     return {
         "is_model": list_column(lengths, is_model.flat().numpy(), pa.bool_()),
         "turn_rewards": turn_rewards,

@@ -52,6 +52,7 @@ def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts
     """As the algorithm asks for. `prompts`: where further ones come from."""
     algorithm = config.algorithm
     sampling = config.rollout.training
+
     if algorithm.dynamic_sampling.enabled:
         wanted = config.trainer.prompts_per_step
         generates_ahead = config.rollout.max_staleness > 0
@@ -64,6 +65,7 @@ def make_sampling(config: PPOConfig, rollout: Generator, reward: Reward, prompts
             wanted,
             generates_ahead=generates_ahead,
         )
+
     if algorithm.advantage.estimator.needs.greedy_baseline:
         return GreedyBaseline(rollout, reward, sampling)
     return PlainSampling(rollout, reward, sampling)
@@ -158,6 +160,7 @@ class DynamicSampling:
         scores = []
         num_kept = num_prompts = 0
         num_errors = 0.0
+
         for generation in range(self._num_generations):
             if generation:
                 prompts = self._prompts.take(_number_to_draw(wanted, num_kept, num_prompts))
@@ -176,6 +179,7 @@ class DynamicSampling:
                 break
         else:
             raise NoSignalError(self._explain(step, wanted, num_kept, num_prompts, np.concatenate(scores)))
+
         batch = DataProto.concat(kept)[: wanted * self._sampling.n]
         batch.meta_info["reward/error_rate"] = num_errors / (num_prompts * self._sampling.n)
         metrics = {
@@ -185,6 +189,7 @@ class DynamicSampling:
             "num_surplus": float(num_kept - wanted),
             "score_mean": float(np.concatenate(scores).mean()),
         }
+
         return Samples(batch, [], {f"dynamic_sampling/{name}": value for name, value in metrics.items()})
 
     def _scored(self, prompts: DataProto, step: int, generation: int) -> DataProto:

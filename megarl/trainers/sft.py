@@ -59,10 +59,12 @@ class SFTTrainer:
         if self.validation is None:
             return {}
         parts = []
+
         with self.monitor.testing():
             for batch in one_pass(self.validation, self.config.trainer.samples_per_step):
                 log_probs = self.actor.log_probs(batch).get().ragged["old_log_probs"].flat()
                 parts.append({"val/loss": Metric.mean(-log_probs, batch.ragged["response_mask"].flat())})
+
         metrics = values_of(merge_metrics(parts))
         self.monitor.record(metrics)
         return metrics

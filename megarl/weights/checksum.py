@@ -41,12 +41,15 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
             f"checksum: {values.dtype} has elements of {values.element_size()} bytes; at most four are "
             f"supported"
         )
+
     strides = row_major_strides(values.shape) if strides is None else strides
     if values.dim() == 0:
         values = values.view(1)
         strides = (1,)
+
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
+
     for _, block in (
         contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
     ):
@@ -54,6 +57,7 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
         total += (
             _weights(_indices(block.shape, start, strides, values.device)).mul_(integers[block.index]).sum()
         )
+
     return int(total) % MODULUS
 
 
@@ -94,6 +98,7 @@ def shard_checksums(
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)
             sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
+
     return sums
 
 

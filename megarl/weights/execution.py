@@ -184,9 +184,11 @@ class PipelinedTransfer:
         for replica in set(dropped) - self.lost.keys():
             self._lose(replica, WeightTransferError("it was dropped"))
         self._deadline_s = time.monotonic() + self._time_slice_s
+
         with torch.no_grad():
             for _ in self._steps:
                 return False
+
         return True
 
     # ---- the work: a generator that yields when it has waited for PATIENCE_S
@@ -202,6 +204,7 @@ class PipelinedTransfer:
             self._start(number)
             if self._receive_buffer is not None:
                 yield from self._delivery(number - 1)
+
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
         yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
@@ -221,11 +224,13 @@ class PipelinedTransfer:
         transfer = self._pending.get((channel, number))
         if transfer is None or (channel.replica is not None and channel.replica in self.lost):
             return True
+
         try:
             if not transfer.is_done(PATIENCE_S):
                 return False
         except WeightTransferError as error:
             self._lose(channel.replica, error)
+
         self._pending.pop((channel, number), None)
         return True
 
@@ -244,6 +249,7 @@ class PipelinedTransfer:
                 receive_buffer.replica is not None and receive_buffer.replica in self.lost
             ):
                 return True
+
             try:
                 return bool(ask(receive_buffer))
             except WeightTransferError as error:
@@ -256,6 +262,7 @@ class PipelinedTransfer:
         if replica is None:
             raise error
         self.lost[replica] = str(error)
+
         for channel in self._channels:
             if channel.replica == replica:
                 channel.p2p.abort()
@@ -285,6 +292,7 @@ class PipelinedTransfer:
                     self._pending[channel, number] = channel.p2p.start(sends, receives, number)
                 except WeightTransferError as error:
                     self._lose(channel.replica, error)
+
         if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
             for peer, schedule, where in receive_buffer.sources.of_round(number):
                 if peer == receive_buffer.own:

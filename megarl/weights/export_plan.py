@@ -53,6 +53,7 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
     """In the order of the file; all but the last have `max_numel` elements."""
     chunks: list[ChunkMeta] = []
     room = max_numel
+
     for name, meta in file.manifest.items():
         offset = 0
         numel = prod(meta.shape)
@@ -64,6 +65,7 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
             chunks.append(ChunkMeta(name, offset, min(room, numel - offset)))
             offset += chunks[-1].numel
             room -= chunks[-1].numel
+
     yield Window(file, tuple(chunks), is_last=True)
 
 
@@ -123,15 +125,18 @@ def plan_export(
     files = plan_files(architecture, [layouts[ranks[0]] for ranks in stages], dtype, head, max_file_bytes)
     turns = [cycle(ranks) for ranks in stages]
     max_numel = message_bytes // dtype.itemsize
+
     if max_numel < 1:
         raise ValueError(
             f"a message of {message_bytes} bytes has no room for a {dtype} element; give a larger "
             f"resharding.bucket_mb"
         )
+
     windows: dict[int, tuple[Window, ...]] = {}
     for file in files:
         writer = next(turns[file.stage])
         windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel))
+
     held = slices_by_rank(architecture, layouts, head)
     return ExportPlan(files, windows, _plan_windows(windows, held, nodes, max_numel), dtype)
 
@@ -144,6 +149,7 @@ def _writers_of_stages(layouts: Sequence[ShardLayout]) -> list[list[int]]:
     stages: dict[tuple, list[int]] = {}
     for layout, rank in first.items():
         stages.setdefault((layout.layers, layout.holds_embedding, layout.holds_output), []).append(rank)
+
     return list(stages.values())
 
 
@@ -156,6 +162,7 @@ def _plan_windows(
     """The first windows of all writers, then their second ones, and so on."""
     plans: list[TransferPlan] = []
     loads = [_own_numel(windows.get(rank, ()), slices) for rank, slices in enumerate(held)]
+
     # nobody is as near to a rank as itself
     places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
     for at_a_time in zip_longest(*windows.values()):
@@ -176,6 +183,7 @@ def _plan_windows(
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
         for (source, target), schedule in plans[-1].schedules.items():
             loads[source] += schedule.numel if source != target else 0
+
     return one_after_another(plans)
 
 

@@ -35,10 +35,12 @@ def copy_companions(
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
         if path.is_file() and not path.name.endswith(".index.json") and path.name != CONFIG_FILE:
             shutil.copyfile(path, target / path.name)
+
     config: dict[str, Any] = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name of the field
         config["dtype"] = str(dtype).removeprefix("torch.")
+
     if head is not None:
         _name_class(config, head)
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
@@ -92,6 +94,7 @@ def plan_files(
     """
     whole = manifest_of(architecture, dtype, head)
     parts: list[tuple[int, dict]] = []
+
     for stage, layout in enumerate(stages):
         room = 0
         layout = replace(layout, experts=range(architecture.num_experts))
@@ -107,6 +110,7 @@ def plan_files(
                 room = max(max_file_bytes, nbytes)
             parts[-1][1][tensor.name] = whole[tensor.name]
             room -= nbytes
+
     assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), (
         "stages must hold each tensor once"
     )
@@ -135,14 +139,17 @@ def save_hf_folder(
     """
     folder = Path(folder).absolute()
     source_folder = Path(source_folder).absolute()
+
     if folder.resolve() == source_folder.resolve():
         raise ValueError(
             f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder"
         )
+
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder"
         )
+
     with whole_folder(folder) as partial:
         write_hf_folder(write_weights, files, partial, source_folder, head)
 

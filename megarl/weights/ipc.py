@@ -73,6 +73,7 @@ class IPCWriter:
         self._handle = os.memfd_create(_NAME + uuid.uuid4().hex)
 
         (to_reader, self._told), (heard, from_reader) = os.pipe(), os.pipe()
+
         # The reader opens them again, so that the pipes break when it dies.
         for pipe_end in (to_reader, from_reader):
             os.close(pipe_end)
@@ -150,9 +151,11 @@ class IPCReader:
                 f"see; they must come "
                 "from the trainer rank on its own device"
             )
+
         self._address = address
         self._device = device
         self._bytes: torch.Tensor | None = None
+
         try:
             if not _is_memory_file(address.handle):
                 raise WeightTransferError(
@@ -280,6 +283,7 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
         raise WeightTransferError(f"{path} is not the trainer's memory of {nbytes} bytes; {_REMEDY}")
     with Path(path).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -288,12 +292,14 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
 def _encode_cuda(tensor: torch.Tensor) -> str:
     """Numbers and bytes as text: what torch would pickle is not opened by anyone here."""
     fields: list[Any] = list(reduce_tensor(tensor)[1])
+
     # torch would keep the memory until its reader counts down, which one that is killed never does. So nobody
     # counts: we do it here, and the reader is given a counter that is not there, which torch passes over in
     # silence. Who is there say the pipes.
     torch.UntypedStorage._release_ipc_counter_cuda(fields[_COUNTER], fields[_COUNTER + 1])
     fields[_COUNTER] = _NO_COUNTER
     numbers = [field.hex() if isinstance(field, bytes) else field for field in fields[7:]]
+
     return json.dumps(
         {
             "gpu": str(torch.cuda.get_device_properties(tensor.device).uuid),
@@ -306,11 +312,13 @@ def _encode_cuda(tensor: torch.Tensor) -> str:
 def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
     encoded = json.loads(memory)
     own = str(torch.cuda.get_device_properties(device).uuid)
+
     if own != encoded["gpu"]:
         raise WeightTransferError(
             f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement "
             f"is not the plan's"
         )
+
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
     index = torch.cuda.current_device() if device.index is None else device.index  # torch wants a number here
     return rebuild_cuda_tensor(

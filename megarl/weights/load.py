@@ -57,6 +57,7 @@ def load_into_shards(
     _check_names(index, architecture, head, value_head)
     _check_values(index, architecture, head, value_head)
     check_parameters(parameters, shard_shapes(architecture, layout, head))
+
     with _Reader(index) as reader, torch.no_grad():
         for weight in held_weights(architecture, layout, head):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
@@ -128,12 +129,15 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
     view = shard_view(weight, layout)
     shard = parameter.detach().view(view)
     filled = []
+
     for piece in pieces(weight, layout):
         shard[piece.shard.index].copy_(reader.read(piece))
         filled.append(piece.shard)
+
     if (blank := padding(weight, layout)) is not None:
         shard[blank.index].zero_()
         filled.append(blank)
+
     if (fault := tiling_fault(view, filled)) is not None:
         raise WeightTransferError(f"{weight.megatron_name} was not filled exactly once: {fault}")
 
@@ -165,6 +169,7 @@ class _Reader(ExitStack):
             rows = self._opened[stored.file].get_slice(name)[slices]
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
+
         return rows.view(piece.hf.shape)
 
 
@@ -179,4 +184,5 @@ def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, 
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
     assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
+
     return (slice(first, last + 1), *piece.hf.index[num_split:])

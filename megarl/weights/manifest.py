@@ -84,14 +84,17 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     """
     folder = Path(folder)
     index_path = folder / INDEX_FILE
+
     if index_path.is_file():
         return CheckpointIndex(
             folder=folder, tensors=_with_separate_experts(_read_sharded(folder, index_path))
         )
+
     if (folder / SINGLE_FILE).is_file():
         return CheckpointIndex(
             folder=folder, tensors=_with_separate_experts(_read_header(folder / SINGLE_FILE))
         )
+
     raise WeightTransferError(
         f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; weights in another format must first be saved as "
         f"safetensors "
@@ -106,19 +109,23 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
         raise WeightTransferError(
             f"{index_path}: not a safetensors index with a weight_map: {error}"
         ) from error
+
     if not isinstance(file_of, dict):
         raise WeightTransferError(
             f"{index_path}: not a safetensors index with a weight_map: that is {file_of!r}"
         )
+
     tensors: dict[str, TensorInFile] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise WeightTransferError(
                 f"{index_path}: places {name} in {file!r}, but only a file of this folder can be named"
             )
+
     for name, file in file_of.items():
         if not (folder / file).is_file():
             raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
+
     for file in sorted(set(file_of.values())):
         for name, stored in _read_header(folder / file).items():
             if file_of.get(name) != file:
@@ -126,9 +133,11 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
                     f"{folder / file}: holds {name!r}, which {INDEX_FILE} places in {file_of.get(name)!r}"
                 )
             tensors[name] = stored
+
     for name, file in file_of.items():
         if name not in tensors:
             raise WeightTransferError(f"{folder / file}: lacks {name!r}, which {INDEX_FILE} places there")
+
     return tensors
 
 
@@ -149,6 +158,7 @@ def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, Tensor
                 fused = FusedPlace(name, (num_experts, rows, columns), (expert, number * each))
                 own = TensorInFile(file=stored.file, shape=(each, columns), dtype=stored.dtype, fused=fused)
                 separate[f"{prefix}{found}{expert}.{part}.weight"] = own
+
     return separate
 
 
@@ -180,6 +190,7 @@ def _cut_off(path: Path) -> str:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         encoded = file.read(min(length, path.stat().st_size))
+
     try:
         ends = {
             name: 8 + length + entry["data_offsets"][1]
@@ -189,6 +200,7 @@ def _cut_off(path: Path) -> str:
         lost = [name for name, end in ends.items() if end > path.stat().st_size]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the header itself is damaged
         return ""
+
     first = min(lost, key=lambda name: ends[name], default=None)
     return "" if first is None else f"; {first} is not all there ({len(lost)} of {len(ends)} tensors are not)"
 
@@ -213,9 +225,11 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
                 f"{name} in {stored.file.name} is stored as {stored.dtype}, not one of "
                 f"{', '.join(TORCH_DTYPES)}"
             )
+
     for name, stored in index.tensors.items():
         if name not in manifest and not is_ignored(name):
             faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")
+
     if faults:
         raise WeightTransferError(
             f"{index.folder}: {len(faults)} tensors do not fit config.json: " + "; ".join(faults[:8])
@@ -230,6 +244,7 @@ def _remedy_for_missing(name: str) -> str:
             " (a language model has no value head: it can start a critic, but does not score as a reward "
             "model)"
         )
+
     return ""
 
 
@@ -254,6 +269,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
     if head is None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
+
     if equal:
         with (
             safe_open(head.file, framework="pt") as head_file,
@@ -267,6 +283,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
                 )
                 for start in range(0, head.shape[0], _COMPARED_ROWS)
             )
+
     if not equal:
         raise WeightTransferError(
             f"{head.file}: {LM_HEAD_TENSOR} differs from {EMBEDDING_TENSOR}, but config.json has "
@@ -280,6 +297,7 @@ def check_value_bias(index: CheckpointIndex) -> None:
     stored = index.tensors.get(VALUE_BIAS_TENSOR)
     if stored is None:
         return
+
     with safe_open(stored.file, framework="pt") as file:
         if bool(file.get_tensor(VALUE_BIAS_TENSOR).any()):
             raise WeightTransferError(

@@ -93,6 +93,7 @@ class P2PGroup:
             backend.eager_connect_single_device(device)
         except RuntimeError as error:  # all that torch.distributed raises derives from it
             raise WeightTransferError(f"{address}: rank {rank} could not join: {error}") from error
+
         return cls(backend, device, address.name)
 
     @classmethod
@@ -151,11 +152,13 @@ class _Polled(PendingMessages):
     def is_done(self, patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s
         nap_s = _POLL_S
+
         while not self._work.is_completed():
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_POLL_S)
+
         if (failure := self._work.exception()) is not None:
             raise self._p2p.lost(failure)
         return True
@@ -242,6 +245,7 @@ def _without_watchdog() -> Iterator[None]:
     """
     before = os.environ.get(ASYNC_ERROR_HANDLING)
     os.environ[ASYNC_ERROR_HANDLING] = "0"
+
     try:
         yield
     finally:

@@ -112,6 +112,7 @@ class TransferSchedule:
                 yield small
                 small = []
             yield [part]
+
         if small:
             yield small
 
@@ -183,6 +184,7 @@ def _without_collections() -> Iterator[None]:
     them."""
     was_enabled = gc.isenabled()
     gc.disable()
+
     try:
         yield
     finally:
@@ -199,6 +201,7 @@ def _plan(
 ) -> TransferPlan:
     by_candidates = _needs(shapes, sources, targets)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+
     for candidates, needs in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
         volume = sum(part.tensor_slice.volume for _, part in needs)
         shares = _level(volume, [loads[source] for source in candidates])
@@ -206,6 +209,7 @@ def _plan(
             parts[source, target].append(part)
         for source, share in zip(candidates, shares, strict=True):
             loads[source] += share
+
     order = {name: number for number, name in enumerate(shapes)}
     volumes = {pair: sum(part.tensor_slice.volume for part in listed) for pair, listed in parts.items()}
     num_rounds = _num_rounds(volumes, message_numel)
@@ -213,6 +217,7 @@ def _plan(
         pair: TransferSchedule(sorted(listed, key=lambda part: order[part.name]), num_rounds)
         for pair, listed in parts.items()
     }
+
     return TransferPlan(schedules, num_rounds)
 
 
@@ -222,11 +227,13 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
     lengths: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * num_rounds)
     first = 0
+
     for plan in plans:
         for pair, schedule in plan.schedules.items():
             parts[pair] += schedule.parts
             lengths[pair][first : first + plan.num_rounds] = map(schedule.length, range(plan.num_rounds))
         first += plan.num_rounds
+
     schedules = {
         pair: TransferSchedule(listed, num_rounds, list(accumulate(lengths[pair], initial=0)))
         for pair, listed in parts.items()
@@ -251,6 +258,7 @@ def _needs(
     cuts: dict[tuple, tuple[list[tuple[tuple[int, ...], int, TensorSlice]], int]] = {}
     found: list[dict[tuple[int, ...], list[_Need]]] = [defaultdict(list) for _ in targets]
     faults = [f"{name} is not a tensor of the model" for name in needed if name not in shapes]
+
     for name in shapes:
         key = held.get(name, ()), needed.get(name, ())
         if key not in cuts:
@@ -267,12 +275,15 @@ def _needs(
             )
         for candidates, target, tensor_slice in cut:
             found[target][candidates].append((target, Part(name, tensor_slice)))
+
     if faults:
         raise WeightTransferError(f"{len(faults)} tensors cannot be sent: " + "; ".join(faults[:_MAX_NAMED]))
     merged: dict[tuple[int, ...], list[_Need]] = defaultdict(list)
+
     for of_target in found:
         for candidates, needs in of_target.items():
             merged[candidates] += needs
+
     return merged
 
 
@@ -293,6 +304,7 @@ def _cut(
     holders: dict[TensorSlice, list[int]] = defaultdict(list)
     for source, tensor_slice in held:
         holders[tensor_slice].append(source)
+
     for target, wanted in needed:
         for tensor_slice, ranks in holders.items():
             if (shared := wanted.intersect(tensor_slice)) is not None:
@@ -315,6 +327,7 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
     rising = sorted(loads)
     level = rising[0]
     rest = volume
+
     for count, (low, high) in enumerate(
         zip(rising, [*rising[1:], rising[-1] + volume], strict=True), start=1
     ):
@@ -323,10 +336,12 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
         rest = rest - step * count
         if rest <= 0:
             break
+
     shares = [max(0, level - load) for load in loads]
     excess = sum(shares) - volume  # of rounding up, less than one for each share
     for index in [index for index, share in enumerate(shares) if share][:excess]:
         shares[index] -= 1
+
     return shares
 
 
@@ -337,6 +352,7 @@ def _distributed(
     so on."""
     taking = iter(zip(candidates, shares, strict=True))
     source, room = next(taking)
+
     for target, (name, tensor_slice) in needs:
         start = 0
         volume = tensor_slice.volume
@@ -363,6 +379,7 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
     for (source, target), volume in volumes.items():
         of_rank["sends", source].append(volume)
         of_rank["receives", target].append(volume)
+
     num_rounds = 1
     for (does, rank), listed in of_rank.items():
         if message_numel < len(listed):
@@ -374,6 +391,7 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
         num_rounds = max(num_rounds, ceil(sum(listed) / message_numel))
         while sum(ceil(volume / num_rounds) for volume in listed) > message_numel:
             num_rounds += 1 + num_rounds // 64
+
     return num_rounds
 
 
@@ -396,4 +414,5 @@ def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int
         return bucket_bytes
     assert transport is Transport.device, transport
     each = 2 * bucket_bytes // NUM_IPC_BUFFERS
+
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)

@@ -68,6 +68,7 @@ class EngineLink:
             )
             for source, parts in encoded["schedules"].items()
         }
+
         return cls(place(address(*first), second), schedules, getattr(torch, encoded["dtype"]))
 
 
@@ -106,6 +107,7 @@ class WeightReceiver:
             raise WeightTransferError(
                 "the previous weight update was aborted halfway: join the trainers again"
             )
+
         if has_moved:
             self._destinations.forget()
 

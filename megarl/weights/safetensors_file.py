@@ -27,12 +27,14 @@ class SafetensorsFile:
     def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
         self._path = path
         self._durable = durable
+
         # the system writes a file for one thread at a time, and lets the others spin
         self._lock = threading.Lock()
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
+
         for name, meta in manifest.items():
             self._starts[name] = end
             end = end + prod(meta.shape) * meta.dtype.itemsize
@@ -41,10 +43,12 @@ class SafetensorsFile:
                 "shape": list(meta.shape),
                 "data_offsets": [self._starts[name], end],
             }
+
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
         self._data_start = 8 + len(encoded)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
         try:
             with self._named():
                 os.ftruncate(self._file, self._data_start + end)
@@ -101,6 +105,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightTransferError(f"{folder} holds no *.safetensors file to load weights from")
+
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:

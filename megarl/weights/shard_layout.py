@@ -63,6 +63,7 @@ class ShardLayout:
             return weight.layer in self.layers and weight.expert in self.experts
         if weight.place is Place.embedding:
             return self.holds_embedding
+
         # A tied output layer on the stage of the embedding is the embedding's own parameter.
         return self.holds_output and not (weight.is_copy and self.holds_embedding)
 
@@ -107,12 +108,14 @@ def model_layouts(
     num_chunks = virtual_pipeline_parallel_size or 1
     num_layers = architecture.num_hidden_layers
     stages = pipeline_parallel_size * num_chunks
+
     if num_layers % stages:
         raise ValueError(
             f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size "
             f"{pipeline_parallel_size} "
             f"x virtual_pipeline_parallel_size {num_chunks}"
         )
+
     per_stage = num_layers // stages
     expert_cut = tensor_parallel_size if architecture.experts else 1
     return tuple(
@@ -160,12 +163,15 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
     )
     cut = parallel.expert_tensor_parallel_size
     num_parts = parallel.expert_parallel_size
+
     if architecture.num_experts % num_parts:
         raise ValueError(
             f"num_experts {architecture.num_experts} is not a multiple of expert_parallel_size {num_parts}"
         )
+
     each = architecture.num_experts // num_parts
     layouts = []
+
     for rank, coordinate in enumerate(map(parallel.coordinate, range(parallel.world_size))):
         dense = of_stages[coordinate.pp * parallel.tensor_parallel_size + coordinate.tp]
         place = rank % parallel.stage_size
@@ -179,6 +185,7 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
                 expert_tensor_parallel_rank=place % cut,
             )
         )
+
     return tuple(layouts)
 
 
@@ -198,12 +205,14 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
     view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
         return tuple(view)
+
     if weight.cut is Cut.vocabulary:
         if layout.padded_vocab_size < view[0]:
             raise ValueError(
                 f"padded_vocab_size {layout.padded_vocab_size} is smaller than the vocabulary of {view[0]}"
             )
         view[0] = layout.padded_vocab_size
+
     if view[axes.cut] % size:
         name = "expert_tensor_parallel_size" if weight.place is Place.expert else "tensor_parallel_size"
         unit = (
@@ -217,6 +226,7 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
             f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over {name} {size}; choose a "
             f"size that divides {view[axes.cut]}"
         )
+
     view[axes.cut] //= size
     return tuple(view)
 
@@ -230,6 +240,7 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
     found = []
     joined = 0
+
     for tensor in weight.tensors:
         hf = TensorSlice.whole(tensor.view)
         shard = TensorSlice.whole(view)
@@ -242,6 +253,7 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
             shard = shard.along(axes.cut, 0, stop - start)
         if hf.volume:
             found.append(Piece(tensor.name, tensor.view, hf, view, shard, is_source))
+
     return tuple(found)
 
 
@@ -264,6 +276,7 @@ def shard_shapes(
         num_trailing = len(weight.tensors[0].shape) - 1
         split = len(view) - num_trailing
         shapes[weight.megatron_name] = (prod(view[:split]), *view[split:])
+
     return shapes
 
 
@@ -275,6 +288,7 @@ def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm")
         lines += [f"  {piece}" for piece in pieces(weight, layout)]
         if (blank := padding(weight, layout)) is not None:
             lines.append(f"  padding {blank}")
+
     return "\n".join(lines)
 
 
@@ -291,6 +305,7 @@ def check_coverage(
     for piece in (piece for all_of_rank in rank_pieces for piece in all_of_rank):
         if piece.is_source:
             found[piece.hf_name].append(piece.hf)
+
     faults = []
     for weight in weights_of(architecture, head):
         if weight.is_copy:
@@ -298,6 +313,7 @@ def check_coverage(
         for tensor in weight.tensors:
             if (fault := tiling_fault(tensor.view, found.pop(tensor.name, []))) is not None:
                 faults.append(f"{tensor.name}: {fault}")
+
     faults += [f"{name}: not a tensor of the model" for name in found]
     if faults:
         raise WeightTransferError(

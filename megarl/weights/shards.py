@@ -87,6 +87,7 @@ def held_slices(
     """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the
     embedding."""
     found: dict[str, tuple[TensorSlice, ...]] = {}
+
     # Layers look alike, and experts do: numbers of tensors and their slices, by what these follow from.
     alike: dict[tuple, list[tuple[int, TensorSlice]]] = {}
     for weight in held_weights(architecture, layout, head):
@@ -98,6 +99,7 @@ def held_slices(
                 (number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered
             ]
         found |= {names[number]: (tensor_slice,) for number, tensor_slice in alike[key]}
+
     return found
 
 
@@ -122,6 +124,7 @@ def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
     first = flat_index(starts, strides)
     last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
     assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
+
     return TensorSlice((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))
 
 
@@ -141,4 +144,5 @@ def slices_by_rank(
     for layout in layouts:
         if layout not in made:
             made[layout] = held_slices(architecture, layout, head)
+
     return [made[layout] for layout in layouts]

@@ -51,15 +51,18 @@ class WeightReceipt:
         meta = self.manifest.get(chunk.name)
         if meta is None:
             raise WeightTransferError(f"tensor {chunk.name!r} is not in the model's manifest")
+
         if dtype != meta.dtype:
             raise WeightTransferError(
                 f"tensor {chunk.name!r} arrived as {dtype}, the manifest says {meta.dtype}"
             )
+
         end = chunk.offset + chunk.numel
         if chunk.offset < 0 or end > prod(meta.shape):
             raise WeightTransferError(
                 f"tensor {chunk.name!r}: elements {chunk.offset}..{end} lie outside shape {meta.shape}"
             )
+
         self._arrived.setdefault(chunk.name, []).append((chunk.offset, end))
 
     def close(self) -> None:
@@ -78,6 +81,7 @@ class WeightReceipt:
             else:
                 if position != prod(meta.shape):
                     wrong.append(f"{name} (missing from element {position} of {prod(meta.shape)})")
+
         if wrong:
             raise WeightTransferError(f"{len(wrong)} tensors incomplete or doubled: " + ", ".join(wrong[:8]))
 
@@ -146,6 +150,7 @@ def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> 
         for other in tensor_slices[:index]:
             if (overlap := tensor_slice.intersect(other)) is not None:
                 return f"{overlap} comes twice"
+
     missing = whole.volume - sum(tensor_slice.volume for tensor_slice in tensor_slices)
     return f"{missing} of {whole.volume} elements are missing" if missing else None
 
@@ -168,6 +173,7 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
     inner_volumes = row_major_strides(shape)
     cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
     step = max_volume // inner_volumes[cut_dim]
+
     for outer in product(*(range(size) for size in shape[:cut_dim])):
         for start in range(0, shape[cut_dim], step):
             starts = (*outer, start) + (0,) * (len(shape) - cut_dim - 1)
@@ -188,14 +194,18 @@ def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[Tensor
     if start >= stop:
         return
     inner = prod(shape[1:])
+
     if not shape or inner == 0:
         yield TensorSlice.whole(shape)
         return
+
     first_whole = -(-start // inner)
     last_whole = stop // inner
+
     if first_whole > last_whole:  # inside one row
         yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
         return
+
     yield from _in_row(shape, start // inner, start % inner, inner) if start % inner else ()
     if first_whole < last_whole:
         yield TensorSlice.whole(shape).along(0, first_whole, last_whole)

@@ -115,6 +115,7 @@ class EnvironmentWorker(Worker):
         for episode in ended:
             asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
         reports: list[TurnReport] = []
+
         try:
             heard = self._reports.get(timeout=wait_s)
             while True:

@@ -113,6 +113,7 @@ def speed_metrics(
     }
     if peak := spec.device_peak_tflops or peak_tflops:
         metrics[f"perf/mfu/{name}"] = Metric.ratio(tflop, device_s * peak)
+
     return metrics
 
 
@@ -123,10 +124,12 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Seq
         return []
     prompts = list(part.ragged["prompts"].each())
     found = []
+
     for micro_batch in part.meta_info[MICRO_BATCHES]:
         rows = [row for row in micro_batch if is_counted[row]]
         firsts = first_with_prompt(prompts[row] for row in rows)
         found += [row for place, row in enumerate(rows) if firsts[place] != place]
+
     return found
 
 
@@ -150,12 +153,14 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
             active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit
         )
         _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
+
     if _groups.parallel != spec.parallel:
         raise ValueError(
             f"roles fused in one process share a layout, but one has {_groups.parallel} and another "
             f"{spec.parallel}: "
             "give them the same parallel sizes, or pools of their own"
         )
+
     return _groups
 
 
@@ -206,6 +211,7 @@ class MegatronWorker(WeightExport):
         routers = {
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
         }
+
         return {
             **metrics,
             f"{loss.name}/grad_norm": Metric.same(step.grad_norm),

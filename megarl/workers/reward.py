@@ -58,6 +58,7 @@ class RewardWorker(Worker):
         for uid in self._unreported:
             if any(begun.is_lost for begun in self._begun[uid]):
                 self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
+
         wait(
             [begun.outcome for uid in self._unreported for begun in self._begun[uid]],
             timeout=wait_s,
@@ -69,6 +70,7 @@ class RewardWorker(Worker):
             if all(begun.outcome.done() for begun in self._begun[uid])
         }
         self._unreported -= scores.keys()
+
         return scores
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -77,9 +79,11 @@ class RewardWorker(Worker):
         which were not."""
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
+
         for uid in set(uids) & self._begun.keys():
             del self._begun[uid]
             self._unreported.discard(uid)
+
         return self._scores(samples)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -122,12 +126,14 @@ class RewardWorker(Worker):
     ) -> DataProto:
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
         arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
+
         if texts is not None:
             arrays |= {
                 "response_text": list(texts),
                 "answer": list(report.answers),
                 "has_answer": list(report.has_answer),
             }
+
         return DataProto.from_dict(
             tensors={
                 "score_parts": torch.tensor(report.parts, dtype=torch.float32),

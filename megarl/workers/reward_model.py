@@ -87,6 +87,7 @@ class RewardModelWorker(MegatronWorker):
         scores = self._scores(conversations)
         if scores is None:
             return DataProto()
+
         return DataProto.from_dict(
             {
                 "reward_model_scores": scores,
@@ -124,4 +125,5 @@ class RewardModelWorker(MegatronWorker):
             return None
         values = outputs["values"]
         assert isinstance(values, RaggedTensor)
+
         return values.flat().cpu()[plan.restore_order()]

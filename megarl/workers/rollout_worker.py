@@ -67,6 +67,7 @@ class RolloutWorker(Worker):
             raise WeightTransferError(
                 "the engine has joined another trainer since; WeightSync.close() of that one lets it go"
             )
+
         self._engine.begin_weight_update(manifest)
         self._engine.receive_weights()
         self._engine.end_weight_update(version)

@@ -71,10 +71,12 @@ class WeightExport(Worker):
         if is_first:
             assert self._sender is not None, "no replica was joined"
             self._send_pass = SendPass(self._sender, self._shards(), replicas)
+
         assert self._send_pass is not None, "no pass was begun"
         report = self._send_pass.run(dropped)
         if report is not None:
             self._send_pass = None
+
         return report
 
     @register(blocking=False)
@@ -146,9 +148,11 @@ class WeightExport(Worker):
             self._sender = GroupSender()
         assert isinstance(self._sender, GroupSender)
         listener = None
+
         if place.rank == 0:
             listener = self._listener
             self._listener = None
+
         self._sender.leave(replica)
         self._sender.join(
             replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
@@ -170,9 +174,11 @@ class WeightExport(Worker):
         if is_first:
             self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
             self._writing = SendPass(self._files, self._shards(), ())
+
         assert self._files is not None
         assert self._writing is not None, "no folder was begun"
         has_ended = True
+
         try:
             report = self._writing.run(())
             has_ended = report is not None
@@ -186,4 +192,5 @@ class WeightExport(Worker):
             if has_ended:
                 self._files.close()
                 self._files = self._writing = None
+
         return report

@@ -28,12 +28,14 @@ class Clone:
         self.folder = image.folder
         warm_up = self.folder / "configs" / "quickstart_sft.yaml"
         text = warm_up.read_text()
+
         for long, short in (
             (r"(total|warmup)_steps: \d+", r"\1_steps: 1"),
             ("sft_train.parquet", "sft_validation.parquet"),
         ):
             text, changes = re.subn(long, short, text)
             assert changes > 0
+
         warm_up.write_text(text)
 
     def call(self, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ended:
@@ -44,6 +46,7 @@ class Clone:
         assert name == "megarl"
         capsys.readouterr()
         status = main(arguments)
+
         return Ended(status, "".join(capsys.readouterr()))
 
     def type(self, text: str) -> Ended:

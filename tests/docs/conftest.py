@@ -23,6 +23,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
         patch.setenv("PIP_FIND_LINKS", str(make_wheels(folder, without="megarl")))
         image = cpu_image(folder)
         image.build()
+
     yield Clone(image)
     shutil.rmtree(folder)
 

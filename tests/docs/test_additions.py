@@ -65,10 +65,12 @@ def apply(block: Block, root: Path) -> None:
         assert not path.exists(), f"{block.file} is there"
         path.write_text(block.code)
         return
+
     text = path.read_text()
     if block.how == "At the end of":
         path.write_text(f"{text.rstrip()}\n\n\n{block.code}")
         return
+
     lines = text.splitlines(keepends=True)
     if block.line is not None:
         (number,) = [number for number, line in enumerate(lines) if line.strip() == block.line]
@@ -77,6 +79,7 @@ def apply(block: Block, root: Path) -> None:
         assert node.end_lineno is not None
         # a dictionary ends with its bracket
         number = node.end_lineno - (0 if isinstance(node, ast.ClassDef) else 1)
+
     path.write_text("".join([*lines[:number], block.code, *lines[number:]]))
 
 
@@ -96,9 +99,11 @@ def _defined(node: ast.stmt) -> list[str]:
 def test_the_page_has_every_change_and_no_more_files_than_promised() -> None:
     found = sections()
     assert set(found) == MOST_FILES.keys() | OTHERS
+
     for title, most in MOST_FILES.items():
         files = {path for path in re.findall(r"`(megarl/[\w/]+\.py)`", found[title])}
         assert len(files) <= most, (title, sorted(files))
+
     for text in found.values():
         new = {block.file for block in blocks(text) if block.how == "New file"}
         for path in set(re.findall(r"`((?:megarl|tests|docs|configs)/[\w./]+\.\w+)`", text)) - new:
@@ -111,11 +116,13 @@ def with_additions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("additions")
     for folder in ("megarl", "configs"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
     for title in SHOWN:
         made = blocks(sections()[title])
         assert made, f"{title} shows no code"
         for block in made:
             apply(block, root)
+
     return root
 
 

@@ -124,6 +124,7 @@ def test_what_takes_minutes_can_be_started(command: Command) -> None:
     if words[:2] in (["megarl", "train"], ["megarl", "rehearse"]):
         load_config(PPOConfig, ROOT / words[2], [word for word in words[3:] if "=" in word])
         return
+
     if words[0].startswith(".venv/") or not (ROOT / words[0]).is_file():
         words = words[1:]
     if words[0] in ("install", "wheel"):
@@ -133,9 +134,11 @@ def test_what_takes_minutes_can_be_started(command: Command) -> None:
             assert wanted.name in ("megarl", "sglang")
             assert wanted.extras <= set(metadata("megarl").get_all("Provides-Extra"))
         return
+
     if words[:2] == ["-m", "pytest"]:
         assert [word for word in words[2:] if not (ROOT / word).is_file()] == []
         return
+
     file = ROOT / words[0] if words[0] != "-m" else (ROOT / words[1].replace(".", "/")).with_suffix(".py")
     source = file.read_text(encoding="utf-8")
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == []
@@ -207,11 +210,14 @@ def test_commands_do_what_the_pages_say(
     entry = COMMANDS[text]
     assert isinstance(entry, Executed)
     typed = text
+
     for name, value in entry.given:
         assert name in typed
         typed = typed.replace(name, value)
+
     ended = clone.call(typed, capsys, monkeypatch)
     assert ended.status == entry.status, ended.printed
+
     for command in FOUND:
         if command.text == text and command.output is not None:
             for part in re.split(r"^\.\.\.\n", command.output, flags=re.MULTILINE):

@@ -38,6 +38,7 @@ def defined_names(source: str) -> set[str]:
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.ImportFrom):  # a package gives one address to what its modules define
             names |= {alias.asname or alias.name for alias in node.names}
+
     return names
 
 
@@ -57,6 +58,7 @@ def test_each_concept_is_where_the_page_says() -> None:
     found = concepts()
     assert len(found) >= 40
     assert len({concept.concept for concept in found}) == len(found)
+
     for concept in found:
         file = ROOT / concept.file
         assert file.is_file(), concept

@@ -68,6 +68,7 @@ def _row_of(what: str, results: Path, status: int | str) -> Row:
     outcomes = Counter[str]()
     reasons = Counter[str]()
     numbers = []
+
     for case in cases:
         kinds = {child.tag: child for child in case}
         outcome = (
@@ -78,6 +79,7 @@ def _row_of(what: str, results: Path, status: int | str) -> Row:
             reasons[kinds["skipped"].get("message", "")] += 1
         for each in case.iter("property"):
             numbers.append(f"{each.get('name')}: {each.get('value')}")
+
     left_out = [f"{count} x {reason}" for reason, count in reasons.items()]
     return Row(what, outcomes["passed"], outcomes["failed"], outcomes["skipped"], numbers, left_out)
 
@@ -88,6 +90,7 @@ def run_benchmark(file: Path) -> Row:
         status = _status([sys.executable, "-m", module], output)
         output.seek(0)
         printed = output.read()
+
     print(printed, flush=True)
     last = printed.strip().rpartition("\n\n")[2].splitlines()
     return Row(
@@ -115,10 +118,12 @@ def show(rows: Sequence[Row]) -> str:
     """A line for each, and below it its numbers and what was left out."""
     width = max(len(row.what) for row in rows)
     lines = [f"{'':<{width}}  passed  failed  skipped"]
+
     for row in rows:
         lines.append(f"{row.what:<{width}}  {row.passed:6d}  {row.failed:6d}  {row.skipped:7d}")
         lines += [f"    {number}" for number in row.numbers]
         lines += [f"    left out: {reason}" for reason in row.left_out]
+
     return "\n".join(lines)
 
 
@@ -140,6 +145,7 @@ def main(options: Sequence[str] | None = None) -> int:
     else:
         print(f"{NO_GPU}: everything is left out")
         rows = [Row(_name(file), left_out=[NO_GPU]) for file in test_files() + benchmarks()]
+
     print("\n" + show(rows))
     return int(any(row.failed for row in rows))
 

@@ -74,10 +74,12 @@ def weighted_batch() -> Tensors:
     rows share a prompt."""
     batch = with_one_prompt(make_batch(), (0, 2), (1, 4))
     generator = torch.Generator().manual_seed(2)
+
     for key in KEYS:
         batch[f"weight/{key}"] = (
             torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
         )
+
     return batch
 
 
@@ -90,6 +92,7 @@ def run_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> 
     model = load_lm(folder, dtype).to(device)
     outputs = scores_of(reference_logits(model, batch).float(), batch)
     sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in KEYS).backward()
+
     return Compared(
         on_host(outputs), on_host({name: parameter.grad for name, parameter in model.named_parameters()})
     )
@@ -111,6 +114,7 @@ def run_engine(
     batch = weighted_batch()
     outputs = engine.forward(batch, MICRO_BATCHES)
     engine.forward_backward(batch, MICRO_BATCHES, weighted_sum(KEYS))
+
     return Compared(on_host(outputs), on_host(hf_gradients(engine)))
 
 
@@ -200,6 +204,7 @@ def distances(got: Compared, want: Compared) -> dict[str, float]:
     norms = torch.stack(
         [(got.gradients[name] - gradient).norm() for name, gradient in want.gradients.items()]
     )
+
     return {**means, "gradients": float(norms.norm()) / want.grad_norm}
 
 
@@ -223,6 +228,7 @@ def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: 
     on_cuda = platform.current().is_cuda
     batch = make_batch()
     trained = Trained([], [], {}, [])
+
     for _ in range(num_steps):
         trained.losses.append(
             engine.forward_backward(batch, [[0, 1, 2], [3, 4, 5, 6]], mean_log_prob)["loss"].value
@@ -234,6 +240,7 @@ def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: 
             if on_cuda:
                 trained.given_back.append((before - torch.cuda.memory_allocated()) / nbytes)
             engine.restore(*away)
+
     trained.weights.update(on_host(engine.parameters()))
     return trained
 
@@ -254,6 +261,7 @@ def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(run: Run, tmp_
         run(train, folder=tmp_path, layers=Layers.local, away=away, num_steps=3)
         for away in ((), tuple(StatePart))
     )
+
     # what a GPU adds in another order each time, rounded to bfloat16
     assert moved.norms == pytest.approx(stayed.norms, rel=1e-2)
     assert all(part >= 0.9 for part in moved.given_back)

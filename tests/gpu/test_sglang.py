@@ -81,6 +81,7 @@ def mean_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) 
             .gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         )
         gaps.append((expected - torch.tensor(sample.log_probs)).abs())
+
     return float(torch.cat(gaps).mean())
 
 

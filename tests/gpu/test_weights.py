@@ -93,6 +93,7 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
 ) -> None:
     spec = spec_of(tmp_path, device)
     serving = [partial(serve_trainer, spec), *[partial(serve_engine, spec)] * 3]
+
     with mortal_ranks(tmp_path, serving) as (trainer, first, doomed, spare):
         ask(first, "join", ask(trainer, "serve", 0, ask(first, "start")))
         # what the device keeps from its first use on, as kernels, is there from now on
@@ -193,6 +194,7 @@ def test_checksums_are_those_of_the_cpu(
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_device = tensor.to(device)
     assert checksum(on_device) == checksum(tensor)
+
     if tensor.dim() == 2 and tensor.numel():
         assert checksum(on_device.t().contiguous().t(), 9, (5 * shape[1], 2)) == checksum(
             tensor, 9, (5 * shape[1], 2)
@@ -209,11 +211,13 @@ def test_a_stopwatch_measures_the_device_and_not_its_host(device: torch.device) 
     stopwatch = Stopwatch(device)
     work(device, 0.01)  # the first is slower
     asked_s = 0.0
+
     for _ in range(2):
         start_s = time.perf_counter()
         with stopwatch:
             work(device, 0.1)
         asked_s += time.perf_counter() - start_s
+
     measured_s = stopwatch.seconds()
     assert 0.1 < measured_s < 1.0
     assert stopwatch.seconds() == measured_s

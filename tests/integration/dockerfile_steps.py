@@ -46,6 +46,7 @@ def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
         (folder / name).mkdir()
     (folder / "programs" / "python").symlink_to(Path(sys.executable).resolve())
     path = f"{folder / 'programs'}:/usr/bin:/bin"
+
     return DockerfileSteps(ROOT / "docker" / "Dockerfile.cpu", ROOT, folder / "image", build_args, path)
 
 
@@ -62,6 +63,7 @@ class DockerfileSteps:
         self._build_args = dict(build_args)
         self._arguments: dict[str, str] = {}
         outside = {name: value for name, value in os.environ.items() if name.startswith(_FROM_OUTSIDE)}
+
         # This machine has a C compiler; the image has one if the Dockerfile installs it.
         has_compiler = any(" gcc " in step["value"] for step in self._steps if step["instruction"] == "RUN")
         self._environment = {**outside, "PATH": path, **({} if has_compiler else {"CC": "false"})}
@@ -115,6 +117,7 @@ class DockerfileSteps:
                 f"only a part of this step could be run without Docker: RUN {command}"
             )
             return
+
         # a build argument is a variable of RUN, not of what the image starts
         environment = {**self._arguments, **self._environment}
         ended = self._process(self._here(command), environment, shell=True)
@@ -158,4 +161,5 @@ class DockerfileSteps:
         ), "not known here"
         is_top = Path(folder) == self._context
         wanted = [pattern.removeprefix("**/") for pattern in patterns if is_top or pattern.startswith("**/")]
+
         return set(shutil.ignore_patterns(*wanted)(folder, names))

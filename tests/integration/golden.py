@@ -121,9 +121,11 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
     for file in sorted(finished.policy.glob("*.safetensors")):
         tensors |= {f"policy/{key}": value for key, value in load_file(file).items()}
     (checkpoint,) = (output_dir / "checkpoints").glob("step_*")
+
     for role in ("actor", "critic"):
         if (checkpoint / role).exists():
             tensors |= {f"{role}/{key}": value for key, value in _checkpointed(checkpoint / role)}
+
     return Observed(metrics, tensors)
 
 
@@ -158,9 +160,11 @@ def _checkpointed(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in items.items()
         if isinstance(item, TensorStorageMetadata)
     }
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+
     return iter(sorted(tensors.items()))
 
 
@@ -182,6 +186,7 @@ def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
         (before, after),
         (recorded.tensors, {key: digest(tensor) for key, tensor in observed.tensors.items()}),
     ]
+
     return [
         f"{name}: {key} is {now.get(key, 'missing')}, the record has {then.get(key, 'nothing')}"
         for then, now in pairs
@@ -200,6 +205,7 @@ def platform_key() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         facts.setdefault(name.strip(), value.strip())
+
     processor = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [
         platform.machine()
     ]
@@ -236,9 +242,11 @@ def main() -> int:
     parser.add_argument("--tensors", type=Path, metavar="FOLDER", help="keep the tensors in this folder")
     arguments = parser.parse_args()
     start_ray(num_cpus=12, object_store_mb=256)
+
     with tempfile.TemporaryDirectory() as scratch:
         save_inputs(inputs := Path(scratch))
         runs = {name: observe(name, inputs, inputs / name) for name in LAYOUTS}
+
     shutdown()
     if arguments.tensors:
         arguments.tensors.mkdir(parents=True, exist_ok=True)
@@ -247,16 +255,20 @@ def main() -> int:
                 {key: tensor.contiguous() for key, tensor in run.tensors.items()},
                 arguments.tensors / f"{name}.safetensors",
             )
+
     if arguments.write:
         write_record(runs)
         print(f"written: {own_record()}")
         return 0
+
     if not own_record().exists():
         print(f"there is no record of this platform: {own_record()}")
         return 1
+
     recorded = read_record(own_record())
     found = [line for name, run in runs.items() for line in differences(name, run, recorded[name])]
     print("\n".join(found or ["the same, bit for bit"]))
+
     return 1 if found else 0
 
 

@@ -43,6 +43,7 @@ def save_ppo_run(folder: Path) -> Path:
         trainer={"total_steps": STEPS, "prompts_per_step": 8, "validate_before": False},
     )
     dump_config(config, path := folder / "run.yaml")
+
     return path
 
 
@@ -57,6 +58,7 @@ def save_sft_run(folder: Path) -> Path:
         trainer={"total_steps": 4},
     )
     dump_config(config, path := folder / "sft.yaml")
+
     return path
 
 

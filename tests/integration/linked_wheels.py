@@ -23,10 +23,12 @@ def make_wheels(folder: Path, without: str) -> Path:
     `folder` as the links are."""
     found = {name_of(each): each for each in distributions() if each.metadata["Name"] != without}
     owners: defaultdict[PurePath, set[str]] = defaultdict(set)
+
     for name, distribution in found.items():
         for file in _files(distribution):
             for path in (file, *file.parents):
                 owners[path].add(name)
+
     (wheels := folder / "wheels").mkdir()
     for name, distribution in found.items():
         links = folder / "links" / name
@@ -34,6 +36,7 @@ def make_wheels(folder: Path, without: str) -> Path:
             (links / path).parent.mkdir(parents=True, exist_ok=True)
             (links / path).symlink_to(Path(str(distribution.locate_file(path))).resolve())
         _write(wheels, name, distribution, links)
+
     return wheels
 
 
@@ -64,6 +67,7 @@ def _write(wheels: Path, name: str, distribution: Distribution, links: Path) -> 
         f"{name}.pth": f"{links}\n",
     }
     content[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*content, f"{info}/RECORD"))
+
     with zipfile.ZipFile(wheels / f"{name}-{distribution.version}-py3-none-any.whl", "w") as wheel:
         for path, text in content.items():
             wheel.writestr(path, text)

@@ -84,6 +84,7 @@ def main() -> None:
     start_ray(num_cpus=1)
     results: dict[str, Any] = {}
     folder = tempfile.mkdtemp()
+
     try:
         pools = ResourcePoolManager(
             {"pool": [2], "rollout": [1]}, {}, use_gpu=False, nodes={"pool": [0], "rollout": [0]}
@@ -129,6 +130,7 @@ def main() -> None:
         shutdown()
         cluster.shutdown()
         shutil.rmtree(folder)
+
     print(json.dumps(results))
 
 

@@ -45,6 +45,7 @@ def config(strategy: PlacementStrategy, num_nodes: int = NUM_NODES, data_paralle
     custom = {"pools": pools, "roles": roles} if strategy is PlacementStrategy.custom else {}
     stands_alone = strategy is PlacementStrategy.stand_alone
     tensor, data = (1, 2) if custom else (2, 1 if stands_alone else data_parallel_size)
+
     return PPOConfig(
         actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=tensor, data_parallel_size=data)),
         critic=CriticConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
@@ -65,6 +66,7 @@ def found(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> 
         places = workers.call(WhereWorker.where)
     finally:
         workers.shutdown()
+
     return [
         [group.name, process.rank, process.node, list(process.devices), node, gpus]
         for process, (node, gpus) in zip(group.processes, places, strict=True)
@@ -93,6 +95,7 @@ def main() -> None:
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=1)
     results: dict[str, Any] = {}
+
     try:
         for strategy in STRATEGIES:
             plan = plan_placement(config(strategy))
@@ -109,6 +112,7 @@ def main() -> None:
     finally:
         shutdown()
         cluster.shutdown()
+
     print(json.dumps(results))
 
 

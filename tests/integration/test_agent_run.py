@@ -62,10 +62,12 @@ def save_policy(folder: Path, rows: list[dict[str, Any]]) -> None:
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
     for _ in range(60):
         optimizer.zero_grad()
         model(batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss.backward()
         optimizer.step()
+
     model.save_pretrained(folder)
 
 
@@ -79,6 +81,7 @@ def inputs(tmp_path: Path) -> Path:
     for name, of_it in (("train", rows), ("validation", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_it))
     (tmp_path / "tools.py").write_text(TOOLS.format(called=str(tmp_path / "called")))
+
     return tmp_path
 
 
@@ -151,6 +154,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     )
     finished = run_ppo(config, kill_who_hangs)
     line, second = finished.metrics
+
     # what is trained second was begun with the first
     assert (line["rollout/age/max"], second["rollout/age/max"]) == (0, 1)
     assert second["agent/calls/mean"] > 0
@@ -162,18 +166,22 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     assert line["agent/ended/done"] > 0
     assert line["actor/grad_norm"] > 0
     assert 2 < line["val/turns/mean"] < 3  # some are busy at first
+
     # greedily it calls, reads and answers; functions are given the answer alone
     assert line["val/score/mean"] == 1
+
     # The engine's log-probs are the trainer's, of each token that the model wrote, behind what tools said
     # too.
     assert line["training/rollout_log_probs_diff_max"] < 1e-3
     samples = read_samples(sample_files(finished.output_dir)[1])
     rows = samples.rows.to_pylist()
     assert len(rows) == 24
+
     # told to call again, it has
     assert any(row["score"] == 1 and row["turn_rewards"] == [0, 0, 0] for row in rows)
     assert sum(len(row["turn_rewards"]) for row in rows) / 24 == pytest.approx(line["agent/turns/mean"])
     assert sum(row["num_calls"] for row in rows) / 24 == pytest.approx(line["agent/calls/mean"])
+
     for row in rows:
         texts = [samples.tokens[number] for number in row["response_ids"]]
         turns = [

@@ -67,11 +67,13 @@ def test_remax_generates_a_greedy_response_to_each_prompt(
     )
     assert_healthy(finished, 2)
     assert [line["rollout/age/max"] for line in finished.metrics] == [0, max_staleness]
+
     for line in finished.metrics:
         baseline = line["critic/baseline/mean"]
         assert baseline * 4 * NUM_PROMPTS == pytest.approx(round(baseline * 4 * NUM_PROMPTS))
         # The advantage is the sample's score less its prompt's greedy one, on each token.
         assert line["critic/advantages/max"] <= line["critic/score/max"] + 1e-6
+
     assert {"val/count/best@2", "val/count/best@4", "val/count/pass@4"} <= finished.metrics[-1].keys()
 
 
@@ -93,6 +95,7 @@ def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int
     assert sum(line["dynamic_sampling/num_without_signal"] for line in finished.metrics) > 0
     assert finished.metrics[0]["rollout/age/max"] == 0
     assert finished.metrics[1]["rollout/age/max"] <= max_staleness
+
     for line in finished.metrics:
         assert line["groups/without_signal"] == 0
         drawn = [
@@ -119,6 +122,7 @@ def test_bypass_scores_the_first_batch_alone(inputs: Path, tmp_path: Path) -> No
     first, second = finished.metrics
     assert "timing_s/old_log_prob" in first
     assert not second.keys() & {"timing_s/old_log_prob", "actor/entropy", "training/rollout_probs_diff_max"}
+
     for line in finished.metrics:
         assert line["actor/ratio_max"] == pytest.approx(1, abs=1e-4)
         assert (line["actor/ratio_min"], line["actor/ratio_max"]) != (1.0, 1.0)

@@ -103,12 +103,14 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
     )
     lines = [line for line in straight.metrics if line["step"]]
     assert [line["rollout/age/max"] for line in lines] == [0, 1, 1, 1]
+
     # to what the trainer finds
     differences = [value for key, value in lines[0].items() if key.startswith("training/rollout_")]
     assert len(differences) == 4
     assert max(differences) < AGREEMENT
 
     checkpoints = straight.output_dir / "checkpoints"
+
     for step, path in sample_files(straight.output_dir).items():
         trained = max(0, step - 2)  # the step whose weights wrote them
         assert_written_by(
@@ -127,11 +129,13 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
     assert [untimed(line) for line in resumed.metrics] == [
         untimed(line) for line in straight.metrics if line["step"] > begun
     ]
+
     for name in (
         "huggingface/model.safetensors",
         *(f"samples/step_{step:08d}.parquet" for step in range(begun + 1, steps + 1)),
     ):
         assert (resumed.output_dir / name).read_bytes() == (straight.output_dir / name).read_bytes(), name
+
     # with checksums of weights and optimizer state
     last = Path("checkpoints", step_name(steps), "actor", "manifest.json")
     assert (

@@ -38,11 +38,13 @@ def test_each_process_is_where_the_plan_said(strategy: PlacementStrategy, result
         == len({ray_node for _, ray_node in pairs})
         == plan_nodes(strategy)
     )
+
     # On each node, a device of the plan is one GPU for all its roles.
     gpus: dict[tuple[int, int], set[str]] = {}
     for _, _, node, devices, _, gpu in rows:
         for device in devices:
             gpus.setdefault((node, device), set()).add(gpu)
+
     assert all(len(names) == 1 for names in gpus.values()), gpus
     assert len({(node, *names) for (node, _), names in gpus.items()}) == len(gpus) == plan.num_devices
 

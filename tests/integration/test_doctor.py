@@ -104,6 +104,7 @@ def small_mounts() -> list[str]:
     )
     if tried.returncode:
         pytest.skip(f"no mounts in a user's namespace: {tried.stderr.strip()}")
+
     return [*command, f'{mounts} && exec "$@"', "sh"]
 
 
@@ -130,6 +131,7 @@ def damage(folder: Path) -> None:
 def faulty(tmp_path_factory: pytest.TempPathFactory, small_mounts: list[str]) -> Answer:
     folder = tmp_path_factory.mktemp("faulty")
     damage(folder)
+
     with socket.socket() as taken, socket.socket() as dead:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -159,6 +161,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, small_mounts: list[str]) ->
             check=False,
             preexec_fn=_few_files,
         )
+
     return Answer(ended.returncode, json.loads(ended.stdout or "{}"))
 
 

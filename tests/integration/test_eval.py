@@ -178,6 +178,7 @@ def test_a_model_of_no_run_is_sampled_alike(
     assert report["results"]["count"]["metrics"]["score/mean"] == mean_over_prompts(means)._asdict()
 
     capsys.readouterr()
+
     # which reads them
     assert main(["score", str(finished.output_dir / "config.yaml"), str(output / "samples.jsonl")]) == 0
     assert f"mean {values(output)['val/count/score/mean']:.4g}" in capsys.readouterr().out

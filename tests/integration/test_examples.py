@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     dump_config(ppo, folder / "ppo.yaml")
     dump_config(sft, folder / "sft.yaml")
+
     return folder
 
 
@@ -71,10 +72,12 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         capsys.readouterr()
         status: object = None
+
         try:
             runpy.run_module(module, run_name="__main__")
         except SystemExit as ended:
             status = ended.code
+
         said, errors = capsys.readouterr()
         assert not status, errors
         return said
@@ -122,6 +125,7 @@ def test_data_estimator_and_reward_of_ones_own_train(
     held_out_rows = [
         json.loads(line) for line in (folder / "ppo" / "generations.jsonl").read_text().splitlines()
     ]
+
     # what the function returns beside its score
     numbers = [row["reward_numbers"]["has_number"] for row in held_out_rows]
     assert (
@@ -196,6 +200,7 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
             "actor.optim.lr=1e-2",
             f"trainer.total_steps={steps}",
         )
+
         return json.loads(said.partition("score by step: ")[2])
 
     before = scores(10)

@@ -132,6 +132,7 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
     pool = RayResourcePool([2], use_gpu=False, name="slow")
     group = RayWorkerGroup(pool, RayClassWithInitArgs(SlowToStart), role="actor", phase_time_limit_s=300)
     made = [(None, None), ("__init__", "reading weights")]
+
     try:
         while [
             (report.activity.method, report.activity.phase) if report.activity else None
@@ -179,6 +180,7 @@ def test_nothing_outlives_the_driver(
     mode: str, end_with: signal.Signals | None, python: list[str], warm_processes: None
 ) -> None:
     driver, processes = start_driver(mode, {}, python)
+
     # five of Ray's, the worker, its child and grandchild, the driver's child
     assert mode == "end" or len(processes) >= 9
     if end_with is not None:
@@ -216,4 +218,5 @@ def start_driver(
     )
     assert driver.stdout is not None
     told = json.loads(driver.stdout.readline())
+
     return driver, [psutil.Process(pid) for pid in told["pids"] if psutil.pid_exists(pid)]

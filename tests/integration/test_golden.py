@@ -53,6 +53,7 @@ def recorded_anywhere() -> Path:
 def test_the_metrics_are_the_recorded_ones_but_for_rounding(observed: dict[str, Observed], name: str) -> None:
     recorded = read_record(recorded_anywhere())[name].metrics
     assert [line["step"] for line in observed[name].metrics] == [line["step"] for line in recorded]
+
     for line, then in zip(observed[name].metrics, recorded, strict=True):
         assert line.keys() == then.keys()
         shares = {key for key in then if key.endswith("clipfrac")}

@@ -85,6 +85,7 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(
 ) -> None:
     config = save_sft_run(tmp_path)
     tensors = load_file(file := tmp_path / "policy" / "model.safetensors")
+
     # values are not looked at before a run
     tensors["model.layers.3.mlp.down_proj.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
@@ -111,9 +112,11 @@ def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(
     """Its code must be here, since the job takes it along."""
     config = save_ppo_run(tmp_path)
     nobody = f"http://127.0.0.1:{free_port()}"
+
     for file in (tmp_path / "policy").iterdir():
         if file.name != "config.json":
             file.unlink()
+
     (tmp_path / "train.parquet").unlink()
     assert main(["submit", "--address", nobody, str(config)]) == 2
     out, err = capsys.readouterr()

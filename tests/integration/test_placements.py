@@ -122,6 +122,7 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
         )
         assert compared == pytest.approx(others, rel=TOLERANCE, abs=1e-9), line["step"]
         assert_agreement(line)
+
     weights, others = (load_file(run.policy / "model.safetensors") for run in (finished, expected))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
@@ -209,12 +210,14 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
     which requests SGLang computes together, and so how logits round, is a matter of time, and a draw lay on
     the edge."""
     runs = []
+
     # all: tests/soak/placements.py
     for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
         rollout = dataclasses.replace(settings.rollout, num_replicas=1)
         trainer = dataclasses.replace(settings.trainer, seed=1)
         runs.append(run_ppo(dataclasses.replace(settings, rollout=rollout, trainer=trainer)))
+
     assert_same_run(*runs)
 
 
@@ -246,6 +249,7 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     )
     finished = run_ppo(settings)
     assert len(finished.metrics) == 4
+
     for line in finished.metrics:
         assert_agreement(line)
         assert {name for name in line if "/moe/" in name} == {
@@ -253,6 +257,7 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
         }
         # two of four experts
         assert all(1 / 4 <= line[name] <= 1 / 2 for name in line if name.endswith("/expert_share/max"))
+
     model, loading = AutoModelForCausalLM.from_pretrained(finished.policy, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]

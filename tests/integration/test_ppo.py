@@ -152,6 +152,7 @@ class PolicyWatch:
         update = critic.update
         push = weights.push
         pids = critic.group.pids
+
         # a driver that waits for the critic is to fail the test, not to hang
         release = Timer(60, send, (pids, signal.SIGCONT))
 
@@ -196,6 +197,7 @@ def test_every_step_has_its_metrics(finished: Finished) -> None:
         f"val/{source}{name}" for source in ("", "count/") for name in ("score/mean", "reward/error_rate")
     }
     assert before.keys() == {"step", "timing_s/testing", *validated}
+
     for line in steps:
         expected = {*ALWAYS, *(IN_TRAINING if line["step"] > WARMUP_STEPS else [])}
         expected |= {"val/count/score/mean", "timing_s/testing"} if line["step"] in (2, 4, STEPS) else set()
@@ -237,6 +239,7 @@ def test_the_kl_coefficient_follows_its_controller(finished: Finished) -> None:
     assert max(kls[WARMUP_STEPS + 1 :]) > TARGET  # it moves both ways
     betas = [line["actor/reward_kl_penalty_coeff"] for line in steps]
     assert betas[:4] == pytest.approx([0.05, 0.049, 0.04802, 0.0470596])
+
     for beta, kl, following in zip(betas, kls, betas[1:], strict=False):
         error = min(max(kl / TARGET - 1, -0.2), 0.2)
         assert following == pytest.approx(beta * (1 + error * SAMPLES / HORIZON))
@@ -254,13 +257,16 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     pools = plan_placement(split_collocate(inputs, finished.output_dir)).process_on_nodes
     expected = {f"pool {pool}" for pool in (*pools, "driver")}
+
     # of curves there are points where a run takes some seconds
     assert set(names.values()) - {"counters"} == expected
     calls = [event for event in events if event["ph"] == "X"]
     assert {names[event["pid"]] for event in calls} == expected
     assert all(event["dur"] >= 0 for event in calls)
+
     # the KL in the reward is scored before the update
     not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}
+
     # before others end: the engine of this run ends all samples at once
     not_here |= {("reward", "begin"), ("reward", "scored")}
     assert {*phases_by_call(), ("driver", "step")} - not_here <= {
@@ -288,8 +294,10 @@ def test_generations_are_written(finished: Finished) -> None:
         "score",
         "reward_numbers",
     }
+
     # the held-out numbers
     assert [row["extra_info"] for row in rows] == [{"index": 32 + int(row["uid"])} for row in rows]
+
     # greedy, with the same weights
     assert [row["response"] for row in rows[:3]] == [row["response"] for row in rows[3:6]]
 
@@ -368,6 +376,7 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
     )
     assert (seen[0].critic, seen[0].reference) == (ABSENT, ABSENT)
     assert [line["step"] for line in finished.metrics] == [1, 2]
+
     for line in finished.metrics:
         assert set(IN_TRAINING) <= line.keys()
         assert not line.keys() & {
@@ -395,6 +404,7 @@ def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
     losses = [line["actor/kl_loss"] for line in finished.metrics]
     assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor is still the reference
     assert min(losses[1:]) > 1e-3
+
     for line in finished.metrics:
         assert line["critic/rewards/mean"] == line["critic/score/mean"]  # and not in the reward
         assert ("timing_s/old_log_prob" in line) == (line["step"] == 1)  # for the gate

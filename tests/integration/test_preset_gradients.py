@@ -75,6 +75,7 @@ def policy_losses() -> dict[str, AlgorithmConfig]:
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3_straight_through, coefficient=0.1)
     covariance = CovarianceConfig(share=0.2, low=-9.0, high=9.0)
     made = {}
+
     for kind in PolicyLossKind:
         loss = PolicyLossConfig(
             kind=kind, aggregation=Aggregation.sequence_mean_token_mean, covariance=covariance
@@ -83,6 +84,7 @@ def policy_losses() -> dict[str, AlgorithmConfig]:
         made[kind.name] = AlgorithmConfig(
             advantage=grouped, policy_loss=loss, kl=kl, entropy_coefficient=0.01
         )
+
     return made
 
 
@@ -120,6 +122,7 @@ def run_cases(
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig())
     results: dict[tuple[str, str], tuple[Any, ...]] = {}
+
     for name, case in cases.items():
         loss = ActorLoss(algorithm=case.algorithm, counts=MiniBatchCounts.of(case.rows["response_mask"]))
         for split, plan in plans.items():
@@ -137,6 +140,7 @@ def run_cases(
                 torch.cat([value.flatten() for value in gradients.values()]) if gradients else torch.zeros(0)
             )
             results[name, split] = (names, flat, values_of(merge_metrics(gathered)))
+
     return results
 
 
@@ -159,6 +163,7 @@ def scored_batch(folder: Path) -> DataProto:
         "baseline_scores": torch.rand(NUM_ROWS, generator=generator),
         "token_level_scores": place_scores(SCORES, tensors["response_mask"]),
     }
+
     return DataProto.from_dict({**tensors, **made}, {"uid": GROUPS})
 
 
@@ -185,6 +190,7 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
         name: case_of(each, batch, one_update=False)
         for name, each in {**policy_losses(), **corrections(), **presets()}.items()
     }
+
     # A ratio for each token, one for a response, and one without gradient; the other presets have the first.
     single = {
         f"{name}, one update": case_of(presets()[name], batch, one_update=True)
@@ -193,6 +199,7 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
     cases = {**several, **single}
     lengths = batch.tensors["attention_mask"].sum(1).tolist()
     results = run(rank_pool, Setting(str(folder), cases, lengths, {}), ParallelConfig(), ["all rows"])
+
     return Setting(str(folder), cases, lengths, {name: result for (name, _), result in results.items()})
 
 
@@ -212,6 +219,7 @@ def run(
         plans=plans,
     )
     joined = {}
+
     for key in ranks[0]:
         parts = [Result(*rank[key]) for rank in ranks]
         gradients = merge([part.gradients for part in parts])
@@ -219,6 +227,7 @@ def run(
         joined[key] = Result(
             names, torch.cat([gradients[name].flatten() for name, _ in names]), parts[0].metrics
         )
+
     return joined
 
 
@@ -229,6 +238,7 @@ def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(
     splits = list(SPLITS)[layout != "TP1" :]  # by single rows in one layout, as they take longest
     results = run(rank_pool, setting, ALL_LAYOUTS[layout], splits)
     assert len(results) == len(setting.cases) * len(splits)
+
     for (name, split), result in results.items():
         want = setting.whole[name]
         try:
@@ -254,6 +264,7 @@ def test_every_case_has_a_gradient_of_its_own(setting: Setting) -> None:
         "gspo",
         "cispo",
     } <= norms.keys()
+
     for kind in PolicyLossKind:
         assert norms[kind.name] != pytest.approx(
             norms["sapo" if kind.name != "sapo" else "cispo"], rel=1e-4

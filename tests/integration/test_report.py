@@ -67,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (failed / "failure.txt").write_text(FAILURE)
     (failed / "generations.jsonl").write_text("no json\n")
     write_evil_samples(failed, STEPS)
+
     return Runs(good, failed)
 
 
@@ -95,6 +96,7 @@ def write_evil_samples(run_dir: Path, step: int) -> None:
         "advantages": [1.0, 0.0, -1.0],
         "rollout_log_probs": [-0.5, -0.25, 0.0],
     }
+
     # A call, a line break and its end; what a tool said; the answer.
     episode = sample | {
         "uid": "episode",
@@ -170,6 +172,7 @@ def hover(chromium: Chrome, element: WebElement, x: int = 0, y: int = 0) -> str:
     tooltip = wait(
         chromium, lambda: next(iter(chromium.find_elements(By.CSS_SELECTOR, "#tooltip:not([hidden])")), None)
     )
+
     return tooltip.text
 
 
@@ -188,6 +191,7 @@ def test_curves_of_both_runs_lie_over_each_other(chromium: Chrome, page: str, ru
     assert set(RUN_COLORS) <= pixels(chromium, canvas)
     told = hover(chromium, canvas)
     step = int(told.splitlines()[0].removeprefix("step "))
+
     for run_dir in runs:
         value = metrics(run_dir)[step]["actor/entropy"]
         shown = next(line for line in told.splitlines() if line.startswith(f"{run_dir.name}: ")).split(": ")[
@@ -348,6 +352,7 @@ def test_the_timeline_is_shown(chromium: Chrome, page: str) -> None:
     canvas = find(chromium, "canvas.timeline")
     assert set(RUN_COLORS) <= pixels(chromium, canvas)  # update and log_probs
     Select(find(chromium, "#timeline-step")).select_by_value("3")
+
     # the second row, in the second half of the step
     told = hover(chromium, canvas, 150, -canvas.size["height"] // 2 + 24 + 11 + 22)
     assert told.splitlines()[0].startswith("train 18")
@@ -430,9 +435,11 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
         PPOConfig, CONFIGS_DIR / "quickstart.yaml", [f"model.path={model}", "actor.optim.lr=0.5"]
     )
     dump_config(config, ppo / "config.yaml")
+
     # the quickstart's own may be there, with planned memory
     absent = [f"model.path={folder / 'absent'}", "actor.optim.lr=0.25"]
     dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", absent), sft / "config.yaml")
+
     with (ppo / "metrics.jsonl").open("a") as lines:
         line = {
             "step": 4,
@@ -442,6 +449,7 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
             "timing_s/step": 60.0,
         }
         lines.write(json.dumps(line) + "\n")
+
     timeline = Timeline(ppo)
     names = ("__init__", "submit_and_poll", "receive_weights", "resident_memory_gb", "my_own_phase")
     timeline.add(
@@ -449,6 +457,7 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     timeline.write()
     assert main(["report", str(ppo), str(sft)]) == 0
+
     return (ppo / "report.html").as_uri()
 
 
@@ -459,13 +468,16 @@ def test_columns_of_numbers_are_right_aligned(chromium: Chrome, page_of_kinds: s
             [...row.cells].map((cell) => getComputedStyle(cell).textAlign)));
     """
     tables = {}
+
     for tab in TABS:
         show(chromium, page_of_kinds, tab)
         tables[tab] = chromium.execute_script(script)
+
     assert [len(found) for found in tables.values()] == [0, 0, 1, 0, 1, 1, 0]
     for tab, (head, *rows) in ((tab, table) for tab, found in tables.items() for table in found):
         assert rows, tab
         assert all(row == head for row in rows), tab
+
     (memory,) = tables["memory"]
     assert memory[0] == ["left", *["right"] * 4]  # actor, reference, critic, rollout
     show(chromium, page_of_kinds, "memory")
@@ -518,11 +530,13 @@ def test_curves_have_an_axis_of_steps_and_one_of_wall_time(chromium: Chrome, pag
     told = hover(chromium, canvas).splitlines()
     minutes, unit = told[0].split(" ")
     assert unit == "min"
+
     for run_dir, line in zip(runs, told[1:], strict=True):
         name, value, word, step = line.replace(":", "").split()
         assert (name, word) == (run_dir.name, "step")
         assert float(minutes) == int(step)  # each step took 60 s
         assert float(value) == pytest.approx(metrics(run_dir)[int(step)]["actor/entropy"], rel=1e-4)
+
     ActionChains(chromium).move_to_element_with_offset(canvas, -50, 0).click_and_hold().move_by_offset(
         80, 0
     ).release().perform()
@@ -572,6 +586,7 @@ def served(run_dir: Path) -> Iterator[LiveReport]:
     report = LiveReport(list(open_runs([run_dir])))
     thread = threading.Thread(target=report.serve)
     thread.start()
+
     try:
         yield report
     finally:
@@ -607,4 +622,5 @@ def test_a_live_page_follows_its_run(chromium: Chrome, tmp_path: Path) -> None:
         assert "7 of" in find(chromium, ".card.run").text
         assert chromium.execute_script("return window.isTheSame && !window.hacked")
         assert chromium.get_log("browser") == []
+
     wait(chromium, lambda: "has stopped" in find(chromium, "#status").text)

@@ -91,6 +91,7 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(
     assert f"after step {step}" in run.log.read_text()
     best = json.loads(straight.best)["step"]
     newest = {SFT_STEPS - 1, SFT_STEPS}
+
     # old ones from before are removed as well
     assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})
 
@@ -187,6 +188,7 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     for more in ([], ["trainer.total_steps=12"]):
         assert main(["sft", str(run.folder / "run.yaml"), *more]) == 0
         assert "It ended early: none of the last 1 validations" in capsys.readouterr().out
+
     command = run.start("trainer.early_stop.metric=null", "trainer.total_steps=3")
     assert command.status() == 0, command.said()
     assert [
@@ -283,9 +285,11 @@ class Faulty(Run):
         act(command)
         assert command.status(END_LIMIT_S) == 1, command.said()
         assert gone_within(everything, END_LIMIT_S) == []
+
         if self.checkpoints.path.is_dir():
             assert_whole(self, had_one=True)
             assert is_read_only or list(self.checkpoints.path.glob(".*")) == []
+
         return last_page_of(command.said())
 
     def last_step(self) -> int:
@@ -312,6 +316,7 @@ def read_only(folder: Path) -> Iterator[None]:
             if command[0] == "--bind":
                 mounted.callback(subprocess.run, ["umount", "--lazy", command[-1]], check=True)
         yield
+
     side.rmdir()
 
 
@@ -341,10 +346,12 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
     assert "what    RayEndedError: Ray's gcs_server has ended" in page
     assert "raylet.err of Ray's logs (below)" in page
     page = run.disturb(lambda command: run.output_dir.rename(away))
+
     # Which file is missed first depends on how far the save is when the folder goes away.
     assert "put back the folder" in page or "the run's folder was removed" in page
     assert not run.output_dir.exists()
     away.rename(run.output_dir)
+
     if can_mount := mounts(tmp_path / "probe"):
         with ExitStack() as made:
             page = run.disturb(
@@ -357,8 +364,10 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
                 in page
             )
             assert "failure.txt could not be written" in run.log.read_text()
+
     assert_same(run.finish(), straight)
     assert list(run.checkpoints.path.glob(".*")) == []
+
     if not can_mount:
         pytest.skip(
             "all was tried but an output folder that becomes read-only: this user, or this container, may "

@@ -78,6 +78,7 @@ def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     model = plan.group("reward_model").processes
     (critic,) = plan.group("critic").processes
     assert (len(model), model[0].pool, model[0].devices) == (2, critic.pool, critic.devices)
+
     return run_ppo(settings)
 
 
@@ -98,6 +99,7 @@ def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32)
     lines = [json.loads(line) for line in (beside.output_dir / "generations.jsonl").read_text().splitlines()]
     assert len(lines) == 8
+
     for line in lines:
         number = 32 + int(line["uid"])
         chat = [
@@ -121,6 +123,7 @@ def assert_same_run(run: Finished, expected: Finished) -> None:
         assert {name: line[name] for name in names} == pytest.approx(
             {name: other[name] for name in names}, rel=1e-5, abs=1e-6
         )
+
     weights, others = (load_file(each.policy / "model.safetensors") for each in (run, expected))
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)

@@ -152,11 +152,13 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
 def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> None:
     rollout = start(*[Misdeed("collect", 1, What.die)] * 3, restart_limit=2)
     whose = r"\d replicas have been lost with requests of prompt \d+, \d+"
+
     with pytest.raises(
         RestartLimitError,
         match=rf"(?s)rollout replica \d of 2 ended or hung.*{LAST_WORDS}.*{whose}.*restart_limit: 2 restarts",
     ) as caught:
         rollout.generate(prompts(), SAMPLING, step=1)
+
     check_documented("engine-died", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
@@ -263,4 +265,5 @@ def test_an_engine_that_never_starts_is_not_tried_again(ray_cluster: None, tmp_p
         pytest.raises(WorkerError, match=f"in __init__: .*EngineDeadError: {LAST_WORDS}"),
     ):
         rollout.send(WEIGHTS, 1)
+
     assert len(recorded_calls(tmp_path)) == 1

@@ -44,6 +44,7 @@ def test_a_run_has_the_replicas_that_it_is_asked_for(tmp_path: Path) -> None:
             dump_config(config, tmp_path / "run" / CONFIG_FILE)
         if step in (1, 3):
             run("scale", str(tmp_path / "run"), "--replicas", {1: "2", 3: "1"}[step])
+
         if step == 3:
             roles.weights.settle()
             run("status", str(tmp_path / "run"))

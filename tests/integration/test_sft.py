@@ -41,6 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
     for name, start in (("conversations", 0), ("held_out_conversations", 100)):
         rows = [{"messages": conversation(start + number)} for number in range(24)]
         pq.write_table(pa.Table.from_pylist(rows), inputs / f"{name}.parquet")
+
     return SFTConfig(
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=SFTDataConfig(
@@ -93,6 +94,7 @@ def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
     opening = SYMBOLS.index("<model>")
     end = SYMBOLS.index("<end>")
     losses = []
+
     for padded, mask in zip(batch.tensors["input_ids"], batch.tensors["attention_mask"].bool(), strict=True):
         ids = padded[mask]
         is_answer = False
@@ -104,6 +106,7 @@ def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
         with torch.no_grad():
             loss = model(ids[None], labels=labels[None]).loss
         losses += [float(loss)] * int((labels != -100).sum())
+
     return losses
 
 
@@ -128,6 +131,7 @@ def test_the_loss_falls(finished: Finished) -> None:
     assert [line["step"] for line in finished.metrics] == list(range(1, STEPS + 1))
     losses = [line["sft/loss"] for line in finished.metrics]
     assert mean(losses[-3:]) < 0.7 * losses[0]
+
     for line in finished.metrics:
         assert {
             "sft/grad_norm",

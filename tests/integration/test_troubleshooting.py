@@ -52,6 +52,7 @@ class UnluckyWorker(Worker):
         """Asks for a GiB where the process may have a quarter of one more than it has."""
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+
         try:
             return DataProto.from_dict({"x": torch.zeros(4 * ROOM, dtype=torch.uint8)})
         finally:
@@ -116,6 +117,7 @@ def test_devices_that_are_not_there(ray_cluster: None) -> None:
 def sft(tmp_path: Path) -> Path:
     save_inputs(tmp_path)
     weights = load_file(file := tmp_path / "policy" / "model.safetensors")
+
     # So large that the products of queries and keys are beyond float32.
     grown = {
         name: weight * 1e24 if name.endswith(("q_proj.weight", "k_proj.weight")) else weight
@@ -130,6 +132,7 @@ def sft(tmp_path: Path) -> Path:
         device=Device.cpu,
     )
     dump_config(config, tmp_path / "run.yaml")
+
     return tmp_path / "run.yaml"
 
 

@@ -84,6 +84,7 @@ def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     size_gb = sum(weight.nbytes for weight in weights.values()) / 1e9
+
     with started_rollout(build, 1) as rollout:
         rollout.send(weights, 1)
         awake_gb = rollout.resident_memory_gb()

@@ -90,6 +90,7 @@ def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, 
     """In the middle of a batch: the batch is whole, the weights are right, the run goes on."""
     running.close()
     version, later = itertools.islice(versions, 2)
+
     with started_engine(MORTAL, models, restart_limit=1) as replicas:
         weights = {
             name: parameter.detach() for name, parameter in models[MORTAL.family][0].model.named_parameters()
@@ -111,11 +112,13 @@ def check_that_it_is_survived(
     worker, *schedulers = rollout.replicas[0].call(RolloutWorker.process_ids)
     assert worker == rollout.replicas[0].pids[0]
     found = {}
+
     for number, finished in enumerate(rollout.stream(requests)):
         assert finished.request_id not in found
         found[finished.request_id] = finished.sample
         if number == 10:
             os.kill(schedulers[0], signal.SIGKILL)
+
     metrics = rollout.drain_metrics()
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8

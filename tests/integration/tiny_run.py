@@ -116,6 +116,7 @@ def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None
         "bos_token_id": None,
         "initializer_range": 0.1,  # so that distributions are far from uniform
     }
+
     if with_experts:
         experts = {
             "num_experts": 4,
@@ -272,6 +273,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         config.tracking.log_generations,
         pass_score=1.0,
     )
+
     with placed_pools(config) as pools:
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
@@ -288,6 +290,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
             with ppo.running():
                 ppo.fit()
             roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
+
     _check_samples(config, 1 if resume is None else resume.step + 1)
     return _finished(config)
 
@@ -296,6 +299,7 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
     """What fails while they are written in the background is a warning only."""
     files = sample_files(Path(config.trainer.output_dir))
     assert first_step in files
+
     for path in files.values():
         rows = read_samples(path).rows
         assert len(rows) == config.trainer.prompts_per_step * config.rollout.n
@@ -310,6 +314,7 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     files = (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
     train, held_out = (SFTDataset(each, tokenizer, config.data) for each in files)
+
     with placed_pools(config) as pools:
         actor = start_sft(config, read_architecture(path), Device.cpu, pools)
         loader = BatchLoader(
@@ -327,6 +332,7 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
                 _checkpoints(config, sft_models(config, actor), monitor),
             ).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)
+
     return _finished(config)
 
 
@@ -340,6 +346,7 @@ def placed_pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]
         max_colocate_counts=plan.colocate_counts,
         nodes=plan.nodes,
     )
+
     try:
         pools.create_resource_pool()
         yield pools

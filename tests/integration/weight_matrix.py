@@ -130,6 +130,7 @@ def two_of_each_family(folder: Path) -> dict[str, list[Trained]]:
             save_model(family, path, seed=seed)
             model = load_lm(path)
             made.setdefault(family, []).append(Trained(path, model, greedy_by_transformers(model)))
+
     return made
 
 
@@ -150,6 +151,7 @@ def started_engine(
     replicas = Replicas(
         places, partial(build_engine, spec), restart_limit=restart_limit, phase_time_limit_s=600
     )
+
     try:
         yield replicas
     finally:
@@ -192,9 +194,11 @@ def generate(replica: RoleGroup, sampling: SamplingParameters) -> list[Sample]:
     requests = plan_requests(PROMPTS, sampling)
     samples: dict[int, Sample] = {}
     waiting = list(requests)
+
     while len(samples) < len(requests):
         samples |= dict(replica.call(RolloutWorker.submit_and_poll, waiting, 5.0).get())
         waiting = []
+
     return [samples[request.request_id] for request in requests]
 
 
@@ -212,6 +216,7 @@ def greedy_by_transformers(model: PreTrainedModel) -> list[list[int]]:
             pad_token_id=0,
         )
         written.append(whole[0, len(prompt) :].tolist())
+
     return written
 
 
@@ -227,6 +232,7 @@ def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: flo
             .gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
         )
         gaps.append(float((expected - torch.tensor(sample.log_probs)).abs().max()))
+
     return max(gaps)
 
 
@@ -261,4 +267,5 @@ def push_twice(
             assert log_prob_gap(trained.model, greedy, 1.0) < TOLERANCE
             assert log_prob_gap(trained.model, cool, COOL.temperature) < TOLERANCE
             assert {sample.weight_versions for sample in greedy + cool} == {(version,)}
+
     sync.close()

@@ -83,6 +83,7 @@ class Rows:
             "reward_model": [{"ground_truth": ""}] * size,
             "extra_info": [{}] * size,
         }
+
         return DataProto.from_dict({"prompts": prompts}, {"uid": list(uids), **arrays})
 
 
@@ -98,6 +99,7 @@ class KillerOfAll(Killer):
         assert self.scoring is not None
         assert self.victims_file is not None
         before = self.victims.total()
+
         if before % 3 == 0:
             super()._kill_one()
         elif before % 3 == 1:
@@ -110,6 +112,7 @@ class KillerOfAll(Killer):
             self.victims["a process that scores"] += 1
         else:
             self.victims["the driver"] += 1
+
         write_whole(self.victims_file, json.dumps(self.victims))
         if before % 3 == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -119,6 +122,7 @@ class KillerOfAll(Killer):
 def started_reward(folder: Path) -> Iterator[Reward]:
     save_policy(folder / "policy")
     (folder / "reward.py").write_text(FUNCTION)
+
     # A sample whose process is killed scores 0; two, for one of them may be starting.
     config = RewardConfig(
         functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], max_error_rate=1.0, num_processes=2
@@ -127,6 +131,7 @@ def started_reward(folder: Path) -> Iterator[Reward]:
     group = RayWorkerGroup(
         pool, RayClassWithInitArgs(RewardWorker, config, str(folder / "policy"), False), role="reward"
     )
+
     try:
         yield Reward(group)
     finally:
@@ -182,6 +187,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
     subject = make_subject(engine, folder.path / "model")
     victims = folder.victims()
     num_replicas = NUM_REPLICAS + victims["the driver"] % 2
+
     with (
         started_reward(folder.path) as reward,
         started_rollout(
@@ -264,6 +270,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
         str(folder),
     ]
     status = None
+
     while status != 0:
         command = Command(arguments, folder / "driver.log")
         before = run_folder.victims().total()
@@ -274,6 +281,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
             assert run_folder.victims().total() > before or status == 0, command.said()
         finally:
             command.kill_all()
+
     steps = run_folder.steps()
     victims = run_folder.victims()
     expected = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
@@ -284,6 +292,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
     oldest = max(line["oldest"] for line in steps.values())
     assert oldest <= MAX_STALENESS
     seconds = time.monotonic() - start_s
+
     return (
         f"{num_kills} kills ({said}) in {seconds:.0f} s, {len(steps)} steps: each prompt once, in order; "
         f"oldest {oldest}"

@@ -52,11 +52,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     arguments = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as temporary:
         gains = [
             learn((arguments.folder or Path(temporary)) / str(seed), seed, arguments.steps)
             for seed in arguments.seeds
         ]
+
     return int(min(gains) < LEAST_GAIN)
 
 
@@ -95,6 +97,7 @@ def learn(folder: Path, seed: int, steps: int) -> float:
         f"{summary['seconds'] / 60:.1f} minutes",
         flush=True,
     )
+
     return float(after - before)
 
 

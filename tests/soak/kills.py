@@ -71,6 +71,7 @@ def make_subject(engine: str, folder: Path) -> Subject:
         return Subject(
             partial(FakeEngine, spec), random_weights(MANIFEST, seed=0), num_requests=64, pause_s=0.3
         )
+
     model = random_model()
     model.config.architectures = [type(model).__name__]  # as saving the whole model does; SGLang wants it
     model.config.save_pretrained(folder)
@@ -81,6 +82,7 @@ def make_subject(engine: str, folder: Path) -> Subject:
     )
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     pause_s = 20.0 if engine == "sglang" else 6.0
+
     return Subject(partial(build_engine, spec), weights, num_requests=256, pause_s=pause_s)
 
 
@@ -129,6 +131,7 @@ class Killer:
         replica = self.chance.choice(self.rollout.replicas)
         if not replica.pids and self.chance.random() < _SPARED_AT_START:
             return
+
         # it may be starting
         pids = replica.pids or [
             one.activity.location.pid for one in replica.reports() if one.activity is not None
@@ -143,6 +146,7 @@ class Killer:
             os.kill(victim.pid, signal.SIGKILL)
         except (IndexError, psutil.NoSuchProcess, ProcessLookupError):
             return
+
         self.victims[name] += 1
 
 
@@ -171,6 +175,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
     subject = make_subject(engine, folder)
     requests = make_requests(subject.num_requests, seed)
     start_s = time.monotonic()
+
     with started_rollout(
         subject.build_engine, NUM_REPLICAS, max_concurrency=16, restart_limit=10_000
     ) as rollout:
@@ -231,6 +236,7 @@ def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
                 raise
         else:
             count += 1
+
     return count
 
 

@@ -39,6 +39,7 @@ def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
     plan = plan_placement(config)
     device = plan_memory(config, plan, dict.fromkeys(("actor", "reference", "critic"), architecture))[0]
     found: dict[str, dict[str, int]] = {}
+
     for phase in PHASES:
         found[phase] = {}
         for group in plan.groups:
@@ -47,6 +48,7 @@ def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
                 found[phase][group.roles[0]] = sum(
                     usage.parameters + usage.gradients + usage.optimizer for usage in usages
                 )
+
     return found
 
 
@@ -61,6 +63,7 @@ class Gauge:
             return
         assert roles.critic
         groups = {"actor": roles.actor.group, "critic": roles.critic.group}
+
         for phase in PHASES:
             if phase == "gen":
                 roles.weights.bring_in()
@@ -92,6 +95,7 @@ def compare(
                 f"{measured / 1e6:.0f} | {deviation:.1%} |",
                 flush=True,
             )
+
     return worst
 
 
@@ -104,6 +108,7 @@ def main() -> int:
     arguments = parser.parse_args()
     print("| placement | process | phase | planned MB | measured MB | off by |\n|---|---|---|---|---|---|")
     worst = 0.0
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(folder, arguments.hidden, arguments.layers)
@@ -122,6 +127,7 @@ def main() -> int:
                 worst = max(worst, compare(strategy, predicted_bytes(settings), gauge.resident))
         finally:
             shutdown()
+
     print(f"\nat most {worst:.1%} off; allowed {TOLERANCE:.0%}")
     return int(worst > TOLERANCE)
 

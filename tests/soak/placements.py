@@ -36,6 +36,7 @@ def of_metrics(run: Finished, expected: Finished) -> tuple[float, str]:
         names = [name for name in other if not name.startswith(NOT_COMPARED)]
         assert set(names) == {name for name in line if not name.startswith(NOT_COMPARED)}
         worst = max([worst, *((difference(line[name], other[name]), name) for name in names)])
+
     return worst
 
 
@@ -57,6 +58,7 @@ def main() -> int:
         PlacementStrategy(name) for name in dict.fromkeys(["split_collocate", *arguments.placement])
     ]
     worst = 0.0
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runs = []
@@ -80,6 +82,7 @@ def main() -> int:
                 )
         finally:
             shutdown()
+
     return int(worst > TOLERANCE)
 
 

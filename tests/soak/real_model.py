@@ -50,12 +50,14 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     folder = parser.parse_args().folder
+
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         check(folder)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             check(Path(temporary))
+
     return 0
 
 
@@ -64,14 +66,17 @@ def check(folder: Path) -> None:
     if not original.exists():
         with timed("dequantised"):
             convert(original)
+
     refuse_two_ranks(original, folder / "refused")
     for name in LAYOUTS:
         with timed(f"there and back in {name}"):
             round_trip(original, folder, name)
+
     converted = folder / "TP3xPP5xVPP3-back"
     with timed("transformers"):
         expected, _ = greedy(original)
         found, texts = greedy(converted)
+
     assert found == expected, "transformers writes something else with the converted folder"
     assert "Paris" in texts[0], texts[0]
     print("\n".join(f"  {question} -> {text!r}" for question, text in zip(QUESTIONS, texts, strict=True)))
@@ -95,6 +100,7 @@ def refuse_two_ranks(original: Path, folder: Path) -> None:
         ValueError, match="3 key-value heads cannot be cut over tensor_parallel_size 2"
     ) as raised:
         write_distributed(open_model(original), folder, layout)
+
     assert not folder.exists()
     print(f"refused: {raised.value}")
 
@@ -109,13 +115,16 @@ def round_trip(original: Path, folder: Path, name: str) -> None:
         data_parallel_size=1,
     )
     source = open_model(original)
+
     if not (folder / name).exists():
         write_distributed(source, folder / name, layout)
         write_hugging_face(open_model(folder / name), folder / f"{name}-back", max_shard_bytes=10**8)
+
     for converted in (folder / name, folder / f"{name}-back"):
         comparison = compare(source, open_model(converted))
         assert comparison.is_same
         assert comparison.count(Match.identical) == len(source.tensors) == 272
+
     assert (folder / f"{name}-back" / "tokenizer.json").read_bytes() == (
         original / "tokenizer.json"
     ).read_bytes()
@@ -126,6 +135,7 @@ def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = []
+
     for prompt in prompts(folder):
         with torch.inference_mode():
             ids = torch.tensor([prompt])
@@ -133,6 +143,7 @@ def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS
             )
         tokens.append(output[0, len(prompt) :].tolist())
+
     return tokens, [tokenizer.decode(each, skip_special_tokens=True) for each in tokens]
 
 
@@ -149,11 +160,13 @@ def sglang_greedy(folder: Path) -> list[list[int]]:
     """By SGLang's own reading of the converted files."""
     source = open_model(folder)
     memory = {"mem_fraction_static": 0.3}  # of the machine's: float32 weights take 0.5 GB
+
     # its process has not imported transformers
     sglang = SGLangConfig(mode=SGLangMode.server, server_args=memory)
     rollout = RolloutConfig(max_concurrency=4, health_limit_s=600.0, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.float32)
     engine = SGLangEngine(RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cpu))
+
     try:
         engine.begin_weight_update(manifest_of(source.architecture, source.dtype))
         engine.load_folder(folder)
@@ -163,6 +176,7 @@ def sglang_greedy(folder: Path) -> list[list[int]]:
         )
     finally:
         engine.close()
+
     return [sample.token_ids.tolist() for sample in samples]
 
 

@@ -90,6 +90,7 @@ def batch_of(step: int) -> tuple[Tensors, list[list[int]]]:
         "response_mask": response_mask,
         "weight/log_probs": response_mask / 100,
     }
+
     return rows, deal(num_rows, draw.randint(2, 3))
 
 
@@ -106,12 +107,14 @@ def train(folder: Path, num_steps: int) -> Iterator[float]:
     groups = rank_side.start(ParallelConfig())
     engine = rank_side.build(groups, str(folder / "model"), optim=OptimConfig(lr=1e-5), chunk_tokens=64)
     loss = rank_side.weighted_sum(("log_probs",))
+
     for step in range(1, num_steps + 1):
         batch, micro_batches = batch_of(step)
         engine.forward(batch, micro_batches)
         engine.forward_backward(batch, micro_batches, loss, ())
         engine.step()
         yield resident_mib()
+
     dist.destroy_process_group()
 
 
@@ -137,9 +140,11 @@ def main() -> int:
     parser.add_argument("--unbounded", action="store_true")
     arguments = parser.parse_args()
     fill_in(os.environ, "127.0.0.1", use_gpu=False)
+
     if arguments.unbounded:
         for name in CACHES:
             del os.environ[name]
+
     print(*(f"{name}={os.environ.get(name, 'unset')}" for name in CACHES))
     print(
         "| step | resident MiB | in use by glibc's count | kept by glibc | tensors | seconds of CPU "
@@ -147,6 +152,7 @@ def main() -> int:
     )
     resident: list[float] = []
     without_free: list[float] = []
+
     with tempfile.TemporaryDirectory() as temporary:
         for mib in train(Path(temporary), arguments.steps):
             used, kept = heap_mib()
@@ -160,12 +166,14 @@ def main() -> int:
                     f"{time.process_time():.0f} |",
                     flush=True,
                 )
+
     found = growth(resident)
     held = growth(without_free)
     print(
         f"\nfrom step {FIRST} to {arguments.steps}: {found:.1%}, without what glibc keeps free {held:.1%}; "
         f"allowed {TOLERANCE:.0%}"
     )
+
     return int(min(found, held) > TOLERANCE)
 
 

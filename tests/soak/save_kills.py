@@ -195,6 +195,7 @@ class Run:
             for path in latest.glob("*/manifest.json")
         }
         generations = self.output_dir / "generations.jsonl"
+
         return Outcome(
             metrics=[
                 untimed(json.loads(line))
@@ -255,6 +256,7 @@ def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
     moment."""
     left = list(run.checkpoints.path.glob(".step_*"))
     command = run.start()
+
     # what the last kill has left is removed first
     command.wait_for(lambda: not any(path.exists() for path in left), LOOK_S)
     latest = run.checkpoints.latest()
@@ -262,6 +264,7 @@ def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
     command.wait_for(lambda: run.is_saving(before + chance.randrange(2)), LOOK_S)
     time.sleep(chance.uniform(0, longest_save_s))
     command.kill_all()
+
     return _moment(run)
 
 
@@ -275,6 +278,7 @@ def _moment(run: Run) -> str:
             if not list(run.checkpoints.path.glob(".step_*.removed"))
             else "while removing an old one"
         )
+
     names = partial[0]
     for name, moment in (
         ("checkpoint.json", "sealed"),
@@ -283,6 +287,7 @@ def _moment(run: Run) -> str:
     ):
         if name in names:
             return moment
+
     return "state copied" if any(name.endswith(".distcp") for name in names) else "begun"
 
 
@@ -291,6 +296,7 @@ def assert_whole(run: Run, had_one: bool) -> bool:
     one."""
     latest = run.checkpoints.latest()
     assert latest is not None or not had_one
+
     if latest is not None:
         best = run.checkpoints.path / BEST_FILE
         for checkpoint in {
@@ -299,6 +305,7 @@ def assert_whole(run: Run, had_one: bool) -> bool:
         }:
             for role in check_files(checkpoint)["roles"]:
                 check_folder(checkpoint / role)
+
     return latest is not None
 
 
@@ -316,6 +323,7 @@ def soak(
     run = Run(config, folder / "killed")
     moments = Counter[str]()
     had_one = False
+
     for number in range(1, num_kills + 1):
         moment = kill_in_save(run, chance, longest_save_s)
         moments[moment] += 1
@@ -326,6 +334,7 @@ def soak(
             f"{time.monotonic() - start_s:.0f} s",
             flush=True,
         )
+
     assert_same(run.finish(), straight)
     return (
         f"{kind} {dtype.value}: {num_kills} kills "

@@ -21,10 +21,12 @@ def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path)
         assert report.num_restarts >= num_kills // 2
         assert report.num_resent > 0
         assert report.num_checksums > 0
+
     # while generation runs ahead of training, the driver too
     for engine, num_kills in (("fake", 30), ("sglang", 3)):
         (folder := tmp_path / f"{engine}_ahead").mkdir()
         assert f"{num_kills} kills" in async_kills.run(engine, num_kills, seed=0, folder=folder)
+
     (folder := tmp_path / "saves").mkdir()
     assert "the end is that of an undisturbed run" in save_kills.soak(
         "hybrid", DType.bfloat16, num_kills=4, seed=0, folder=folder

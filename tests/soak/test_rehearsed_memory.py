@@ -48,6 +48,7 @@ def _table(run: str, compared: list[Compared]) -> str:
         f"| role | stage | recompute | state, {unit} | {' | '.join(f'{name}, {unit}' for name in names)} |",
         f"|---|---|---|{'---|' * (1 + len(names))}",
     ]
+
     for case, record, plan in compared:
         phases = {phase.name: phase for phase in record.phases}
         cells = [_cell(phases["build"].held, plan.held, size)]
@@ -55,6 +56,7 @@ def _table(run: str, compared: list[Compared]) -> str:
             _cell(phases[name].peak, plan.peaks[name], size) if name in phases else "" for name in names
         ]
         lines.append(f"| {case.role} | {record.pipeline_rank} | {case.mode} | {' | '.join(cells)} |")
+
     return "\n".join([*lines, ""])
 
 

@@ -10,6 +10,7 @@ def test_the_schedule_gains_what_the_page_says() -> None:
     """benchmarks.async_rollout"""
     steps = 24
     least = {"all slots, always in use": {1: 1.45, 2: 2.0}, "a step's generation at 0": {1: 1.45, 2: 1.9}}
+
     for name, training_ticks in cases(steps).items():
         synchronous = simulate(training_ticks, 0, steps=steps)
         assert set(synchronous.ages) == {0}

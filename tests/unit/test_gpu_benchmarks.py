@@ -47,19 +47,23 @@ def test_the_peers_packed_attention_is_its_own_of_one_row_at_a_time(
     assert len(work.micro_batches) > 1
     assert any(len(rows) > 1 for rows in work.micro_batches)
     by_name = {}
+
     for attention in ("torch_varlen", "sdpa", "eager"):
         peer = HuggingFace(SHAPES["tiny"].config(), CPU.device, torch.float32, attention)
         losses = [peer.trains(work.packed, recomputes)() for recomputes in (False, True)]
         by_name[attention] = [*losses, peer.scores(work.packed)()]
+
     rows = [
         ids[mask.bool()]
         for ids, mask in zip(work.batch["input_ids"], work.batch["attention_mask"], strict=True)
     ]
     total = 0.0
+
     for row in rows:
         log_softmax = peer.model(row[None]).logits[0].log_softmax(-1)
         first = prompt_tokens(len(row))
         total += float(log_softmax[first - 1 : -1].gather(1, row[first:, None]).detach().sum())
+
     expected = -total / float(work.batch["response_mask"].sum())
     for name, losses in by_name.items():
         assert losses == pytest.approx([expected] * 3, rel=1e-5), name
@@ -153,6 +157,7 @@ def test_the_engines_benchmark_rehearses_on_the_cpu(rank_pool: RankPool) -> None
     training = results[0].tflop_per_token
     scoring = results[-1].tflop_per_token
     assert training == pytest.approx(3 * scoring)
+
     # two layers, of half as many keys and values as queries at least
     assert scoring > 2 * 2 * 64 * (4 * 64 + 3 * 96) / 1e12 / 2
 

@@ -53,6 +53,7 @@ def make(tmp_path: Path, downloads: str) -> subprocess.CompletedProcess[str]:
     )
     python.chmod(0o755)
     command = [ROOT / "tools" / "gpu_bundle.sh", tmp_path / "made" / "bundle.tar.gz"]
+
     return subprocess.run(
         command, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, check=False
     )
@@ -63,9 +64,11 @@ def test_a_bundle_has_the_tree_the_wheels_and_a_command(tmp_path: Path) -> None:
         pytest.skip("this tree is no checkout, and the bundle is made of a commit")
     ended = make(tmp_path, "touch one.whl")
     assert ended.returncode == 0, ended.stderr
+
     with tarfile.open(tmp_path / "made" / "bundle.tar.gz") as archive:
         names = set(archive.getnames())
         assert archive.getmember("gpu-bundle/run.sh").mode & 0o111
+
     assert {
         "gpu-bundle/wheels/one.whl",
         "gpu-bundle/megarl/tests/gpu/table.py",
@@ -92,6 +95,7 @@ def test_the_command_installs_what_python_lacks_and_nothing_else(tmp_path: Path)
     (tmp_path / "megarl/tests/gpu/table.py").write_text(SHOW)
     (tmp_path / "run.sh").write_bytes((ROOT / "tools" / "gpu_bundle_run.sh").read_bytes())
     environment = {**os.environ, "PYTHON": sys.executable}
+
     for _ in range(2):  # again over what the first left
         ended = subprocess.run(
             ["bash", tmp_path / "run.sh", "--rehearse"],
@@ -102,4 +106,5 @@ def test_the_command_installs_what_python_lacks_and_nothing_else(tmp_path: Path)
         )
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.strip() == f"{tmp_path / 'packages' / 'lacked.py'} ['--rehearse']"
+
     assert not (tmp_path / "packages" / "pytest.py").exists()

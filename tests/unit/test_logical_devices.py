@@ -14,13 +14,16 @@ from tests.mortal_ranks import Place, mortal_ranks
 def test_memory_is_opened_where_its_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = VisibleDevices([2, 0]).allocate(8)
     memory.bytes[3] = 7
+
     for seen in ("1,2", "2"):
         monkeypatch.setenv(VARIABLE, seen)
         assert VisibleDevices().open(memory.handle).tolist() == [0, 0, 0, 7, 0, 0, 0, 0]
+
     for unseen in ("0,1", "1", ""):
         monkeypatch.setenv(VARIABLE, unseen)
         with pytest.raises(RuntimeError, match="invalid device ordinal: the memory is of device 2"):
             VisibleDevices().open(memory.handle)
+
     monkeypatch.delenv(VARIABLE)
     VisibleDevices().open(memory.handle)[0] = 9
     assert memory.bytes[0] == 9
@@ -60,6 +63,7 @@ def test_an_engine_cannot_open_the_segment_of_a_trainer_on_a_device_that_only_ot
         for rank in of_engines:
             rank.tell(handle)
         answers = [rank.hear() for rank in of_engines]
+
     assert answers == [
         28.0,
         "CUDA error: invalid device ordinal: the memory is of device 0, this process sees (1,)",

@@ -45,6 +45,7 @@ def collectives(group: dist.ProcessGroup) -> dict[str, Any]:
     into(objects := [None] * 3, dist.all_gather_object, objects, {"rank": rank})
     into(objects := [f"rank {rank}", rank], dist.broadcast_object_list, objects, 3)
     into(None, dist.barrier)
+
     return results
 
 
@@ -69,6 +70,7 @@ def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
                 function(output, each, group=group, async_op=True)
         coalesced.wait()
         results.append(listed(outputs))
+
     return results
 
 
@@ -91,6 +93,7 @@ def transfers(group: dist.ProcessGroup) -> list[Any]:
         dist.recv(line, neighbours[1], group)
     if rank < 2:
         dist.send(line + rank + 1, neighbours[0], group)
+
     return listed([*received, line])
 
 
@@ -101,6 +104,7 @@ def all_functions(backend: str) -> dict[str, Any]:
     if dist.get_rank() == 2:
         return {}
     assert dist.get_backend(group) == backend
+
     return {**collectives(group), "coalesced": coalesced_collectives(group), "transfers": transfers(group)}
 
 

@@ -71,6 +71,7 @@ def first_collective() -> tuple[bool, list[float]]:
     work.wait()
     assert num_live_communicators() == 1
     group.shutdown()
+
     return blocked, tensor.tolist()
 
 
@@ -89,6 +90,7 @@ def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
     group._start_coalescing(CPU)
     assert group.send([tensor], peer, 0) is None
     assert group.recv([received], peer, 0) is None
+
     return group._end_coalescing(CPU), received
 
 
@@ -101,11 +103,13 @@ def coalesced_transfers() -> tuple[bool, float]:
     blocked = call is not None and call.blocks()
     dist.barrier()
     received = torch.full((2,), 2.0)
+
     if call is None:
         group.eager_connect_single_device(CPU)
     else:
         work, received = call.result()
         work.wait()
+
     assert group.num_pair_communicators == 0
     group.shutdown()
     return blocked, float(received[0])
@@ -124,12 +128,14 @@ def single_transfers() -> tuple[bool, float, int, int]:
     call = InThread(lambda: group.send([tensor], 1, 0)) if rank == 0 else None
     blocked = call is not None and call.blocks()
     dist.barrier()
+
     if call is not None:
         call.result().wait()
         group.recv([tensor], 1, 7).wait()  # the same communicator
     elif rank == 1:
         group.recv([tensor], 0, 0).wait()
         group.send([tensor + 1], 0, 8).wait()
+
     counts = group.num_pair_communicators, num_live_communicators()
     group.shutdown()
     return blocked, float(tensor[0]), *counts
@@ -152,17 +158,20 @@ def eager_transfers() -> tuple[list[float], int, int]:
     rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
     received = torch.empty(1)
+
     if rank == 0:
         group.send([torch.tensor([5.0])], 1, 0).wait()
         group.recv([received], 1, 0).wait()
     else:
         group.recv([received], 0, 0).wait()
         group.send([received + 1], 0, 0).wait()
+
     counts = group.num_pair_communicators, num_live_communicators()
     group.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         group.send([received], 1 - rank, 0)
     assert num_live_communicators() == 0
+
     return received.tolist(), *counts
 
 
@@ -175,16 +184,19 @@ def connect_alone() -> str:
     can."""
     group = make_group("alone", limit=timedelta(seconds=A_WHILE_S))
     message = ""
+
     for turn in range(dist.get_world_size()):
         if dist.get_rank() == turn:
             with pytest.raises(RuntimeError) as raised:
                 group.eager_connect_single_device(CPU)
             message = str(raised.value)
         dist.barrier()
+
     assert num_live_communicators() == 0
     group._limit = LIMIT
     group.eager_connect_single_device(CPU)
     group.shutdown()
+
     return message
 
 
@@ -217,6 +229,7 @@ def abort_while_made() -> tuple[bool, str]:
     message = in_thread.result()
     dist.barrier()
     assert num_live_communicators() == 0
+
     return blocked, message
 
 
@@ -233,6 +246,7 @@ def on_devices(devices: list[int | None], environment: list[str]) -> str:
         if environment:
             patch.setenv(VARIABLE, environment[rank])
         group = make_group("devices", device=devices[rank])
+
     try:
         broadcast(group, torch.zeros(1)).wait()
     except RuntimeError as error:
@@ -241,6 +255,7 @@ def on_devices(devices: list[int | None], environment: list[str]) -> str:
         dist.barrier()
         group.shutdown()
         assert num_live_communicators() == 0
+
     return "agreed"
 
 
@@ -272,6 +287,7 @@ def two_sources() -> tuple[list[bool], list[float]]:
     first = torch.zeros(1)
     second = torch.zeros(1)
     completed: list[bool] = []
+
     if rank == 0:
         works = [group.recv([first], 1, 0), group.recv([second], 2, 0)]
         dist.barrier()  # reached, so both calls have returned
@@ -286,6 +302,7 @@ def two_sources() -> tuple[list[bool], list[float]]:
         dist.barrier()
         dist.barrier()
         (work or group.send([torch.tensor([float(rank)])], 0, 0)).wait()
+
     group.shutdown()
     return completed, [float(first), float(second)]
 
@@ -311,6 +328,7 @@ def begin_alone() -> list[str]:
     group = make_group("alone")
     ended = []
     group.eager_connect_single_device(CPU)
+
     for name, begin in ALONE.items():
         tensor = torch.ones(1)
         if dist.get_rank() == 0:
@@ -321,6 +339,7 @@ def begin_alone() -> list[str]:
         if dist.get_rank() == 1:
             work = group.recv([tensor], 0, 0) if name == "send" else begin(group, tensor)
         assert work.wait()
+
     group.shutdown()
     return ended
 
@@ -335,6 +354,7 @@ def mistaken() -> list[str]:
     group = make_group("mistakes")
     messages = []
     group.eager_connect_single_device(CPU)
+
     for call in (
         lambda: group.allgather([[torch.zeros(1)]], [torch.zeros(1)]).wait(),
         lambda: group.send([torch.zeros(1)], dist.get_rank(), 0),
@@ -343,6 +363,7 @@ def mistaken() -> list[str]:
         with pytest.raises((RuntimeError, ValueError)) as raised:
             call()
         messages.append(str(raised.value))
+
     broadcast(group, torch.zeros(1)).wait()  # the group is none the worse
     group.shutdown()
     return messages

@@ -38,6 +38,7 @@ def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclSemantics:
     )
     if eager:
         group.eager_connect_single_device(torch.device("cpu"))
+
     return group
 
 
@@ -194,6 +195,7 @@ def watched_trainer(watchdog: bool, limit_s: float, place: Place) -> None:
     for communicator in group._communicators.values():
         # of operations only: connecting may take its time on a busy machine
         communicator._limit = timedelta(seconds=limit_s)
+
     place.say("joined")
     work = broadcast(group, torch.ones(4))
     place.listen()

@@ -78,6 +78,7 @@ def own_server() -> Iterator[None]:
 def _write_launchers(folder: Path) -> None:
     (folder / "bin").mkdir()
     kinds = (TRAINING, REHEARSAL, SGLANG)
+
     for kind, path in (
         (TRAINING, folder / "bin" / "python"),
         *((kind, folder / f"python-{kind}") for kind in kinds),
@@ -141,8 +142,10 @@ def spawned(kind: str = TRAINING) -> Iterator[None]:
     if ADDRESS not in os.environ:
         yield
         return
+
     executable = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(launcher(kind))
+
     try:
         yield
     finally:
@@ -164,6 +167,7 @@ class _WhenImported(MetaPathFinder):
         spec = PathFinder.find_spec(name, path)
         assert spec is not None
         spec.loader = _ThenChanged(spec.loader)
+
         return spec
 
 

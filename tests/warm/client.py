@@ -86,11 +86,13 @@ def _takes_context(arguments: list[str]) -> bool:
     ]
     if contexts in ([], ["{}"]):
         return True
+
     # with this and the next, it would take twice as long to start as it does, where they are not needed
     import json
     import shlex
 
     context = json.loads(contexts[0])
+
     match context.get("command_prefix", []):
         case []:
             pass
@@ -98,10 +100,12 @@ def _takes_context(arguments: list[str]) -> bool:
             os.chdir(*shlex.split(folder))
         case _:
             return False
+
     if context.get("override_worker_entrypoint") or any(
         "$" in value for value in context.get("env_vars", {}).values()
     ):
         return False
+
     os.environ.update(context.get("env_vars", {}))
     return True
 
@@ -140,6 +144,7 @@ def _inherited() -> list[int]:
                 found.append(int(name))
         except OSError:
             pass  # that of the listing itself
+
     return found
 
 

@@ -56,6 +56,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     _show_environment(request.environment)
     behind_path(request.client).write_text(str(os.getpid()))
     os.chdir(request.folder)
+
     # The objects are the server's, and write to the client's files.
     sys.stdout.reconfigure(
         line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment
@@ -63,6 +64,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     if kind == DAEMON:
         return
     warm_ray_processes()
+
     if kind == SGLANG:
         multiprocessing.set_executable(launcher(kind))
     else:
@@ -80,6 +82,7 @@ def _take_files(files: list[int], numbers: list[int]) -> None:
         os.close(file)
     for file in {0, 1, 2} - set(numbers):
         os.close(file)
+
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -119,6 +122,7 @@ def run(program: list[str]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001  (the boundary of a process)
         traceback.print_exception(error)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -47,6 +47,7 @@ def _import_for_training() -> None:
     from megarl.engine import platform
 
     platform.activate(Device.cpu)  # before Megatron is imported
+
     for name in (
         # of what Ray imports, the most
         *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),
@@ -83,6 +84,7 @@ def _import_for_sglang() -> None:
     setproctitle.getproctitle()
 
     environment.prepare("cpu")
+
     for name in (
         "megarl.rollout.sglang.cpu_adaptations",
         "sglang.srt.entrypoints.http_server",
@@ -104,6 +106,7 @@ def _import_for_a_daemon() -> None:
     logging.disable(logging.INFO)
     utils.get_all_modules(utils.DashboardAgentModule)
     logging.disable(logging.NOTSET)
+
     for name in (
         "ray.dashboard.agent",
         "ray.dashboard.dashboard",
@@ -117,6 +120,7 @@ def _import_for_a_node(environment: dict[str, str]) -> None:
     from ray import _raylet
 
     _raylet.getproctitle()
+
     for name in (
         "megarl.controller.host",
         "pyarrow.json",
@@ -143,17 +147,21 @@ KINDS: Mapping[str, Callable[[], None]] = {
 def main(folder: Path) -> None:
     gc.disable()  # what is imported stays
     listeners = {kind: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in KINDS}
+
     for kind, listener in listeners.items():
         listener.bind(str(folder / kind))
         listener.listen(128)
+
     print("ready", flush=True)
     os.dup2(2, 1)  # nobody reads on
     rehearsal = listeners.pop(REHEARSAL)
+
     if os.fork() == 0:
         for listener in listeners.values():
             listener.close()
         _fork_when_asked({REHEARSAL: rehearsal})
         return
+
     rehearsal.close()
     importlib.import_module("torch")  # the memory of all others
     _fork_when_asked(listeners)
@@ -165,6 +173,7 @@ def _fork_when_asked(listeners: Mapping[str, socket.socket]) -> None:
     selector.register(sys.stdin, selectors.EVENT_READ)
     for kind, listener in listeners.items():
         selector.register(listener, selectors.EVENT_READ, kind)
+
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
@@ -199,9 +208,11 @@ class Server:
         self._selector = selectors.DefaultSelector()
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
+
         # by the process that was forked; None: it has gone
         self._clients: dict[int, socket.socket | None] = {}
         self._workers = Counter[str]()  # of Ray, by the node
+
         # Ray reads the environment of a worker when it is imported; a thread would be missing in what is
         # forked.
         assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
@@ -241,6 +252,7 @@ class Server:
         )
         if not message:  # it was killed
             self._leave(client)
+
         if pid is not None:
             os.kill(pid, int(message) if message else signal.SIGKILL)
             self._clients[pid] = client if message else None
@@ -267,6 +279,7 @@ class Server:
             ):
                 self._leave_all()
                 return _serve_node(request)
+
         return None
 
     def _leave_all(self) -> None:
@@ -298,6 +311,7 @@ def _serve_node(first: Request) -> Request:
     listener.listen(128)
     server = Server(listener, _NODE)
     os.rename(f"{first.node}.partial", first.node)  # now it is found
+
     return server.serve()
 
 

@@ -67,13 +67,16 @@ def main(options: Sequence[str] | None = None) -> int:
         "--keep", type=Path, metavar="DIR", help="keep the environments there, and use those that are there"
     )
     chosen = parser.parse_args(options)
+
     if absent := [python for python in chosen.python if shutil.which(python) is None]:
         parser.error(
             f"--python: {', '.join(absent)} is not on the path; give the interpreter's file, or leave it out"
         )
+
     shutil.rmtree(LOGS, ignore_errors=True)
     versions: dict[Environment, Mapping[str, str]] = {}
     steps: dict[Environment, list[Step]] = {}
+
     with tempfile.TemporaryDirectory() as folder:
         wheel = build_wheel(Path(folder))
         for environment in (
@@ -92,10 +95,12 @@ def main(options: Sequence[str] | None = None) -> int:
             steps[environment] = list(_told(environment, place))
             if not chosen.keep:
                 shutil.rmtree(place)
+
     _show(versions, steps)
     is_good = all(
         len(taken) == len(COMMANDS) and all(step.status == 0 for step in taken) for taken in steps.values()
     )
+
     if is_good and chosen.record:
         ours = sorted(Requirement(each).name for each in (REQUIRED | SGLANG | SGLANG_CPU))
         minor = {each: {"python": found["python"].rpartition(".")[0]} for each, found in versions.items()}
@@ -108,6 +113,7 @@ def main(options: Sequence[str] | None = None) -> int:
                 }
             ),
         )
+
     return 0 if is_good else 1
 
 
@@ -116,6 +122,7 @@ def _told(environment: Environment, place: Path) -> list[Step]:
     said."""
     (logs := LOGS / environment.name).mkdir(parents=True)
     taken = []
+
     with tempfile.TemporaryDirectory() as folder:
         (home := Path(folder) / "home").mkdir()
         (work := Path(folder) / "work").mkdir()
@@ -125,6 +132,7 @@ def _told(environment: Environment, place: Path) -> list[Step]:
             if step.status != 0:
                 print("\n".join(step.log.read_text(errors="replace").splitlines()[-30:]), flush=True)
                 break  # later commands need what this one was to make
+
     return taken
 
 
@@ -137,6 +145,7 @@ def _show(
     for name in _SHOWN:
         table.add_row(name, *(found.get(name, "-") for found in versions.values()))
     table.add_section()
+
     for name in COMMANDS:
         cells = []
         for taken in steps.values():
@@ -147,6 +156,7 @@ def _show(
                 else f"{'ok' if step.status == 0 else f'FAILED ({step.status})'} {step.seconds:.0f} s"
             )
         table.add_row(name, *cells)
+
     Console(width=max(100, 24 * (1 + len(versions)))).print(table)
     print(f"output of every command: {LOGS.relative_to(ROOT)}")
 

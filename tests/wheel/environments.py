@@ -94,6 +94,7 @@ def requirements_of(wheel: Path) -> list[str]:
     with ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = BytesParser().parsebytes(files.read(name))
+
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     wanted = [
         each
@@ -102,6 +103,7 @@ def requirements_of(wheel: Path) -> list[str]:
     ]
     for each in wanted:
         each.marker = None
+
     return [str(each) for each in wanted]
 
 

@@ -43,6 +43,7 @@ def calculator(expression: Annotated[str, "such as (3 + 4) * 2 or sqrt(2) ** 3"]
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError("it is no arithmetic expression") from error
+
     return str(_value(tree.body))
 
 
@@ -64,10 +65,12 @@ def _value(node: ast.expr) -> int | float:
             result = _FUNCTIONS[name](*map(_value, arguments))
         case _:
             raise ValueError(f"{ast.unparse(node)[:60]!r} is no arithmetic")
+
     if isinstance(result, complex) or _bits(result) > _MAX_BITS:
         raise ValueError(
             "the number is too large" if not isinstance(result, complex) else "the result is no real number"
         )
+
     return result
 
 

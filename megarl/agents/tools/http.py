@@ -40,10 +40,12 @@ class HttpGet:
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         url = httpx.URL(arguments["url"])
         host = url.netloc.decode()
+
         if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
             raise ValueError(
                 f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}"
             )
+
         try:
             return await self._read(url)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -64,6 +66,7 @@ class HttpGet:
                     body += part
                     if len(body) >= self._max_bytes:
                         break
+
         text = body[: self._max_bytes].decode(page.encoding or "utf-8", errors="replace")
         return text if page.is_success else f"status {page.status_code}\n{text}"
 

@@ -45,6 +45,7 @@ class McpServer:
         self._schemas: dict[str, Schema] | None = None
         self._connection: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] | None = None
+
         # of a thread that ends with the process, and the server with it: its input ends
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
@@ -58,10 +59,12 @@ class McpServer:
                 raise ValueError(
                     f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}"
                 ) from error
+
         if name not in self._schemas:
             raise ValueError(
                 f"the MCP server {self._server!r} has no tool {name!r}; there are: {', '.join(self._schemas)}"
             )
+
         return McpTool(self, name, self._schemas[name])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -77,6 +80,7 @@ class McpServer:
         if isinstance(self._server, str):
             return Client(self._server)
         command, *arguments = self._server
+
         # so that it ends with the run, whatever happens
         marked = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
         return Client(
@@ -120,6 +124,7 @@ class McpServer:
             self._leave(connection)
             if is_last:
                 raise self._gone(lost) from lost
+
         raise AssertionError("one of both calls returns or raises")
 
     async def _connected(self) -> tuple[Client, asyncio.Task[None]]:
@@ -127,8 +132,10 @@ class McpServer:
         if self._connection is None or self._connection.done():
             self._client = self._loop.create_future()
             self._connection = self._loop.create_task(self._hold(self._client))
+
         assert self._client is not None
         connection = self._connection
+
         try:
             return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S), connection
         except Exception as error:  # noqa: BLE001  (of any transport)

@@ -91,17 +91,20 @@ class _Interpreter:
             raise
         except SandboxError as error:
             raise BrokenToolError(str(error)) from error
+
         if finished.ended == "time":
             raise TimeoutError(f"the program took longer than {self._limits.wall_s:g} s and was ended")
         if finished.ended == "output":
             raise ProgramEndedError(
                 f"the program printed more than {self._limits.output_kb} KB and was ended"
             )
+
         if not is_alive:
             how = f"signal {-finished.status}" if finished.status < 0 else f"status {finished.status}"
             raise ProgramEndedError(
                 f"the program has ended its process ({how}); it may have {self._limits.cpu_s} s of computing"
             )
+
         return "\n".join(filter(None, (finished.output.rstrip("\n"), finished.errors.rstrip("\n"))))
 
     async def close(self) -> None:

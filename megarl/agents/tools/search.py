@@ -39,6 +39,7 @@ class FolderSearch:
         self._num_results = num_results
         self._time_limit_s = time_limit_s
         self._reading = threading.Lock()
+
         # Read by one thread after the other, and made by another.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
@@ -47,6 +48,7 @@ class FolderSearch:
         files = sorted(file for file in Path(folder).rglob("*") if file.suffix in suffixes and file.is_file())
         if not files:
             raise ValueError(f"{folder}: there is no file ending in {' or '.join(suffixes)} to search in")
+
         for file in files:
             try:
                 paragraphs = re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
@@ -55,6 +57,7 @@ class FolderSearch:
             place = file.relative_to(folder).as_posix()
             rows = [(paragraph.strip(), place) for paragraph in paragraphs if paragraph.strip()]
             self._index.executemany("INSERT INTO paragraphs VALUES (?, ?)", rows)
+
         self._schema = function_schema(self._shape, name, description)
 
     @property
@@ -65,6 +68,7 @@ class FolderSearch:
         words = _WORD.findall(arguments["query"])
         if not words:
             raise ValueError("the query has no word")
+
         # Words in quotes, so that none of them is taken for an operator of the index.
         query = " OR ".join(f'"{word}"' for word in words)
         found = await in_thread(lambda: self._ranked(query))

@@ -26,6 +26,7 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     advantages = groups.deviation(inputs.outcomes)
     if config.normalize_by_std:
         advantages = advantages / (groups.standard_deviation(inputs.outcomes) + _EPSILON)
+
     return inputs.on_every_token(advantages)
 
 
@@ -45,6 +46,7 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     advantages = torch.where(is_best & best_is_alone & (groups.size > 1), scores - second, 0.0)
     if config.normalize_by_std:
         advantages = advantages / (groups.standard_deviation(scores) + _EPSILON)
+
     return inputs.on_every_token(advantages)
 
 
@@ -70,6 +72,7 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     scores = inputs.outcomes
     baseline = groups.sum(inputs.lengths * scores) / groups.sum(inputs.lengths).clamp(min=1)
     differ = groups.spread(scores) > 0  # equal outcomes give exactly 0, whatever rounding does
+
     return inputs.on_every_token(torch.where(differ, scores - baseline, 0.0))
 
 
@@ -85,6 +88,7 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     scores = inputs.outcomes
     counts = inputs.lengths > 0
     num_with_signal = ((groups.spread(scores) > 0) & counts).sum()
+
     return inputs.on_every_token(groups.deviation(scores) * (counts.sum() / num_with_signal.clamp(min=1)))
 
 
@@ -97,6 +101,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
     num_tokens = lengths.sum()
     centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
     variance = (lengths * centred.square()).sum() / (num_tokens - 1).clamp(min=1)
+
     return inputs.on_every_token(centred * torch.rsqrt(variance + 1e-8))
 
 
@@ -119,15 +124,18 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     )
     refuse_unusable("a reward function's score", parts.sum(dim=1), inputs.uid)
     total = parts.new_zeros(len(parts))
+
     for scores, weight in zip(parts.unbind(1), weights, strict=True):  # a handful of functions
         total += (
             weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + _EPSILON)
         )
+
     counts = inputs.lengths > 0
     deviation = torch.where(
         counts, total - torch.where(counts, total, 0.0).sum() / counts.sum().clamp(min=1), 0.0
     )
     standard_deviation = (deviation.square().sum() / (counts.sum() - 1).clamp(min=1)).sqrt()
+
     return inputs.on_every_token(deviation / (standard_deviation + _EPSILON))
 
 

@@ -63,6 +63,7 @@ def gae(
         sums = sums if slots is None else from_front(sums, slots)
         returns[block.rows] = sums
         advantages[block.rows] = sums - kept_values
+
     return Advantages(of_form(advantages, response_mask), of_form(returns, response_mask))
 
 
@@ -101,6 +102,7 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     refuse_unusable("the greedy response's score", baseline, inputs.uid)
     returns = rewards_to_go(inputs.token_level_rewards, inputs.response_mask, gamma=1.0)
     per_row = inputs.on_every_token(baseline.to(returns.dtype)).advantages
+
     return Advantages(map_tokens(torch.sub, inputs.response_mask, returns, per_row), returns)
 
 
@@ -119,12 +121,14 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
         as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)
     ]
     advantages, returns = (empty_like(columns[0], columns[0].dtype) for _ in range(2))
+
     for rows in inputs.groups.blocks(columns[0].num_rows_of_block):
         index = inputs.groups.index[rows]
         rewards, mask, old, squared = (column[rows] for column in columns)
         block = _of_whole_groups(rewards, mask, old, squared, index - index[0])
         advantages[rows] = block.advantages
         returns[rows] = block.returns
+
     return Advantages(of_form(advantages, inputs.response_mask), of_form(returns, inputs.response_mask))
 
 
@@ -136,6 +140,7 @@ def _of_whole_groups(
     num_groups = int(index[-1]) + 1
     returns = _rewards_to_go(masked(rewards, mask), slots, gamma=1.0)
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
+
     # here: 1 where a sample has a token t
     here = mask.to(returns.dtype)
     returns_here = returns
@@ -151,6 +156,7 @@ def _of_whole_groups(
     compared = ((over_samples(here) > 1) & (weight > 0))[index]
     baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
     advantages = torch.where(compared, returns_here - baseline, 0.0) * here
+
     return _Block(advantages if slots is None else from_front(advantages, slots), returns)
 
 
@@ -183,6 +189,7 @@ def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
     rows_of_mask = as_rows(response_mask)
     rows_of_columns = [as_rows(column) for column in columns]
     all_count = leaves_nothing_out(response_mask)
+
     for rows in rows_of_mask.blocks_of_like_length():
         padded = [column[rows] for column in rows_of_columns]  # with 0
         if all_count:
@@ -206,6 +213,7 @@ def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     sums = (padded.view(-1, _CHUNK_TOKENS) @ powers.tril()).view(num_rows, -1, _CHUNK_TOKENS)
     following = _suffix_sums_by_doubling(sums[:, :, 0].contiguous(), discount**_CHUNK_TOKENS)
     sums[:, :-1].addcmul_(following[:, 1:, None], discount ** (_CHUNK_TOKENS - distance).to(x.dtype))
+
     return sums.view(num_rows, -1)[:, :num_tokens]
 
 
@@ -216,12 +224,14 @@ def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
     longer = torch.empty_like(x)
     span = 1
     factor = discount
+
     while span < x.shape[1] and factor != 0.0:
         torch.add(sums[:, :-span], sums[:, span:], alpha=factor, out=longer[:, :-span])
         longer[:, -span:] = sums[:, -span:]
         sums, longer = longer, sums
         span = 2 * span
         factor = factor * factor
+
     return sums
 
 

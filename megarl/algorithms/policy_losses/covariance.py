@@ -46,6 +46,7 @@ def select_for_clip_cov(
     )
     candidates = as_rows(is_candidate).values.nonzero().flatten()
     drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+
     return _selected(candidates[drawn[: number_to_select(mask, config.covariance.share)]], mask)
 
 
@@ -87,6 +88,7 @@ def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
     advantages = columns["advantages"]
     mean_log_prob = masked_mean(log_probs, mask)
     mean_advantage = masked_mean(advantages, mask)
+
     return map_tokens(
         lambda p, advantage: (p - mean_log_prob) * (advantage - mean_advantage), mask, log_probs, advantages
     )

@@ -27,6 +27,7 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
         return TokenLosses(loss, bounded)
     ceiling = -config.clip_dual * advantages
     dual_clipped = (advantages < 0) & (loss > ceiling)
+
     return TokenLosses(torch.where(dual_clipped, ceiling, loss), bounded, dual_clipped)
 
 
@@ -43,6 +44,7 @@ def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     ratio = response * (inputs.log_probs - inputs.log_probs.detach()).exp()
     plain = -ratio * inputs.advantages
     clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * inputs.advantages
+
     return TokenLosses(torch.maximum(plain, clipped), clipped > plain)
 
 
@@ -60,6 +62,7 @@ def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
         advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
     )
     loss = -advantage * exp_ratio(inputs.row_mean(cut))
+
     return TokenLosses(loss.expand_as(log_ratio), cut != log_ratio)
 
 
@@ -83,6 +86,7 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     negative = torch.full_like(inputs.advantages, config.sapo.temperature_negative)
     temperature = negative.masked_fill(inputs.advantages > 0, config.sapo.temperature_positive)
     gate = torch.sigmoid(temperature * (inputs.ratio - 1.0)) * 4.0 / temperature
+
     return TokenLosses(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
 
 
@@ -100,6 +104,7 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     old = inputs.old_log_probs
     others = _log_of_others(old)
     distance = old.exp() * (old - new) + others.exp() * (others - _log_of_others(new))
+
     return _dppo(inputs, config, distance)
 
 
@@ -126,6 +131,7 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
     if config.clip_dual is not None:
         weight = weight.clamp(max=config.clip_dual)
     surrogate = weight * (inputs.log_probs - inputs.log_probs.detach()).exp()
+
     return TokenLosses(torch.where(bounded, 0.0, -surrogate * inputs.advantages), bounded)
 
 

@@ -54,11 +54,13 @@ def open_classic(
             f"{folder}: is a classic Megatron checkpoint of a model with experts, of which none is read; "
             f"save it as torch_dist"
         )
+
     stages = _stages(folder, _rank_files(folder), architecture)
     files = list({stage.file.path: stage.file for stage in stages}.values())
     head = _head(stages)
     found: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
+
     for stage in stages:
         _check_names(stage, architecture, head)
         for weight in held_weights(architecture, stage.layout, head):
@@ -68,11 +70,13 @@ def open_classic(
                         f"{stage.file.path}: {name} is {dtype} here and {dtypes[name]} in another rank's file"
                     )
                 found.setdefault(name, []).append(piece)
+
     tensors = checked_tensors(folder, architecture, head, dtypes, found)
     if check_contents:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
             list(threads.map(RankFile.check, files))
         _check_copies(stages, architecture, head)
+
     num_chunks = len(stages[0].file.chunks)
     sizes = (stages[0].layout.tensor_parallel_size, len(files) // stages[0].layout.tensor_parallel_size)
     return ModelSource(
@@ -119,9 +123,11 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
         paths[rank] = next(
             (path / name for name in _FILE_NAMES if (path / name).is_file()), path / _FILE_NAMES[0]
         )
+
     sizes = [max(rank[axis] for rank in paths) + 1 for axis in (0, 1)]
     wanted = {(tensor, stage): folder for tensor in range(sizes[0]) for stage in range(sizes[1])}
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
+
     for tensor, stage in wanted:
         path = paths.get((tensor, stage), folder / _folder_name(tensor, stage, has_stages) / _FILE_NAMES[0])
         if not path.is_file():
@@ -129,6 +135,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
                 f"{path}: the file is missing; the checkpoint has {sizes[0]} tensor-parallel ranks x "
                 f"{sizes[1]} stages"
             )
+
     files = {rank: read_rank_file(path) for rank, path in sorted(paths.items())}
     _check_sizes(folder, files, sizes)
     return files
@@ -144,6 +151,7 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
     written = [
         first.arguments.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ]
+
     for said, size in zip(written, sizes, strict=True):
         if said is not None and said != size:
             tensor, stage = (
@@ -154,6 +162,7 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
                 f"{first.path.parent.name} says that "
                 f"it was one of {tensor} x {stage}: files are missing, or are of different checkpoints"
             )
+
     told = {
         rank: number for rank, file in files.items() if isinstance(number := file.arguments.get("rank"), int)
     }
@@ -181,12 +190,15 @@ def _stages(
     _check_arguments(next(iter(files.values())), architecture)
     num_ranks, num_stages = (max(rank[axis] for rank in files) + 1 for axis in (0, 1))
     num_chunks = len(files[0, 0].chunks)
+
     if (
         prefix := next((prefix for prefix in _PREFIXES if prefix + _EMBEDDING in files[0, 0].chunks[0]), None)
     ) is None:
         raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage holds")
+
     stages = []
     first_layer = 0
+
     for chunk, stage in ((chunk, stage) for chunk in range(num_chunks) for stage in range(num_stages)):
         count = 0
         for rank in range(num_ranks):
@@ -206,12 +218,14 @@ def _stages(
                 _Stage(file=file, chunk=chunk, layout=layout, names=_names(file, chunk, prefix, first_layer))
             )
         first_layer += count
+
     if first_layer != architecture.num_hidden_layers:
         raise CheckpointError(
             f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, config.json says "
             f"{architecture.num_hidden_layers}: "
             "files are missing, or this is another model"
         )
+
     return stages
 
 
@@ -230,6 +244,7 @@ def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
         raise CheckpointError(
             f"{file.path}: its layers have the numbers {sorted(numbers)}, not 0 to {len(numbers) - 1}"
         )
+
     return len(numbers)
 
 
@@ -237,6 +252,7 @@ def _names(file: RankFile, chunk: int, prefix: str, first_layer: int) -> dict[st
     """Norms may be named as without Transformer Engine, or as with it."""
     plain = {canonical_rest(rest): rest for rest in ("input_layernorm.weight", "pre_mlp_layernorm.weight")}
     names: dict[str, str] = {}
+
     for name in file.chunks[chunk]:
         known = name.removeprefix(prefix)
         if match := _LAYER.fullmatch(known):
@@ -244,6 +260,7 @@ def _names(file: RankFile, chunk: int, prefix: str, first_layer: int) -> dict[st
         if known in names:
             raise CheckpointError(f"{file.path}: {names[known]} and {name} are the same parameter")
         names[known] = name
+
     return names
 
 
@@ -259,6 +276,7 @@ def _check_names(stage: _Stage, architecture: Architecture, head: Head) -> None:
         shapes = shard_shapes(architecture, stage.layout, head)
     except ValueError as error:
         raise CheckpointError(f"{stage.file.path}: {error}: config.json is of another model") from error
+
     records = stage.file.chunks[stage.chunk]
     for name, shape in shapes.items():
         if name not in stage.names:
@@ -270,6 +288,7 @@ def _check_names(stage: _Stage, architecture: Architecture, head: Head) -> None:
             raise CheckpointError(
                 f"{stage.file.path}: {name} has shape {found}, config.json makes it {shape} in this file"
             )
+
     if extra := stage.names.keys() - shapes.keys():
         raise CheckpointError(
             f"{stage.file.path}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
@@ -332,10 +351,12 @@ def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
 def _check_arguments(file: RankFile, architecture: Architecture) -> None:
     expected = _expected_arguments(architecture)
     groups = file.arguments.get("num_query_groups")
+
     if file.arguments.get("group_query_attention") is True or (
         groups is not None and "group_query_attention" not in file.arguments
     ):
         expected["num_query_groups"] = architecture.num_key_value_heads
+
     faults = [
         f"{name} is {file.arguments[name]!r} and config.json makes it {value!r}"
         for name, value in expected.items()

@@ -54,6 +54,7 @@ def read_rank_file(path: Path) -> RankFile:
         raise CheckpointError(f"{path}: holds no dictionary; it is not a Megatron checkpoint")
     arguments = content.get("args")
     iteration = content.get("iteration")
+
     return RankFile(
         path=path,
         chunks=tuple(_parameters(path, state) for state in _model_states(path, content)),
@@ -66,11 +67,13 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
     """One, or one for each virtual pipeline stage."""
     numbered = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
     names = ["model"] if "model" in content else numbered
+
     if not names or (numbered and numbered != [f"model{number}" for number in range(len(numbered))]):
         keys = ", ".join(sorted(map(str, content))) or "nothing"
         raise CheckpointError(
             f"{path}: has no 'model', and no 'model0', 'model1', ... without a gap; it has {keys}"
         )
+
     states = [content[name] for name in names]
     for name, state in zip(names, states, strict=True):
         if not isinstance(state, dict):
@@ -80,6 +83,7 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
                 f"{path}: was written by Megatron's models of before Megatron-Core ('language_model'); "
                 f"convert it with Megatron's own tools"
             )
+
     return states
 
 
@@ -91,4 +95,5 @@ def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, StoredTensor]:
         if (stored := stored_tensor(value)) is None:
             raise CheckpointError(f"{path}: {name} is not a contiguous tensor of ordinary numbers")
         parameters[str(name)] = stored
+
     return parameters

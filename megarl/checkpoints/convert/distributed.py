@@ -73,10 +73,12 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, St
         rest = canonical_rest(rest)
     leading: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+
     if weight.expert is not None:
         rest = rest.replace(f".local_experts.{weight.expert}.", ".experts.")
         leading = (weight.expert,)
         sizes = (architecture.num_experts,)
+
     stacked = StoredPlace(
         f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
     )
@@ -95,6 +97,7 @@ def open_distributed(
     architecture = read_architecture(str(companions), trust_remote_code)
     layout = "layout not recorded"
     step = None
+
     if (folder / MANIFEST_FILE).exists():
         if check_contents:
             check_folder(folder)
@@ -113,6 +116,7 @@ def open_distributed(
             + (f", EP {sizes.expert_parallel_size}" if sizes.expert_parallel_size > 1 else "")
             + (f", ETP {sizes.expert_tensor_parallel_size}" if sizes.expert_tensor_parallel_size > 1 else "")
         )
+
     index = read_index(folder)
     model = {
         key: tensor
@@ -128,6 +132,7 @@ def open_distributed(
     found: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
     used: set[str] = set()
+
     for weight in weights_of(architecture, head):
         if weight.is_copy:
             continue
@@ -137,10 +142,12 @@ def open_distributed(
         for name, piece in _stored_pieces(index, architecture, place, tensor, weight):
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
+
     if extra := model.keys() - used:
         raise CheckpointError(
             f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
         )
+
     if check_contents and not (folder / MANIFEST_FILE).exists():
         _check_unlisted(index, used)
     return ModelSource(
@@ -182,9 +189,11 @@ def _find(
             candidates += [
                 place._replace(key=place.key.replace(_BEFORE_EXPERTS, dense)) for place in (stacked, own)
             ]
+
     for place in candidates:
         if prefix + place.key in model:
             return place._replace(key=prefix + place.key)
+
     raise CheckpointError(
         f"{folder}: {prefix}{candidates[0].key} is missing; config.json says {weight.tensors[0].name} "
         f"{weight.tensors[0].shape}"
@@ -203,6 +212,7 @@ def _stored_pieces(
     view = _check_shape(index, architecture, place, tensor, weight)
     parts = pieces(weight, whole_layout(architecture, shape[0] if weight.cut is Cut.vocabulary else None))
     one = TensorSlice(place.leading, tuple(number + 1 for number in place.leading))
+
     for chunk in tensor.chunks:
         tensor_slice = chunk.tensor_slice
         if num_leading:
@@ -240,10 +250,12 @@ def _check_shape(
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
     num_split = len(view) - len(weight.tensors[0].shape) + 1
     expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
+
     if tensor.shape != expected:
         raise CheckpointError(
             f"{index.folder}: {place.key} has shape {tensor.shape}, config.json makes it {expected}"
         )
+
     return view
 
 

@@ -84,6 +84,7 @@ def write_distributed(
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
     total = sum(prod(item.chunk) for file in files for item in file.items) * dtype.itemsize
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
+
     with new_folder(folder, total) as unfinished:
         writer = _Writer(source, dtype, max_item_bytes, lambda nbytes: progress(nbytes, total))
         writer.write(unfinished, files)
@@ -95,6 +96,7 @@ def write_distributed(
         companions.mkdir()
         copy_companions(source.companions, companions, dtype, source.head)
         nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+
     return Written(folder=folder, num_files=len(files), nbytes=nbytes)
 
 
@@ -142,16 +144,20 @@ class _Writer:
             for piece in pieces(item.weight, item.layout)
             if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
+
         if len(parts) == 1 and parts[0][1] == tensor_slice:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
             return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
+
         block = room.tensor(tensor_slice.shape, self._dtype)
         if padding(item.weight, item.layout) is not None:
             block.zero_()
+
         for piece, common in parts:
             place = common.relative_to(piece.shard.starts, piece.hf.starts)
             tensors[piece.hf_name].fill(block[common.relative_to(tensor_slice.starts).index], place)
+
         return block
 
 
@@ -200,6 +206,7 @@ def plan_distributed(
     )
     check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
+
     for number, rank in enumerate(ranks):
         objects = _objects(architecture, head, rank)
         for part, items in enumerate(
@@ -210,18 +217,21 @@ def plan_distributed(
                     name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects
                 )
             )
+
     return tuple(files)
 
 
 def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[PlannedItem]]:
     files: list[list[PlannedItem]] = [[]]
     nbytes = 0
+
     for item in items:
         if nbytes >= _FILE_BYTES:
             files.append([])
             nbytes = 0
         files[-1].append(item)
         nbytes += item.tensor_slice.volume * dtype.itemsize
+
     return files
 
 
@@ -229,11 +239,13 @@ def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tup
     if layout.tensor_parallel_rank > 0:
         return ()
     objects = []
+
     for weight in held_weights(architecture, layout, head):
         key, numbers, sizes = stored_place(architecture, weight)
         if match := _HAS_STATE.fullmatch(key):
             place, shape = (".".join(map(str, each)) for each in (numbers or (0,), sizes or (1,)))
             objects.append(f"{match[1]}._extra_state/shard_{place}_{shape}")
+
     return tuple(objects)
 
 
@@ -265,6 +277,7 @@ def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Te
         if weight.cut is Cut.gated
         else [TensorSlice.whole(view)]
     )
+
     for part in parts:
         for _, block in contiguous_blocks(part.shape, max_volume):
             tensor_slice = block.relative_to((0,) * len(view), part.starts)
@@ -291,6 +304,7 @@ def _place(
     first_row = _row(leading, tensor_slice.starts[:num_leading])
     shape = [num_rows, *trailing]
     offsets = [first_row, *(0 for _ in trailing)]
+
     if weight.cut is Cut.row:
         shape[1] = size * trailing[0]
         offsets[1] = rank * trailing[0]
@@ -300,6 +314,7 @@ def _place(
     elif weight.cut is not Cut.replicated:
         shape[0] = size * num_rows
         offsets[0] = rank * num_rows + first_row
+
     chunk = [prod(tensor_slice.shape[:num_leading]), *trailing]
     _, numbers, sizes = stored_place(architecture, weight)
     return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)

@@ -69,6 +69,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     starts = {file: _data_starts(file) for file in {stored.file for stored in index.tensors.values()}}
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes = {}
+
     for weight in weights_of(architecture, head):
         for hf in weight.tensors:
             stored = index.tensors[hf.name]
@@ -76,6 +77,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
             start = _start(starts[stored.file], hf.name, stored, dtypes[hf.name])
             opened = partial(mapped, stored.file, start, hf.view, dtypes[hf.name])
             pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened)]
+
     return ModelSource(
         folder=folder,
         kind="Hugging Face",
@@ -132,6 +134,7 @@ def write_hugging_face(
         source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes
     )
     total = sum(prod(meta.shape) * dtype.itemsize for file in files for meta in file.manifest.values())
+
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)
         if source.head == "value" and has_bias(unfinished):
@@ -141,6 +144,7 @@ def write_hugging_face(
             unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
         )
         nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+
     return Written(folder=folder, num_files=len(files), nbytes=nbytes)
 
 
@@ -159,6 +163,7 @@ class _Writer:
     def write(self, folder: Path, files: Sequence[FilePlan]) -> None:
         opened: list[SafetensorsFile] = []
         jobs: list[list[Job]] = []
+
         try:
             for file in files:
                 output = SafetensorsFile(folder / file.name, file.manifest)
@@ -174,6 +179,7 @@ class _Writer:
             for output in opened:
                 output.abandon()
             raise
+
         for output in opened:
             output.close()
 

@@ -87,6 +87,7 @@ def _tokenizer(companions: Path) -> str:
         return "none"
     config = _read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
     kind = config.get("tokenizer_class") or "a tokenizer"
+
     return (
         f"{kind} ({', '.join(files)}), {'with' if has_chat_template(companions) else 'without'} a chat "
         f"template"

@@ -52,6 +52,7 @@ def _open(
 ) -> ModelSource:
     _check_is_folder(path)
     folder = CheckpointFolder(path).latest() or path
+
     if (folder / DESCRIPTION_FILE).is_file():
         folder = _role_folder(folder, role)
     elif role is not None:
@@ -59,28 +60,33 @@ def _open(
             f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; "
             f"leave it out"
         )
+
     is_policy = (folder / CONFIG_FILE).is_file()  # exported beside the roles
     of_step = (folder.parent / DESCRIPTION_FILE).is_file() and not is_policy
     if of_step and not (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
+
     if is_torch_dist(folder):
         return open_distributed(
             folder, _companions(path, folder, companions), trust_remote_code, check_contents
         )
+
     if is_classic(folder):
         return open_classic(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
     if (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(
             f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known"
         )
+
     if (folder / CONFIG_FILE).is_file():
         if companions is not None:
             raise CheckpointError(
                 f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; leave {companions} out"
             )
         return open_hugging_face(folder, trust_remote_code)
+
     raise _nothing_known(folder)
 
 
@@ -112,6 +118,7 @@ def _role_folder(step: Path, role: str | None) -> Path:
         raise CheckpointError(f"{step}: has no role {chosen!r}; choose one of {', '.join(roles)}")
     if not (step / chosen).is_dir():
         raise CheckpointError(f"{step / chosen}: is missing; the checkpoint is damaged")
+
     return step / chosen
 
 
@@ -119,12 +126,14 @@ def _tracked_folder(folder: Path) -> Path:
     """The iteration that Megatron's own programs would load."""
     tracker = folder / TRACKER_FILE
     name = tracker.read_text(encoding="utf-8").strip()
+
     if name != "release":
         if not name.isdecimal():
             raise CheckpointError(
                 f"{tracker}: says {name!r}, which is neither the number of an iteration nor 'release'"
             )
         name = f"iter_{int(name):07d}"
+
     if not (folder / name).is_dir():
         raise CheckpointError(f"{tracker}: names {name}, which is not in {folder}")
     return folder / name
@@ -135,12 +144,15 @@ def _companions(path: Path, folder: Path, given: Path | None) -> Path:
     if given is not None:
         _check_is_folder(given)
         return given.absolute()
+
     if (folder / MANIFEST_FILE).is_file():  # our own, which is whole only with it
         return folder / HUGGING_FACE_FOLDER
     places = [folder / HUGGING_FACE_FOLDER, folder, folder.parent / HUGGING_FACE_FOLDER, folder.parent]
+
     for place in places:
         if (place / CONFIG_FILE).is_file():
             return place
+
     raise CheckpointError(
         f"{path}: a Megatron checkpoint does not say what its model is, and there is no "
         f"{HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "

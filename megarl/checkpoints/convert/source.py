@@ -63,6 +63,7 @@ class SourceTensor:
                 stored = piece.open()[place.relative_to(piece.place.starts).index]
                 if stored.is_contiguous():
                     return stored
+
         block = room(place.shape, dtype=dtype)
         self.fill(block, place)
         return block
@@ -129,4 +130,5 @@ def checked_tensors(
                     f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}"
                 )
             tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
+
     return tensors

@@ -81,6 +81,7 @@ class Workers:
             raise
         finally:
             threads.shutdown(cancel_futures=self._stop.is_set())
+
         if self._failures:
             raise self._failures[0]
 
@@ -88,6 +89,7 @@ class Workers:
         self.check()
         if not hasattr(self._own, "room"):
             self._own.room = Room(self._room_bytes)
+
         try:
             job(self._own.room)
         except _Stopped:
@@ -117,6 +119,7 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
     """
     folder = folder.absolute()
     partial = None
+
     try:
         check_new(folder)
         _check_space(folder, nbytes)

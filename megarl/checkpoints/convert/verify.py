@@ -82,6 +82,7 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
     ]
     if left.head != right.head:
         architecture.append(("head", left.head, right.head))
+
     return Comparison(
         left=left, right=right, architecture=tuple(architecture), tensors=tuple(found[name] for name in names)
     )
@@ -92,10 +93,12 @@ def _compare_tensor(
 ) -> TensorComparison:
     one = left.tensors.get(name)
     other = right.tensors.get(name)
+
     if one is None or other is None:
         return TensorComparison(
             name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}"
         )
+
     if one.hf != other.hf:
         how = (
             f"shape {one.hf.shape} and {other.hf.shape}"
@@ -103,12 +106,15 @@ def _compare_tensor(
             else "cut into other heads"
         )
         return TensorComparison(name=name, match=Match.different, reason=how)
+
     tally = _Tally(one.dtype, other.dtype)
     volume = BLOCK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
+
     for _, place in contiguous_blocks(one.hf.view, volume):
         workers.check()
         tally.add(one, other, place)
         done(place.volume * one.dtype.itemsize)
+
     return tally.result(name)
 
 
@@ -139,6 +145,7 @@ class _Tally:
         num_different = self._num_different[dtype]
         same = Match.identical if self._dtypes[0] == self._dtypes[1] else Match.rounded
         words = [str(each).removeprefix("torch.") for each in (*self._dtypes, dtype)]
+
         return TensorComparison(
             name=name,
             match=Match.different if num_different else same,

@@ -26,6 +26,7 @@ def run(
         from megarl.doctor.examined_config import load_examined_anywhere  # which imports torch
 
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
+
     console = output_console()
     print_run(config, console, with_push=not fast, is_here=not absent)
     for warning in warnings:
@@ -38,4 +39,5 @@ def run(
         f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, "
         f"{counted(plan.num_devices, 'device')})",
     )
+
     return 0

@@ -27,10 +27,12 @@ def answer(parser: argparse.ArgumentParser) -> None:
     """Tells the shell what may come next, and ends the process."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     completers = {"config": _configs, "overrides": _keys}
+
     for command in commands.choices.values():
         for action in command._actions:
             if action.dest in completers and not action.option_strings:
                 action.completer = completers[action.dest]
+
     argcomplete.autocomplete(parser)
 
 
@@ -49,5 +51,6 @@ def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
         )
     except ConfigError:
         schema = PPOConfig
+
     keys = list(schema_keys(schema))
     yield from (f"{key}=" for key in keys if not any(other.startswith(f"{key}.") for other in keys))

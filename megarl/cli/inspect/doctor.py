@@ -25,11 +25,13 @@ def run(config_path: str | None, overrides: Sequence[str], as_document: bool = F
     console = output_console(stderr=as_document)
     results = examine(config_path, overrides, console)
     seconds = time.monotonic() - begin
+
     if as_document:
         print(json.dumps(document(config_path, results, seconds), indent=2))
     else:
         console.print(table(results))
         print_line(console, summary(results, seconds))
+
     return USER_ERROR if worst(results) is Status.error else GOOD
 
 
@@ -38,6 +40,7 @@ def table(results: Sequence[CheckResult]) -> Table:
     drawn.add_column(width=max(len(status.value) for status in Status))
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
+
     for finding in results:
         drawn.add_row(
             finding.status.value,
@@ -47,6 +50,7 @@ def table(results: Sequence[CheckResult]) -> Table:
         )
         if finding.remedy is not None:
             drawn.add_row("", "", f"-> {finding.remedy}")
+
     return drawn
 
 
@@ -60,4 +64,5 @@ def summary(results: Sequence[CheckResult], seconds: float) -> str:
         counted(counted_by["warning"], "warning"),
         counted(counted_by["error"], "error"),
     )
+
     return f"{said}: {', '.join(found)}, in {seconds:.0f} s"

@@ -35,6 +35,7 @@ def run(
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)
     print_absent(absent, console)
+
     if output is not None:
         # Here, because it imports matplotlib; the tables shall not wait for it.
         from megarl.cli.tables.plan_drawing import draw_plan
@@ -43,4 +44,5 @@ def run(
             plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output)
         )
         console.print(f"drawn to {output}", highlight=False, soft_wrap=True)
+
     return 0

@@ -17,5 +17,6 @@ def run(run_dir: str) -> int:
     except MetricsFileError as error:
         print(f"megarl plot: {error}", file=sys.stderr)
         return 2
+
     print(f"curves drawn to {written}")
     return 0

@@ -49,6 +49,7 @@ def run(
     for a role or a rank that there is not, for layers that need a GPU, and where the guard of the devices
     cannot be compiled."""
     partial = read_config(schema, config_path, overrides)
+
     # resolved for the run's machines, not for this one; model.dtype depends on it
     if partial.config.device is Device.auto:
         partial = read_config(schema, config_path, [*overrides, "device=cuda"])
@@ -57,23 +58,27 @@ def run(
     refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
     config = inputs.partial.config
     absent = [*inputs.substituted, *map(str, absences)]
+
     if config.device is Device.cpu:
         raise ValueError(
             f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the "
             f"run would do on some"
         )
+
     if config.engine.layers is Layers.transformer_engine:
         raise ValueError(
             f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add "
             f"engine.layers=local, whose layers "
             "have the same parameters"
         )
+
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
     numbers = chosen_ranks(ranks, role.parallel)
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
     console = output_console()
     records: list[RankRecord] = []
+
     with RehearsalProgress(len(numbers)) as progress:
         # Routes are given, whoever chose them first.
         local = config.with_sections(
@@ -88,18 +93,21 @@ def run(
         ):
             records.append(record)
             progress.rank_finished()
+
     records.sort(key=lambda record: record.rank)
     predicted = {
         record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
         for record in records
     }
     mistakes = _mistakes(records)
+
     for record in records if ranks != "all" else _fullest(records):
         console.print(
             memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches)
         )
         console.print(collectives_table(record))
         console.print(waits_table(record))
+
     print_absent(absent, console)
     if config.engine.layers is Layers.auto and config.model.dtype is DType.bfloat16:
         _say(
@@ -108,6 +116,7 @@ def run(
             "auto): their parameters are the "
             "same, what they keep and where they wait is not seen here.",
         )
+
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
         console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
@@ -116,6 +125,7 @@ def run(
     ranks_of_role = f"{len(records)} of {counted(role.parallel.world_size, 'rank')} of the {role.name}"
     found = counted(len(mistakes), "mistake") if mistakes else "no mistakes"
     _say(console, f"{config_path}: {ranks_of_role} rehearsed, {found}")
+
     return MISTAKES if mistakes else GOOD
 
 
@@ -137,6 +147,7 @@ def _pushes(
         return {}
     shared = {place.device for place in forecast.engine_places}
     buffer_bytes = NUM_IPC_BUFFERS * forecast.message_bytes
+
     return {
         rank: RankPush(forecast.plan.of_source(rank), buffer_bytes if place.device in shared else 0)
         for rank, place in enumerate(forecast.trainer_places)
@@ -157,6 +168,7 @@ def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
         known = by_stage.get(record.pipeline_rank)
         if known is None or record.peak > known.peak:
             by_stage[record.pipeline_rank] = record
+
     return list(by_stage.values())
 
 
@@ -170,6 +182,7 @@ def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str
             f"{told} Compared: the calls of all {parallel.world_size} ranks, in each group and in their "
             f"order between groups."
         )
+
     shown = ", ".join(map(str, numbers))
     return (
         f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group "

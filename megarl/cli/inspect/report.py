@@ -46,6 +46,7 @@ def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
         table = parts_table(plan_memory(config, plan_placement(config), architectures))
     except ConfigError:
         return None
+
     rows = zip(*(column.cells for column in table.columns), strict=True)
     return {
         "columns": [str(column.header) for column in table.columns],
@@ -70,6 +71,7 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
         raise RunFolderError(
             f"--port {port}: nothing can listen there ({error}); give another, or 0 for any that is free"
         ) from error
+
     print(
         f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C ends "
         f"it)",

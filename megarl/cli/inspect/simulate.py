@@ -50,6 +50,7 @@ def run(
         raise ValueError(
             "--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning"
         )
+
     config = load_checked_anywhere(PPOConfig, config_path, overrides).config
     plan = plan_placement(config)
     console = output_console()
@@ -60,12 +61,14 @@ def run(
         forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES
     ]
     _print(config, times, forecasts, console)
+
     if output is not None:
         # Here, because it imports matplotlib; the table shall not wait for it.
         from megarl.cli.tables.plan_drawing import draw_forecasts
 
         draw_forecasts(forecasts, Path(output))
         print_line(console, f"drawn to {output}")
+
     return 0
 
 
@@ -73,6 +76,7 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
     for name, value in (("--training-s", given.training_s), ("--tokens-per-s", given.tokens_per_s)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be above 0")
+
     if given.run_dir is not None:
         lengths, times = measured(Path(given.run_dir))
     else:
@@ -88,12 +92,14 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
             )
         lengths = []
         times = Times(0.0, 0.0)
+
     if given.lengths is not None:
         lengths = log_normal(*_mean_and_most(given.lengths, config), config.rollout.n)
     if given.training_s is not None:
         times = times._replace(training_s=given.training_s)
     if given.tokens_per_s is not None:
         times = times._replace(token_s=1 / given.tokens_per_s)
+
     return lengths, times
 
 
@@ -113,6 +119,7 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
         wraps="mean age",
     )
     best = min(forecasts, key=lambda one: (one.step_s, one.max_staleness))
+
     for one in forecasts:
         places = (
             f"{one.split.trainer_devices:,}",
@@ -125,6 +132,7 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
             f"{one.mean_age:.2f}",
         )
         drawn.add_row(*places, str(one.max_staleness), *numbers, style="bold" if one is best else None)
+
     drawn.caption = (
         "trainer: devices; *: as configured; k: rollout.max_staleness; age: in versions of the weights"
     )

@@ -38,6 +38,7 @@ def run(run_dir: str, watch: bool = False) -> int:
     console = output_console()
     record = read_status(folder)
     records = _until_it_ends(folder, record) if watch else iter([record])
+
     with (
         Live(console=console, auto_refresh=False, transient=True)
         if watch and console.is_terminal
@@ -48,6 +49,7 @@ def run(run_dir: str, watch: bool = False) -> int:
                 console.print(shown(folder, record))
             else:
                 live.update(shown(folder, record), refresh=True)
+
     if not is_running(record):
         print_line(console, last_words(folder, record))
     return 0
@@ -85,9 +87,11 @@ def last_words(folder: Path, record: StatusRecord) -> str:
         "before its first step" if status.step is None else f"in step {status.step} of {status.total_steps}"
     )
     report = f"`megarl report {folder}` shows it"
+
     if status.state == ENDED:
         how = f"the run is complete, {ago}, after step {status.step}"
         return "; ".join(part for part in (f"{folder}: {how}", result_of(folder), report) if part)
+
     if status.state == RUNNING:
         how = f"its process {record.pid} on {record.host} is gone, {ago}, {where}"
     elif status.state == STOPPED:
@@ -100,6 +104,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
             f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (all of it: "
             f"{folder / FAILURE_FILE})"
         )
+
     return f"{folder}: {how}; {how_to_resume(checkpoints_of(folder))}; {report}"
 
 
@@ -122,6 +127,7 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
             f"{status.engines_idle:.0%}"
         ),
     ]
+
     if late:
         lines.append(
             Text(
@@ -130,6 +136,7 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
                 "yellow",
             )
         )
+
     if status.stalled is not None:
         lines.append(Text(status.stalled, style="yellow"))
     return Group(*lines, _replicas(status), *([_oldest(status)] if status.oldest else []))
@@ -146,6 +153,7 @@ def _place(status: RunStatus) -> str:
     )
     step = "before the first step" if status.step is None else f"step {status.step} of {status.total_steps}"
     ahead = f" (up to {counted(status.max_staleness, 'step')} ahead)" if status.max_staleness else ""
+
     return f"{step}{phase}{ahead}"
 
 
@@ -163,6 +171,7 @@ def _replicas(status: RunStatus) -> RenderableType:
         drawn.add_row(
             str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent
         )
+
     return drawn
 
 

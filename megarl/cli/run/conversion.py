@@ -102,6 +102,7 @@ def _convert(
         f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the "
         f"program itself included"
     )
+
     return GOOD
 
 
@@ -143,6 +144,7 @@ def _progress_bar(name: str) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     console = output_console(stderr=True)
+
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(name, total=None)
         yield lambda nbytes, total: bar.update(task, advance=nbytes, total=total)
@@ -153,9 +155,11 @@ def print_description(description: ModelDescription, console: Console) -> None:
     facts = _table("Model", "quantity", "value")
     for name, value in _facts(description):
         facts.add_row(name, value)
+
     for name, value in description.architecture.items():
         if name != "model_type":
             facts.add_row(name, str(value))
+
     console.print(facts)
     rows = [
         (each.name, " x ".join(f"{size:,}" for size in each.shape), each.dtype, f"{each.nbytes:,}")
@@ -194,6 +198,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         for name, left, right in comparison.architecture:
             table.add_row(name, str(left), str(right))
         console.print(table)
+
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
         table = _table(
@@ -208,6 +213,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
                 tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value
             )
         console.print(table)
+
     console.print(verdict(comparison), highlight=False, soft_wrap=True)
 
 
@@ -223,6 +229,7 @@ def verdict(comparison: Comparison) -> str:
         return f"the same model: {counts}"
     largest = max(tensor.max_difference for tensor in rounded)
     ways = ", ".join(sorted({tensor.reason for tensor in rounded}))
+
     return f"the same model but for rounding ({ways}; largest difference {largest:.3g}): {counts}"
 
 

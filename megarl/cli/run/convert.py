@@ -136,6 +136,7 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size; give a number of bytes, or one such as 5GB, 500MB or 2GiB"
         )
+
     return size
 
 

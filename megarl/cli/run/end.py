@@ -22,6 +22,7 @@ def how_to_resume(checkpoints: Path) -> str:
         latest = CheckpointFolder(checkpoints).latest()
     except CheckpointError as error:
         return f"its checkpoints are damaged: {error}"
+
     if latest is None:
         return f"no checkpoint is saved in {checkpoints}; the same command starts from the beginning"
     return f"the newest checkpoint is {latest}; the same command resumes from it"
@@ -46,6 +47,7 @@ def result_of(run_dir: Path) -> str:
     scores = {when: score for when, score in summary.get("validation", {}).items() if score is not None}
     if scores:
         parts.append("validation " + ", ".join(f"{score:.4g} {when}" for when, score in scores.items()))
+
     return "; ".join(parts)
 
 

@@ -40,6 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError(
             "--stop ends an answer, but in an episode the model's own end of a turn does; leave it out"
         )
+
     if not parsed.prompts and sys.stdin.isatty():
         raise ValueError("with tools or an environment there is no chat; give a prompt")
     chats = read_chats(parsed)
@@ -51,6 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
+
     for index, request in enumerate(requests):
         chat = chats[index // parsed.n]
         sample = index % parsed.n
@@ -61,6 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
         played = asyncio.run(_play(writer, template, responder, request, agent, parsed))
         if parsed.json:
             print(dump_readable({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}))
+
     return 0
 
 
@@ -71,6 +74,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         raise ValueError(
             f"{' and '.join(given)} are given, but each says what answers the model; give one of them"
         )
+
     if parsed.agent is None:
         agent = AgentConfig(
             tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
@@ -83,6 +87,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
                 f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a "
                 f"run's that has"
             )
+
     changes = {
         name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None
     }
@@ -145,6 +150,7 @@ async def _play(
                 episode.answered(step.place, answer)
     finally:
         await responder.close()
+
     if not parsed.json:
         _print_end(writer, episode.trajectory, parsed.log_probs)
     return _Played(episode.trajectory, messages)
@@ -160,6 +166,7 @@ def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> 
         f"tokens {len(trajectory.token_ids)}",
     ]
     print(f"[{trajectory.end.value}: {', '.join(counts)}]")
+
     if with_log_probs:
         rows = zip(
             trajectory.token_ids.tolist(),
@@ -193,4 +200,5 @@ def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
         "log_probs": trajectory.log_probs,
         "response_mask": trajectory.mask,
     }
+
     return values | {name: row.tolist() for name, row in tokens.items()}

@@ -80,18 +80,21 @@ def run(parsed: argparse.Namespace) -> int:
     _claim(output)
     console = output_console(stderr=True)
     start_s = time.monotonic()
+
     if others is not None and (lacking := _not_compared(config, keys, others)):
         console.print(
             f"not compared, because only one side has it: {', '.join(lacking)}",
             highlight=False,
             soft_wrap=True,
         )
+
     what = (
         f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of "
         f"{model.source.folder}"
     )
     console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
     dtype = getattr(torch, config.model.dtype.value)
+
     with (
         run_context_of(config) as context,
         hugging_face_folder(model, dtype, output) as (folder, manifest),
@@ -101,6 +104,7 @@ def run(parsed: argparse.Namespace) -> int:
         weights = FolderWeights(folder, manifest)
         roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
         samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
+
     results = results_of(samples, config.reward.pass_score)
     comparisons = None if others is None else compare(samples, others, config.reward.pass_score)
     write_whole(output / SAMPLES_FILE, sample_lines(samples))
@@ -109,12 +113,14 @@ def run(parsed: argparse.Namespace) -> int:
     report = _report(model, config, parsed.against, results, comparisons, time.monotonic() - start_s)
     if reads_clock(tokenizer):
         report["chat_time"] = data.identity.chat_time
+
     # the last: with it the folder is whole
     write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")
     if parsed.json:
         print(json.dumps(report, indent=2))
     else:
         _print(output, results, comparisons, parsed.against)
+
     return 0
 
 
@@ -128,6 +134,7 @@ def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
     )
     if problems := [str(found) for found in results if found.status is Status.error]:
         raise ConfigError("the reward", problems)
+
     return keys
 
 
@@ -138,11 +145,13 @@ def _not_compared(
     reward was tried."""
     theirs = by_data_source(others)
     lacking: set[str] = set()
+
     for source in keys.keys() & theirs.keys():
         lacking |= (
             set(source_metrics(config, keys[source]))
             ^ prompt_values(theirs[source], config.reward.pass_score).keys()
         )
+
     return sorted(lacking)
 
 
@@ -153,9 +162,11 @@ def _claim(output: Path) -> None:
             "--output",
             [f"{output} holds the results of another evaluation; give another folder, or remove it"],
         )
+
     if (partial := output / PARTIAL_FILE).exists():
         what = f"{partial} has the samples of an evaluation that did not end, which `megarl score` reads"
         raise ConfigError("--output", [f"{what}; give another folder, or remove the file"])
+
     try:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryDirectory(dir=output).cleanup()
@@ -174,6 +185,7 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
     check_same_prompts(
         file, others, {str(row): (data[row].data_source, data[row].messages) for row in range(len(data))}
     )
+
     return others
 
 
@@ -186,6 +198,7 @@ def _samples(
         data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score
     )
     samples: list[ScoredSample] = []
+
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
             samples += batch
@@ -194,6 +207,7 @@ def _samples(
             progress.advance(
                 len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples)
             )
+
     return samples
 
 
@@ -224,6 +238,7 @@ def _report(
             source: {"only_here": comparison.only_here, "only_there": comparison.only_there}
             for source, comparison in comparisons.items()
         }
+
     return report
 
 
@@ -241,4 +256,5 @@ def _print(
             console.print(
                 f"only in {against}: {', '.join(comparison.only_there)}", soft_wrap=True, highlight=False
             )
+
     console.print(f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}", soft_wrap=True, highlight=False)

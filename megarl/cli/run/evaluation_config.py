@@ -43,16 +43,19 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     """
     path = options.config
     overrides = options.overrides
+
     if path is None and isinstance(model.run, PPOConfig):
         path = model.run_file
     elif isinstance(model.run, SFTConfig):
         overrides = [f"model.dtype={model.run.model.dtype.value}", *overrides]
+
     config = load_config(PPOConfig, path or {}, overrides, Layer("options", _values(model, options)))
     source = str(path or "megarl eval")
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
     output = _output(model, config, options)  # by the names of the data as they are given
     inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
+
     # The weights may be those of a checkpoint, and an evaluation logs nothing.
     violations = [
         each
@@ -73,6 +76,7 @@ def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:
     if options.reward is not None:
         path, _, name = options.reward.rpartition(":")
         given["reward"] = {"functions": [{"path": path, "name": name} if path else {"path": name}]}
+
     return _said(given)
 
 
@@ -89,6 +93,7 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
     placement = config.placement
     trainer = config.trainer
     num_devices = rollout.num_replicas * rollout.tensor_parallel_size
+
     return replace(
         config,
         data=replace(config.data, train_files=config.data.val_files, train_weights=[]),
@@ -127,4 +132,5 @@ def _output(model: NamedModel, config: PPOConfig, options: argparse.Namespace) -
     if model.run_dir is None:
         return Path("outputs") / _EVALUATIONS / f"{model.source.folder.name}-{data}"
     step = "model" if model.source.step is None else f"step-{model.source.step}"
+
     return model.run_dir / _EVALUATIONS / f"{step}-{data}"

@@ -36,6 +36,7 @@ def print_failure(error: Exception, command: str, context: RunContext | None) ->
     page = last_page(error, command, context)
     text = f"{tracebacks.rstrip()}\n\n{page}"
     print(text, file=sys.stderr)
+
     if context is not None and context.output_dir is not None:
         try:
             write_whole(context.output_dir / FAILURE_FILE, text + "\n")
@@ -57,9 +58,11 @@ def last_page(error: Exception, command: str, context: RunContext | None) -> str
     if context is not None:
         entries.append(_Entry("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
+
     for entry in entries:
         for index, line in enumerate(entry.lines):
             lines.append(f"{entry.label if index == 0 else '':{_LABEL}}{line}")
+
     return "\n".join([*lines[: _NUM_LINES - 1], "=" * _WIDTH])
 
 
@@ -76,6 +79,7 @@ def _cause(error: Exception) -> Cause:
     if isinstance(error, WorkerError):
         text = f"{error.summary}\n{error.remote_traceback}"
         return Cause(_shortened(_own_words(error)), text, hint, error.role, error.method)
+
     if isinstance(error, PhaseTimeoutError):
         first = str(error).splitlines()[0]
         lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
@@ -83,6 +87,7 @@ def _cause(error: Exception) -> Cause:
         if more > 0:
             lines.append(f"  and {counted(more, 'more rank')}")
         return Cause(lines, str(error), hint, error.role, error.method)
+
     below = error.__cause__
     inner = _cause(below) if isinstance(below, Exception) else None
     text = f"{type(error).__name__}: {error}"
@@ -92,6 +97,7 @@ def _cause(error: Exception) -> Cause:
     message = _shortened([f"{type(error).__name__}: {told[0] if told else ''}".rstrip(": "), *told[1:]])
     if inner is None:
         return Cause(message, text, hint)
+
     return Cause(message, f"{text}\n{inner.text}", hint, inner.role, inner.method)
 
 
@@ -128,6 +134,7 @@ def _place(error: Exception) -> list[_Entry]:
         return [
             _Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])
         ]
+
     if isinstance(call, PhaseTimeoutError):
         return [_Entry("where", [f"{call.role}, in {call.method}"])]
     return []
@@ -142,6 +149,7 @@ def _when(error: Exception, position: Position | None) -> str:
         phases.append(of_call)
     step = "" if position.step is None else f"step {position.step}"
     phase = f"phase {' > '.join(phases)}" if phases else ""
+
     return ", ".join(part for part in (step, phase) if part)
 
 
@@ -157,6 +165,7 @@ def _others(error: Exception) -> list[_Entry]:
     ranks = ", ".join(
         f"{role} rank {rank}" for role, rank in sorted((other.role, other.rank) for other in call.others)[:8]
     )
+
     return [
         _Entry(
             "after",
@@ -170,11 +179,13 @@ def _logs(error: Exception, context: RunContext) -> list[str]:
     lines = []
     if isinstance(call, WorkerError) and call.log_path:
         lines.append(f"{call.log_path}: that process and the engine in it, on node {call.node}")
+
     if context.log_folder:
         nodes = ", ".join(context.nodes[:4]) + (
             f" and {len(context.nodes) - 4} more" if len(context.nodes) > 4 else ""
         )
         lines.append(f"{context.log_folder}: Ray and all workers, on each node ({nodes})")
+
     if context.output_dir is None:
         return lines
     if files := [name for name in _FILES if (context.output_dir / name).exists()]:
@@ -183,4 +194,5 @@ def _logs(error: Exception, context: RunContext) -> list[str]:
     checkpoints = checkpoint_path(context.config)
     if (checkpoints / LATEST_FILE).is_file():
         lines.append(f"{checkpoints}: checkpoints; the same command resumes from the latest")
+
     return lines

@@ -42,10 +42,12 @@ def run(parsed: argparse.Namespace) -> int:
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     prompts = [writer.render(chat) for chat in chats]
     writer.load()
+
     if is_chat:
         _chat(writer, parsed)
     else:
         _print(chats, writer.write(prompts), parsed)
+
     return 0
 
 
@@ -71,10 +73,12 @@ def _read_input(by_lines: bool) -> list[str]:
     """Raises ValueError where nothing is in it."""
     text = sys.stdin.read()
     prompts = [line for line in text.splitlines() if line.strip()] if by_lines else [text.rstrip("\n")]
+
     if not any(prompt.strip() for prompt in prompts):
         raise ValueError(
             "no prompt is given, and the standard input is empty; write `megarl generate MODEL 'a prompt'`"
         )
+
     return prompts
 
 
@@ -115,6 +119,7 @@ class Writer:
         architecture = self._model.source.architecture
         (request, *_) = self.requests([ids])
         check_request(request, architecture.vocab_size, architecture.max_position_embeddings)
+
         return ids
 
     def _fitting(self, prompts: Sequence[list[int]]) -> SamplingParameters:
@@ -145,10 +150,12 @@ class Writer:
         self._engine = HFEngine(
             RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended
         )
+
         with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
             self._engine.begin_weight_update(manifest)
             self._engine.load_folder(folder)
             self._engine.end_weight_update(1)
+
         seconds = time.monotonic() - start_s
         print(
             f"{self._model.source.folder}: {dtype.value} on {device.value}, loaded in {seconds:.1f} s",
@@ -168,6 +175,7 @@ class Writer:
             continuations.append(
                 Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason)
             )
+
         return continuations
 
     def _has_stop_text(self, token_ids: list[int]) -> bool:
@@ -215,6 +223,7 @@ def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
 
     print("an empty line begins a new chat, Ctrl-D ends", file=sys.stderr)
     chat: _Messages = []
+
     while True:
         try:
             line = input("> ")

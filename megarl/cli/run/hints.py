@@ -70,6 +70,7 @@ def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
         found = re.search(foreign.text, cause.text) if re.match(foreign.call, call) else None
         if found is not None:
             return _filled(foreign.hint, cause, config, found.groupdict())
+
     return _filled(cause.hint, cause, config, {})
 
 
@@ -94,6 +95,7 @@ def _filled(
             remaining = iter(values)
             text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)  # type: ignore[misc]
             lines += text.split("\n")
+
     return lines
 
 
@@ -104,6 +106,7 @@ def _value(field: str, cause: Cause, config: RunConfig | None, found: Mapping[st
         return FACTS[field](config)
     section = _section(cause.role)
     keys = [re.sub(r"^role\.", f"{section}.", key) for key in field.split(", ")]
+
     return ", ".join(f"{key}={value}" for key in keys if (value := _setting(config, key)) is not None)
 
 
@@ -165,6 +168,7 @@ def _free_disk(config: RunConfig | None) -> str:
         if existing is not None:
             usage = shutil.disk_usage(existing)
             lines.append(f"  {name}, {path}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free")
+
     return "\n".join(lines)
 
 

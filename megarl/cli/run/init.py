@@ -79,6 +79,7 @@ def run(wishes: Wishes) -> int:
     wishes.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_whole(wishes.folder / name, text)
+
     if data is None:
         subprocess.run(
             [sys.executable, str(wishes.folder / DATA_SCRIPT)], check=True, stdout=subprocess.DEVNULL
@@ -94,12 +95,14 @@ def run(wishes: Wishes) -> int:
     if reward is not None:
         print(f"  python {wishes.folder / REWARD_FILE}    # the reward's own test")
     print(f"  megarl check {wishes.folder / CONFIG_FILE}\n  megarl train {wishes.folder / CONFIG_FILE}")
+
     return GOOD
 
 
 def _refuse_existing(wishes: Wishes) -> None:
     script = [DATA_SCRIPT] if wishes.data is None else []
     names = [CONFIG_FILE, *([REWARD_FILE] if wishes.kind is RunKind.ppo else []), *script, *_MADE]
+
     if there := [name for name in names if (wishes.folder / name).exists()]:
         raise ValueError(
             f"{wishes.folder} has {', '.join(there)} already, and nothing is written over: give another "
@@ -112,6 +115,7 @@ def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
         return ChosenReward(NUMBER.source(), NUMBER.prompt, [])
     columns: dict[str, Any] = dict(data.columns_here)
     val_files = [] if validation is None else [validation]
+
     return choose_reward(
         DataConfig(train_files=[data.path], val_files=val_files, columns=PromptColumnsConfig(**columns))
     )
@@ -137,6 +141,7 @@ def _config(wishes: Wishes, model: Architecture, data: UserData | None, reward: 
     tokens = min(_MOST_TOKENS, model.max_position_embeddings // 2)
     template = (STARTER / f"{wishes.kind.value}.yaml").read_text(encoding="utf-8")
     train, validation, columns = _data_values(wishes, data)
+
     return template.format(
         algorithm=wishes.algorithm,
         algorithms="or "
@@ -171,10 +176,12 @@ def _data_values(wishes: Wishes, data: UserData | None) -> tuple[str, str | None
             else {"prompt": "question", "answer": "answer"}
         )
         return TRAIN_FILE, VALIDATION_FILE, _columns(made)
+
     train = TRAIN_FILE if data.split else _from(wishes.folder, data.path)
     validation = VALIDATION_FILE if data.split else None
     if wishes.validation is not None:
         validation = _from(wishes.folder, wishes.validation)
+
     return train, validation, _columns(data.columns)
 
 
@@ -193,6 +200,7 @@ def _critic(wishes: Wishes) -> str:
         PPOConfig, str(CONFIGS_DIR / "quickstart.yaml"), [f"algorithm={wishes.algorithm}"]
     ).algorithm
     needs = algorithm.advantage.estimator.needs.critic
+
     return f"\ncritic:\n  parallel:\n    data_parallel_size: {wishes.num_devices}\n" if needs else ""
 
 
@@ -206,6 +214,7 @@ def ask(question: str, default: str | None, choices: tuple[str, ...] = ()) -> st
     """On the terminal, until there is an answer that can be taken."""
     choice = f" ({', '.join(choices)})" if choices else ""
     shown = f"{question}{choice}{'' if default is None else f' [{default}]'}: "
+
     while True:
         answer = input(shown).strip() or default
         if answer is not None and (not choices or answer in choices):

@@ -58,11 +58,13 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
         source = open_model(folder)
     except CheckpointError as error:  # here nothing has run yet: it is one line
         raise ValueError(str(error)) from error
+
     if source.head != "lm":
         raise ValueError(
             f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that "
             f"writes text"
         )
+
     return NamedModel(
         source=source,
         run=run,
@@ -78,14 +80,17 @@ def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
             f"{path}: "
             f"{'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}"
         )
+
     if os.path.isfile(path / DESCRIPTION_FILE):
         _refuse_step(path, step, "is a checkpoint of one step")
         return path, path / CONFIG_FILE
+
     if os.path.isfile(path / CONFIG_FILE):
         return _of_run(path, step)
     if CheckpointFolder(path).whole():
         chosen = _of_step(CheckpointFolder(path), step)
         return chosen, chosen / CONFIG_FILE
+
     _refuse_step(path, step, "is no folder of a run")
     return path, None
 
@@ -93,9 +98,11 @@ def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
 def _of_run(path: Path, step: str) -> tuple[Path, Path]:
     elsewhere = _run_config(path / CONFIG_FILE).checkpoint.dir
     checkpoints = CheckpointFolder(path / _CHECKPOINTS if elsewhere is None else Path(elsewhere))
+
     if checkpoints.whole():
         chosen = _of_step(checkpoints, step)
         return chosen, chosen / CONFIG_FILE
+
     # a run that saved nothing but the trained model
     if step == LATEST and os.path.isdir(path / _HUGGING_FACE):
         return path / _HUGGING_FACE, path / CONFIG_FILE
@@ -110,15 +117,18 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
         latest = checkpoints.latest()
         assert latest is not None, "there are whole ones"
         return latest
+
     if step == BEST and (best := checkpoints.best()) is not None:
         return best
     whole = {path.name: path for path in checkpoints.whole()}
+
     if not step.isdecimal() or (name := step_name(int(step))) not in whole:
         kept = "" if step != BEST else ", as the run kept no best one (checkpoint.keep_best)"
         raise CheckpointError(
             f"{checkpoints.path}: has no step {step!r}{kept}; give --step {LATEST}, or the number of one of "
             f"{', '.join(whole)}"
         )
+
     return whole[name]
 
 
@@ -140,6 +150,7 @@ def hugging_face_folder(
     block. Raises CheckpointError where it cannot be made."""
     source = model.source
     expected = manifest_of(source.architecture, dtype)
+
     if source.kind == "Hugging Face":
         stored = read_checkpoint_index(source.folder).tensors
         if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(
@@ -150,6 +161,7 @@ def hugging_face_folder(
                 {name: TensorMeta(each.shape, TORCH_DTYPES[each.dtype]) for name, each in stored.items()},
             )
             return
+
     with tempfile.TemporaryDirectory(prefix=".model-", dir=scratch) as temporary:
         folder = Path(temporary) / "model"
         write_hugging_face(source, folder, dtype)

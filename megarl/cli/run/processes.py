@@ -59,6 +59,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
     start_ray(
         num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0
     )
+
     try:
         context.log_folder = log_folder()
         context.nodes = node_addresses()

@@ -31,9 +31,11 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
     output_dir = Path(config.trainer.output_dir)
     steps = config.trainer.total_steps
     summary = read_summary(output_dir)
+
     if summary is None:
         # also of a run that was killed between its last step and its end: it still writes the trained model
         return False
+
     if resume is not None and resume.is_own:
         why = ends_early(config.trainer.early_stop, resume.state)
         if resume.step < steps and why is None:
@@ -43,6 +45,7 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
             f"{_to_train_on(config, why)}"
         )
         return True
+
     if of_another_run(output_dir, config):
         return False  # which the folder's check refuses
     weights = (
@@ -54,11 +57,13 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
         f"It has no checkpoint (checkpoint.at_end was false); to train further, {weights}, with "
         f"another trainer.output_dir"
     )
+
     if summary["steps"] < steps and "stopped_early" not in summary:
         raise ValueError(
             f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. "
             f"{further}"
         )
+
     print(f"the run in {output_dir} is complete: it ended after step {summary['steps']}. {further}")
     return True
 
@@ -79,16 +84,19 @@ def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, re
         return
     _print_differences(session.console, resume)
     start_s = time.monotonic()
+
     try:
         models.load(resume.checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
+
     if resume.is_own:
         folder = checkpoint_folder(config)
         folder.point_at(resume.checkpoint)  # what is after it is given up
         folder.point_at_best(best_checkpoint(config, resume.state))
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
+
     seconds = time.monotonic() - start_s
     session.console.print(
         f"resumed from {resume.checkpoint} after step {resume.step}, loaded in {seconds:.1f} s",
@@ -120,6 +128,7 @@ def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
         session.console.print(
             f"ended early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False
         )
+
     if best := checkpoints.best:
         told["best"] = best._asdict()
         session.console.print(
@@ -127,6 +136,7 @@ def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
             soft_wrap=True,
             highlight=False,
         )
+
     return told
 
 
@@ -139,6 +149,7 @@ def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
         soft_wrap=True,
         highlight=False,
     )
+
     return TERMINATED
 
 

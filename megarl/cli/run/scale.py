@@ -21,11 +21,13 @@ def run(run_dir: str, num_replicas: int) -> int:
     if not 1 <= num_replicas <= MOST_REPLICAS:
         raise ValueError(f"--replicas {num_replicas}: must be in [1, {MOST_REPLICAS}]")
     record = read_status(folder)
+
     if not is_running(record):
         raise ValueError(
             f"{last_words(folder, record)}. To resume with {counted(num_replicas, 'replica')}: "
             f"rollout.num_replicas={num_replicas}"
         )
+
     config = load_config(PPOConfig, folder / CONFIG_FILE)
     if OffloadPlan(plan_placement(config)).engines_move:
         raise ValueError(
@@ -33,6 +35,7 @@ def run(run_dir: str, num_replicas: int) -> int:
             f"others on the same devices, so "
             "none can join or leave; split_collocate and stand_alone give them devices of their own"
         )
+
     ask_for(folder, num_replicas)  # also where the status has as many: it is some seconds old
     print(
         f"{folder}: asked for {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the "

@@ -43,6 +43,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     reward = load_config(PPOConfig, config_path, overrides).reward
     rows = list(read_rows([rows_path], (), _COLUMNS))
     truths = [_truth(row) for row in rows]
+
     with RewardScorer(
         reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox
     ) as scorer:
@@ -55,6 +56,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
                 for row, truth, response in zip(rows, truths, responses, strict=True)
             ]
         )
+
     scored = zip(rows, responses, report.scores, report.is_scored, strict=True)
     _print_scores(
         [
@@ -69,10 +71,12 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
 def _truth(row: DataRow) -> TruthRow:
     values = row.values
     model = values.get("reward_model") or {}
+
     if "ground_truth" not in values and "ground_truth" not in model:
         raise row.error(
             "ground_truth", "is missing; give it in a column, or in reward_model as the training data have it"
         )
+
     truth = values["ground_truth"] if "ground_truth" in values else model["ground_truth"]
     if "data_source" not in values:
         raise row.error("data_source", "is missing; the function gets it as its first argument")
@@ -99,19 +103,23 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
         if trial.outcome is not None and trial.error is None
     ]
     _print_scores(scored)
+
     if underivable := sum(trial.is_underivable for trial in trials):
         known = counted(underivable, "ground truth")
         print(f"no response can be derived from {known} that can be read (answer_from_truth returns None)")
+
     if alike := worthless(trials):
         print(
             f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; "
             f"{TRUTH_FORM_HINT}"
         )
+
     status = GOOD
     for file, lines in refused(trials).items():
         print(f"refused, {counted(len(lines), 'row')} of {file}:")
         print("\n".join(f"  {line}" for line in lines[:NUM_SHOWN]))
         status = FAILED
+
     errors = [
         f"sample {index} (uid {_uid(rows[index])}): {trial.error}"
         for index, trial in enumerate(trials)
@@ -141,6 +149,7 @@ def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) ->
         return GOOD
     failed = f"{len(errors)} of {counted(num_rows, 'row')} failed"
     print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
+
     return FAILED
 
 

@@ -66,6 +66,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     checkpoint_folder(config).prepare()
     dump_config(config, output_dir / CONFIG_FILE)
     write_plan(config, output_dir)
+
     if context.verbose:
         print_run(config, console)
     else:
@@ -91,6 +92,7 @@ def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: 
     """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is
     cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
+
     # of a process that was killed while it sent weights through the disk
     for folder in output_dir.glob(PUSHED_FOLDERS):
         shutil.rmtree(folder)
@@ -98,12 +100,14 @@ def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: 
     if not metrics.exists() or (resume is not None and resume.is_own):
         return
     num_steps = metrics.read_bytes().count(b"\n")
+
     if num_steps and (why := of_another_run(output_dir, config)):
         raise ValueError(
             f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the "
             f"folder or give a new one, "
             "so that two runs are not mixed"
         )
+
     console.print(
         f"the run in {output_dir} ended before its first checkpoint, after "
         f"{counted(num_steps, 'logged step')}: starting over",
@@ -121,6 +125,7 @@ def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
         changes = other_run(saved, config)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return f"{CONFIG_FILE}: {error}"
+
     return "; ".join(f"{change.key} was {change.before!r}, is {change.now!r}" for change in changes)
 
 
@@ -134,6 +139,7 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise ValueError(f"{path}: is not JSON ({error}); remove it") from error
+
     if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
         raise ValueError(f"{path}: has no number of steps; remove it")
     return summary
@@ -166,6 +172,7 @@ def open_monitor(
         session.console,
         done=0 if resume is None else resume.step,
     )
+
     # Where the bar is live, it says what the console's lines would.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
     run = TrackedRun(
@@ -177,6 +184,7 @@ def open_monitor(
         resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
     num_devices = plan_placement(config).num_devices
+
     return Monitor(
         groups, Tracker(names, run), Timeline(session.output_dir), progress, num_devices, session.position
     )

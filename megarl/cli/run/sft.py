@@ -75,4 +75,5 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             session.output_dir,
             {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told},
         )
+
     return 0

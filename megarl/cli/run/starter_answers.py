@@ -49,6 +49,7 @@ def looks_mathematical(answer: Any) -> bool:
     if "\\boxed" in answer:
         return True
     has_words = re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is not None
+
     return (
         not has_words
         and not _DATE_OR_TIME.search(answer)
@@ -69,6 +70,7 @@ def find_choices(data: DataConfig) -> list[str]:
     tell."""
     labels: dict[str, str] = {}
     num_rows = 0
+
     for row in read_reward_rows([*data.train_files, *data.val_files], data.columns):
         answer = read_reward_inputs(row, data.columns).reward_model[GROUND_TRUTH]
         if is_null(answer):
@@ -87,12 +89,14 @@ def find_choices(data: DataConfig) -> list[str]:
     if labels and all(_LETTER.fullmatch(label) for label in labels.values()):
         last = max(label.upper() for label in labels.values())
         return [chr(code) for code in range(ord("A"), max(ord(last), ord("B")) + 1)]
+
     if (
         len(labels) < 2
         or num_rows < _ROWS_PER_CHOICE * len(labels)
         or all(map(looks_like_number, labels.values()))
     ):
         return []
+
     return sorted(labels.values())
 
 
@@ -102,6 +106,7 @@ def why_not_text(answers: Sequence[Any]) -> str | None:
         return "all of them are null"
     if share(lambda answer: isinstance(answer, list | dict), answers) >= LOOKS_SHARE:
         return f"they are lists or mappings, such as {short(answers[0])}"
+
     if (
         share(lambda answer: isinstance(answer, str) and _PROGRAM.search(answer) is not None, answers)
         >= LOOKS_SHARE
@@ -110,6 +115,7 @@ def why_not_text(answers: Sequence[Any]) -> str | None:
             "they are programs, and many programs solve the same task; give tests in a column `tests`, "
             "as docs/rewards.md describes"
         )
+
     length = int(median(len(str(answer)) for answer in answers))
     if length > _LONGEST_TEXT:
         return f"they are texts of {length:,} characters (the median), which no response will repeat"

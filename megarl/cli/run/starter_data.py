@@ -72,6 +72,7 @@ class UserData:
                 f"rows with --val, or set "
                 "data.val_files and trainer.validate_every_steps"
             )
+
         num_all = self.num_rows + self.num_held_out
         return (
             f"{self.num_held_out:,} of the {num_all:,} rows are held out in {VALIDATION_FILE}; "
@@ -100,6 +101,7 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     )
     needs_source = kind is RunKind.ppo and not columns.has_source
     here: dict[str, str | None] = columns.named | ({"data_source": None} if needs_source else {})
+
     if not held_out:
         return UserData(
             path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={}
@@ -113,6 +115,7 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
         name: "".join(row.line(path, source) for row in part)
         for name, part in ((TRAIN_FILE, train), (VALIDATION_FILE, validate))
     }
+
     return UserData(
         path=path,
         columns=dict(columns.named),
@@ -133,6 +136,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
     known = _ANSWERS if kind is RunKind.sft else (*_TESTS, "reward_model", *_ANSWERS)
     question = next((name for name in _QUESTIONS if name in found), None)
     answer = next((name for name in known if name in found), None)
+
     if question is None or answer is None:
         raise ValueError(
             f"{path} has the columns {', '.join(found)}: a question is looked for in "
@@ -140,6 +144,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
             f"{', '.join(known)}; leave --data out, and name file and columns in the configuration "
             f"(data.train_files, data.columns)"
         )
+
     if kind is RunKind.sft:
         return Columns(
             question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False
@@ -150,6 +155,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
     named |= {} if answer in ("reward_model", "ground_truth") else {"ground_truth": answer}
     has_source = "data_source" in found
     required = (question, answer, "data_source") if has_source else (question, answer)
+
     return Columns(question, required, ("extra_info",), named, has_source)
 
 

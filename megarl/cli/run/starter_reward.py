@@ -128,11 +128,13 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     rows = choose_truths(data).rows
     answers = [row.ground_truth for row in rows if not is_null(row.ground_truth)]
     proofs: list[_Proof] = []
+
     if choices := find_choices(data):
         written = CHOICE.source().replace(
             _CHOICES_LINE, f"CHOICES = {json.dumps(choices, ensure_ascii=False)}\n"
         )
         proofs.append(_prove(CHOICE, written, rows))
+
     is_plain = all(looks_like_number(answer) or not looks_mathematical(answer) for answer in answers)
     for kind, looks_like in (
         (CODE, looks_like_tests),
@@ -155,15 +157,18 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     best = max(proofs, key=lambda proof: proof.pass_share, default=None)
     if best is not None and best.pass_share >= _PASS_SHARE:
         return _chosen(best)
+
     if best is not None and best.kind is CODE:
         return _unknown(
             f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}"
         )
+
     if (reason := why_not_text(answers)) is not None:
         return _unknown(reason)
     as_text = _prove(TEXT, TEXT.source(), rows)
     if as_text.pass_share >= _PASS_SHARE:
         return _chosen(as_text)
+
     return _unknown(f"too many are not passed by their own text: {in_files(as_text.problems)}")
 
 
@@ -180,10 +185,12 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
         trials = try_reward(
             RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows
         )
+
     problems: dict[str, list[str]] = {}
     for trial in trials:
         if (problem := problem_with(trial, full_marks=1.0)) is not None:
             problems.setdefault(trial.row.file, []).append(problem)
+
     return _Proof(kind, source, len(trials), problems, any(trial.outcome is not None for trial in trials))
 
 
@@ -194,12 +201,14 @@ def _chosen(proof: _Proof) -> ChosenReward:
         f"reward: the answers are {proof.kind.answers}, so {proof.kind.rule}",
         f"tried: {num_passed:,} of {proof.num_tried:,} answers {what}, empty responses 0",
     ]
+
     if proof.problems:
         lines.append(
             f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: "
             f"{in_files(proof.problems)}. "
             "Correct these rows, leave them out, or change reward.py"
         )
+
     return ChosenReward(proof.source, proof.kind.prompt, lines)
 
 

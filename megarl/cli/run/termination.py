@@ -39,6 +39,7 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in handled:
         signal.signal(number, on_signal)
+
     try:
         yield
     finally:

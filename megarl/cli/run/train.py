@@ -50,6 +50,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
     if schema_of(config_path, overrides) is SFTConfig:
         return sft.run(config_path, overrides, verbose)
     config = load_for_run(PPOConfig, config_path, overrides)
+
     with run_context_of(config, verbose) as context:
         resume = find_resume(config)
         if is_complete(config, resume):
@@ -60,6 +61,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
             if ppo.checkpoints.stopped_after is not None:
                 return say_stopped(session, ppo.checkpoints)
             _finish(config, session, ppo)
+
     return 0
 
 
@@ -85,6 +87,7 @@ def open_ppo(
     loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
     data_sets = {"data.train_files": train}
     evaluation = None
+
     if data.val_files:
         held_out = PromptDataset(data.val_files, tokenizer, data, tools)
         data_sets["data.val_files"] = held_out
@@ -142,9 +145,11 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
     steps = ppo.checkpoints.last_step
     seconds = ppo.checkpoints.seconds
     folder = session.output_dir / "huggingface"
+
     if config.checkpoint.save_hf:
         with writing(session.output_dir):
             ppo.roles.actor.save_hf(folder, config.model.path)
+
     samples = steps * config.trainer.prompts_per_step * config.rollout.n
     scores = dict(ppo.monitor.validations)
     summary = {
@@ -159,9 +164,11 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
     table.add_row("steps", str(steps))
     table.add_row("samples", f"{samples:,}")
     table.add_row("seconds", f"{seconds:.0f}")
+
     for name, step in (("before", 0), ("after", steps)):
         if step in scores:
             table.add_row(f"validation score {name}", f"{scores[step]:.3f}")
+
     if config.checkpoint.save_hf:
         table.add_row("policy (Hugging Face)", str(folder))
     table.add_row("metrics, timeline, samples", str(session.output_dir))

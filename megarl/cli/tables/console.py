@@ -69,6 +69,7 @@ def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Seq
         column.justify = "right"
     for number, name in enumerate(rows):
         drawn.add_row(name, *(cells[number] for cells in columns.values()))
+
     return drawn
 
 

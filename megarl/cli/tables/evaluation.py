@@ -55,6 +55,7 @@ class PassProgress:
         """num_prompts: that are new; mean_score: of all samples so far."""
         self._num_done += num_prompts
         self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
+
         if not self._console.is_terminal:
             left_s = (
                 (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
@@ -75,6 +76,7 @@ def print_result(
     )
     console.print(f"{source}: {size}, {result.truncated:.1%} truncated", highlight=False, soft_wrap=True)
     table = Table()
+
     for column in (
         "metric",
         "value",
@@ -82,6 +84,7 @@ def print_result(
         *([] if comparison is None else ["difference", "its standard error"]),
     ):
         table.add_column(column, justify="left" if column == "metric" else "right")
+
     for name, estimate in result.metrics.items():
         cells = [f"{estimate.value:.4f}", _error(estimate)]
         if comparison is not None:
@@ -90,6 +93,7 @@ def print_result(
                 ["only here", "-"] if difference is None else [f"{difference.value:+.4f}", _error(difference)]
             )
         table.add_row(name, *cells)
+
     console.print(table)
 
 

@@ -44,6 +44,7 @@ def print_placement(
     console.print(parts_table(memory))
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
+
     if not refuses(config):
         for problem in budget_problems(config, memory):
             print_line(console, f"warning: {problem}", style="yellow")
@@ -66,11 +67,13 @@ def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Ta
         "device",
         wraps="roles",
     )
+
     for group in plan.groups:
         for ranks, nodes, devices in _folded(group):
             drawn.add_row(
                 group.pool, f"{group.name} {_spans(ranks)}", " + ".join(group.roles), _spans(nodes), devices
             )
+
     drawn.caption = _turns(plan, generates_ahead)
     return drawn
 
@@ -101,6 +104,7 @@ def _devices(processes: Sequence[ProcessPlan]) -> str:
         return _spans([process.devices[0] for process in processes])
     if len(processes) == 1:
         return _spans(processes[0].devices)
+
     return "; ".join(_spans(process.devices) for process in processes)
 
 
@@ -112,6 +116,7 @@ def _spans(numbers: Sequence[int]) -> str:
             spans[-1].append(number)
         else:
             spans.append([number])
+
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
@@ -132,6 +137,7 @@ def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
         if turns_between
         else ["nobody takes turns"]
     )
+
     return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
 
 
@@ -142,6 +148,7 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
     columns = {pool: [_gib(device.total(phase)) for phase in phases] for pool, device in fullest.items()}
     drawn = table_of_numbers("Memory of the fullest device of each pool, GiB", columns, phases)
     drawn.caption = "activations and KV cache are estimates from above; a CUDA context comes on top"
+
     return drawn
 
 
@@ -150,16 +157,19 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
     is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
     columns: dict[str, list[str]] = {}
+
     for pool, device in _fullest(memory).items():
         for role in next(iter(device.phases.values())):
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
             most = [max(getattr(usage, kind) for usage in usages) for kind in kinds]
             name = f"{pool}: {role}" if role in columns else role
             columns[name] = list(map(_gib, [*most, device.pinned[role]] if is_pinned else most))
+
     rows = [kind.replace("_", " ") for kind in kinds] + (["on host"] if is_pinned else [])
     drawn = table_of_numbers("Memory of each role there, GiB at most", columns, rows)
     if is_pinned:
         drawn.caption = "on host: pinned memory of the node, kept for what leaves the device"
+
     return drawn
 
 
@@ -169,6 +179,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
     transport = choose_transport(config, plan)
     drawn = table("A push of weights", "quantity", "value", "from")
     drawn.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
+
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy) * weight_bytes(config.model.dtype)
         drawn.add_row("through", "files", "in trainer.output_dir, which all nodes must see")
@@ -196,6 +207,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
+
     drawn.add_row("weights compared", resharding.verify.value, "resharding.verify")
     return drawn
 

@@ -63,6 +63,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     FigureCanvasAgg(figure)
     frames = figure.subplots(3, 1, sharex=True)
     rows = ("seconds of a step", "trainer waits, share", "slots in use, share")
+
     for frame, label, attribute in zip(frames, rows, ("step_s", "trainer_idle", "slots_in_use"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
             heights = [getattr(one, attribute) for one in forecasts if one.max_staleness == max_staleness]
@@ -77,6 +78,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
             )
         frame.set_ylabel(label, fontsize=9)
         frame.spines[["top", "right"]].set_visible(False)
+
     names = [f"trainer {split.trainer_devices}\nengines {split.num_engines}" for split in splits]
     frames[-1].set_xticks([index + 0.5 for index in range(len(splits))], names, fontsize=8)
     frames[0].legend(
@@ -120,6 +122,7 @@ def _draw_node(
                 left + width / 2, bottom, f" {phase}", rotation=90, fontsize=5, ha="center", va="bottom"
             )
         names.append(f"device {device.device}\npool {device.pool}")
+
     frame.set_xticks([index + 0.5 for index in range(len(devices))], names, fontsize=8)
     frame.set_xlim(0, len(devices))
     frame.margins(y=0.35)

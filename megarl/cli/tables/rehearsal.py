@@ -25,6 +25,7 @@ def memory_table(
     )
     title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
     drawn = table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "syncs", "TFLOP")
+
     for phase in record.phases:
         planned = predicted.peaks.get(phase.name)
         drawn.add_row(
@@ -36,6 +37,7 @@ def memory_table(
             f"{sum(wait.times for wait in phase.waits):,}",
             f"{phase.flops / 1e12:,.1f}",
         )
+
     size = (
         "its size is not given (placement.device_memory_gb)"
         if device_gb is None
@@ -47,12 +49,14 @@ def memory_table(
         else ""
     )
     drawn.caption = f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{uneven}"
+
     return drawn
 
 
 def collectives_table(record: RankRecord) -> Table:
     columns = ("phase", "kind", "group", "ranks", "type", "calls", "MiB")
     drawn = table(f"Collectives of rank {record.rank}", *columns, wraps="group")
+
     for phase in record.phases:
         calls: Counter[tuple[str, str, str, str]] = Counter()
         nbytes: Counter[tuple[str, str, str, str]] = Counter()
@@ -62,6 +66,7 @@ def collectives_table(record: RankRecord) -> Table:
             nbytes[key] += call.nbytes
         for key, count in calls.items():
             drawn.add_row(phase.name, *key, f"{count:,}", f"{nbytes[key] / 2**20:,.1f}")
+
     drawn.caption = "MiB: of the larger side of one rank, all calls together"
     return drawn
 
@@ -74,7 +79,9 @@ def waits_table(record: RankRecord) -> Table:
     )
     for count, phase, wait in waits[:_MOST_PLACES]:
         drawn.add_row(phase, wait.kind, f"{count:,}", wait.place)
+
     if len(waits) > _MOST_PLACES:
         rest = sum(count for count, _, _ in waits[_MOST_PLACES:])
         drawn.caption = f"and {rest:,} times at {counted(len(waits) - _MOST_PLACES, 'other place')}"
+
     return drawn

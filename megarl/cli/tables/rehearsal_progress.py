@@ -39,6 +39,7 @@ class RehearsalProgress:
         elapsed = f"{time.monotonic() - self._begin_s:.0f} s elapsed"
         done = f"{self._num_finished} of {counted(self._num_ranks, 'rank')} done"
         line = f"rehearse: rank {progress.rank}: {progress.phase} finished; {done}, {elapsed}"
+
         if self._console.is_terminal:
             self._status.update(line)
         else:

@@ -57,11 +57,13 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))
     plan = plan_placement(config)
+
     if isinstance(config, PPOConfig):
         _print_rollout(config, plan, console)
         print_reward(config, architectures, console)
         if config.agent.is_used:
             print_agent(config.agent, console)
+
     print_placement(config, plan, architectures, console, with_push)
     _print_checkpoints(config, architectures, console)
     for warning in warnings_of(config, architectures, is_here):
@@ -84,6 +86,7 @@ def print_models(config: RunConfig, architectures: Mapping[str, Architecture], c
     roles: dict[str, list[str]] = {}
     for role in model_roles(config):
         roles.setdefault(role.path, []).append(role.name)
+
     for path, names in roles.items():
         print_line(
             console,
@@ -110,6 +113,7 @@ def _models(
             str(parallel.context_parallel_size) if parallel.context_parallel_size > 1 else "-",
             f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
+
     rows = (
         "parameters",
         "layers",
@@ -122,6 +126,7 @@ def _models(
     )
     drawn = table_of_numbers("Models", columns, rows)
     drawn.caption = "state: weights, gradients and optimizer state; activations come on top"
+
     return drawn
 
 
@@ -138,6 +143,7 @@ def _arithmetic(arithmetic: RunArithmetic) -> Table:
     drawn.add_row("longest row", counted(arithmetic.max_row_tokens, "token"), "data")
     total = f"{counted(arithmetic.total_steps, 'step')} x {arithmetic.samples_per_step:,}"
     drawn.add_row("samples of the run", f"{arithmetic.samples_total:,}", total)
+
     return drawn
 
 
@@ -157,6 +163,7 @@ def _per_role(arithmetic: RunArithmetic) -> Table:
     drawn.caption = (
         "rows per pass: of a mini-batch where the role trains; micro-batches: per replica and pass"
     )
+
     return drawn
 
 
@@ -190,6 +197,7 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
         f"{rollout.max_concurrency:,} per replica",
     )
     console.print(drawn)
+
     if (settings := rollout.settings_of(rollout.engine)) is not None:
         shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
         print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
@@ -210,6 +218,7 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
     )
     for function in config.reward.functions:
         print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
+
     if (model := config.reward.model).path is not None:
         longer = (
             "longer ones are refused"
@@ -265,12 +274,14 @@ def when_saved(config: RunConfig) -> tuple[str, str]:
     if not words:
         return "only when SIGTERM ends the run", "checkpoint.at_end"
     *first, last = words
+
     return f"{', '.join(first)} and {last}" if first else last, keys[0]
 
 
 def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     needed = most_checkpoints(config) * checkpoint_bytes(config, architectures)
     path = checkpoint_path(config)
+
     if needed > (free := _free_bytes(path)):
         yield (
             f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower "

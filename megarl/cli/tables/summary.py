@@ -45,6 +45,7 @@ def _name(algorithm: AlgorithmConfig) -> str:
         return "DAPO"
     if estimator is AdvantageEstimator.grpo and not algorithm.advantage.normalize_by_std:
         return "Dr. GRPO"
+
     return _NAMES.get(estimator, estimator.value.upper())
 
 
@@ -65,6 +66,7 @@ def print_summary(config: RunConfig, console: Console) -> None:
         f"mini-batches: {arithmetic.mini_batches_per_step:,}",
     )
     print_models(config, architectures, console)
+
     if isinstance(config, PPOConfig):
         print_line(console, f"KL: {_kl(config)}")
         print_reward(config, architectures, console)
@@ -74,6 +76,7 @@ def print_summary(config: RunConfig, console: Console) -> None:
             f"rollout: {config.rollout.engine.value} on {engines}, weights by "
             f"{choose_transport(config, plan).value}",
         )
+
     place = (
         f"{plan.strategy.value}, {counted(plan.num_processes, 'process')} on {plan.num_nodes} x "
         f"{counted(plan.devices_per_node, 'device')}"

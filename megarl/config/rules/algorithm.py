@@ -33,12 +33,14 @@ def estimator(config: PPOConfig) -> Violations:
     n = config.rollout.n
     needs = kind.needs
     num_scores = len(config.reward.functions) + needs_reward_model(config)
+
     if needs.compares_samples and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
             f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; "
             f"use 2 or more",
         )
+
     if needs.greedy_baseline and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
@@ -46,6 +48,7 @@ def estimator(config: PPOConfig) -> Violations:
             f"with n {n} is half of all that is "
             "generated; use 2 or more",
         )
+
     if needs.score_parts:
         if num_scores == 1:
             yield Violation(
@@ -66,12 +69,14 @@ def estimator(config: PPOConfig) -> Violations:
 def critic(config: PPOConfig) -> Violations:
     warmup = config.trainer.critic_warmup_steps
     total = config.trainer.total_steps
+
     if warmup and not needs_critic(config):
         yield Violation(
             ("trainer.critic_warmup_steps", _ESTIMATOR),
             f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use "
             f"0, or the estimator gae",
         )
+
     if warmup >= total:
         yield Violation(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
@@ -85,6 +90,7 @@ def policy_loss(config: PPOConfig) -> Violations:
     trainer = config.trainer
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
+
     if needs.aggregation not in (None, loss.aggregation):
         yield Violation(
             (_KIND, _AGGREGATION),
@@ -92,6 +98,7 @@ def policy_loss(config: PPOConfig) -> Violations:
             f"{loss.aggregation.name}; "
             f"use aggregation={needs.aggregation.name}, or another kind",
         )
+
     if not needs.ratio and updates > 1:
         yield Violation(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
@@ -99,12 +106,14 @@ def policy_loss(config: PPOConfig) -> Violations:
             f"but a step makes {updates} "
             "updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
         )
+
     if loss.clip_dual is not None and not needs.dual_clip:
         yield Violation(
             ("algorithm.policy_loss.clip_dual", _KIND),
             f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; "
             f"use null, or one of {', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
         )
+
     covariance = loss.covariance
     if covariance.low >= covariance.high:
         yield Violation(
@@ -154,6 +163,7 @@ def kl(config: PPOConfig) -> Violations:
             f"the adaptive controller steers the penalty in the reward, but where is {section.where.name!r}; "
             "use where=reward, or kind=fixed",
         )
+
     if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
         plain = section.estimator.name.removesuffix("_straight_through")
         yield Violation(
@@ -171,6 +181,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
             f"no weight is in [{correction.low:g}, {correction.high:g}]; use low <= high",
         )
+
     rejection = correction.rejection
     if rejection.low is not None and rejection.low > rejection.high:
         yield Violation(
@@ -178,9 +189,11 @@ def rollout_correction(config: PPOConfig) -> Violations:
             f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low "
             f"<= high",
         )
+
     if not correction.bypass:
         return
     bypass = f"{_CORRECTION}.bypass"
+
     if correction.enabled:
         yield Violation(
             (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
@@ -188,6 +201,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             "the weight and nothing is left "
             "to correct; use level=none and rejection.estimator=none, or bypass=false",
         )
+
     if config.algorithm.kl.in_reward:
         yield Violation(
             (bypass, _WHERE),
@@ -195,6 +209,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             "compute; "
             "use where=loss, or bypass=false",
         )
+
     if config.algorithm.advantage.estimator.needs.old_log_probs:
         yield Violation(
             (bypass, _ESTIMATOR),
@@ -209,6 +224,7 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
     kind = config.algorithm.advantage.estimator
     if not section.enabled:
         return
+
     if not kind.needs.compares_samples:
         yield Violation(
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
@@ -216,6 +232,7 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
             f"of a prompt and learns from "
             "those as well; use false, or an estimator such as grpo",
         )
+
     if section.max_generations < 2:
         yield Violation(
             (f"{_DYNAMIC}.max_generations",),

@@ -22,16 +22,19 @@ def train_files(config: RunConfig) -> Violations:
     if not weights:
         return
     keys = ("data.train_weights", "data.train_files")
+
     if len(weights) != len(files):
         yield Violation(
             keys,
             f"there are {len(weights)} weights for {len(files)} files; give one for each, or none at all",
         )
+
     if not all(0 < weight <= LARGEST for weight in weights):
         yield Violation(
             ("data.train_weights",),
             f"is {weights}, but must be numbers above 0; leave out a file that is not to be read",
         )
+
     if twice := sorted({file for file in files if files.count(file) > 1}):
         yield Violation(keys, f"{twice[0]!r} is named twice; name it once, with the sum of its weights")
 

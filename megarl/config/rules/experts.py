@@ -27,6 +27,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     parallel = role.parallel
     keys = _Keys(role.parallel_key)
     experts = architecture.experts
+
     if experts is None:
         for name, key in (("expert_parallel_size", keys.dealt), ("expert_tensor_parallel_size", keys.cut)):
             if (size := getattr(parallel, name)) > 1:
@@ -41,6 +42,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 )
                 yield Violation((f"{role.name}.experts.{each.name}",), said)
         return
+
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:
         yield Violation(
@@ -49,6 +51,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"{parallel.expert_parallel_size}; "
             f"use {either(nearest_divisors(experts.num_experts, parallel.expert_parallel_size))}",
         )
+
     for width, size, key in (
         (experts.intermediate_size, parallel.expert_tensor_parallel_size, keys.cut),
         (experts.shared_intermediate_size, parallel.tensor_parallel_size, keys.tensor),
@@ -61,6 +64,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 f"{size}; "
                 f"use {either(nearest_divisors(width, size))}",
             )
+
     if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         yield Violation(
             (f"{role.parallel_key}.sequence_parallel", keys.tensor),
@@ -82,6 +86,7 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
     dealt = parallel.expert_parallel_size
     cut = parallel.expert_tensor_parallel_size
     there = parallel.stage_size
+
     if there % (dealt * cut):
         fitting = (
             nearest_divisors(there // cut, dealt)
@@ -103,12 +108,14 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     tensor = config.rollout.tensor_parallel_size
     experts = policy.experts
     path = config.model.path
+
     if experts is None:
         if dealt > 1:
             yield Violation(
                 (_ENGINE_KEY,), f"is {dealt}, but {path} ({policy.model_type}) has no experts; use 1"
             )
         return
+
     if not config.rollout.engine.needs.cuts_models:
         others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
         yield Violation(
@@ -117,11 +124,13 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"use {others}",
         )
         return
+
     for difference in FAMILIES[policy.model_type].sglang_differs(policy):
         yield Violation(
             ("rollout.engine",),
             f"{path} has experts and {difference}: SGLang's {policy.model_type} would be another model",
         )
+
     if tensor % dealt:
         yield Violation(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),
@@ -130,6 +139,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"use {either(nearest_divisors(tensor, dealt))}",
         )
         return
+
     for width, size, what in (
         (experts.num_experts, dealt, "num_experts"),
         (experts.intermediate_size, tensor // dealt, "the experts' intermediate size"),
@@ -155,15 +165,18 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
     replay = config.engine.routing_replay
     if replay is RoutingReplay.off:
         return
+
     if policy.experts is None:
         message = f"is {replay.value}, but {config.model.path} ({policy.model_type}) has no experts; use off"
         yield Violation((_REPLAY,), message)
         return
+
     if not config.engine.packing:
         yield Violation(
             (_REPLAY, "engine.packing"),
             f"is {replay.value}, which needs rows that are packed; use engine.packing=true, or off",
         )
+
     if replay is RoutingReplay.trainer:
         yield from _routes_of_scoring(config)
     else:
@@ -195,6 +208,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
             f"is rollout, but the engine {engine.name!r} does not say its routes; use the engine {others}, "
             f"or off",
         )
+
     if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
         yield Violation(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
@@ -203,6 +217,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
             "route their tokens again: the returned routes do not match the log-probs; use on_update=drain, "
             "max_staleness=0, or trainer",
         )
+
     if config.agent.is_used:
         yield Violation(
             (_REPLAY, "agent"),

@@ -108,6 +108,7 @@ def _model_files(config: RunConfig) -> Violations:
     missing `config.json`."""
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
+
     for folder, key in folders.items():
         if not os.path.isfile(Path(folder) / "config.json"):
             continue
@@ -158,6 +159,7 @@ def _engine_packages(config: RunConfig) -> Violations:
     absent = [
         f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)
     ]
+
     if absent:
         message = (
             f"{engine.value!r} needs packages that are not installed: pip install "

@@ -37,12 +37,14 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
             f"pipeline_parallel_size is 1; "
             "leave virtual_pipeline_parallel_size null, or use a pipeline_parallel_size of 2 or more",
         )
+
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
         yield Violation(
             (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
             "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is "
             "1; use 2 or more, or false",
         )
+
     if parallel.context_parallel_size > 1 and not config.engine.packing:
         yield Violation(
             (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
@@ -55,6 +57,7 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
 def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
     limit = role.micro_batch
     key = role.micro_batch_key
+
     if (limit.sequences is None) == (limit.max_tokens is None):
         given = (
             "neither is"
@@ -77,10 +80,12 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
     lengths = config.length_keys
     room = f"max_tokens {max_tokens}"
     padded = ""
+
     if size > 1:
         lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
         room = f"{room} x context_parallel_size {size} = {max_tokens * size}"
         padded = f" ({needed} with what pads the ranks' parts)"
+
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
         f"a row may have {config.max_row_tokens} tokens{padded}, more than {room}; "
@@ -94,12 +99,14 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
 
     (how, modules, num_layers), section = role.recomputation, role.parallel_key.removesuffix(".parallel")
     keys = f"{section}.recompute_modules", f"{section}.recompute"
+
     if how is Recompute.selective and not modules:
         yield Violation(
             keys,
             "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or "
             "use recompute=none",
         )
+
     if how is not Recompute.selective and modules != Recomputation().modules:
         named = ", ".join(module.value for module in modules)
         yield Violation(
@@ -107,6 +114,7 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
             f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them "
             f"out, or use selective",
         )
+
     if how is not Recompute.full and num_layers is not None:
         yield Violation(
             (f"{section}.recompute_num_layers", f"{section}.recompute"),
@@ -122,6 +130,7 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
 
     rows = config.samples_per_step // config.updates_per_pass
     replicas = role.parallel.data_parallel_size
+
     if rows < replicas:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
@@ -140,6 +149,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         *(["intermediate_size"] if architecture.num_dense_layers else []),
     ]
     sizes = {field: getattr(architecture, field) for field in fields}
+
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
         yield Violation(
             (f"{role.parallel_key}.tensor_parallel_size",),
@@ -147,8 +157,10 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"tensor_parallel_size {tensor}; "
             f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
+
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
     layers = architecture.num_hidden_layers
+
     if layers % stages:
         product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
         if parallel.virtual_pipeline_parallel_size is not None:
@@ -161,6 +173,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"use {either(nearest_divisors(layers, stages))} stages",
         )
         return
+
     recomputed = role.recomputation.num_layers
     if recomputed is not None and recomputed > layers // stages:
         yield Violation(
@@ -177,6 +190,7 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
     """Check that prompt and response have positions in each model that reads the policy's tokens."""
     prompt = config.longest_prompt
     response = config.longest_response
+
     for role, limit in _too_short(config, architectures):
         hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
         yield Violation(
@@ -214,6 +228,7 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
     if "actor" not in architectures:
         return
     policy = architectures["actor"].vocab_size
+
     for role in model_roles(config):
         if role.kind is not RoleKind.scorer or role.name not in architectures:
             continue
@@ -223,6 +238,7 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}; comparing their "
                 f"log-probs needs one vocabulary",
             )
+
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
         yield Violation(
             ("critic.model.path", "model.path"),

@@ -40,18 +40,21 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
     assert model.path is not None
     folder = Path(model.path)
     yield from _scores_with_one_number(folder)
+
     if not has_chat_template(folder):
         yield Violation(
             ("reward.model.path",),
             f"{model.path} has no chat template, so conversations cannot be rendered for it; "
             "put the chat_template.jinja that it was trained with into the folder",
         )
+
     yield from _lengths(config, architecture)
 
 
 def _scores_with_one_number(folder: Path) -> Violations:
     fields = _fields(folder / "config.json")
     named = fields.get("architectures") or []
+
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
         yield Violation(
             ("reward.model.path",),
@@ -60,6 +63,7 @@ def _scores_with_one_number(folder: Path) -> Violations:
             "score; train one, or give the folder of one",
         )
         return
+
     labels = fields.get(
         "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
     )
@@ -79,6 +83,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
         "max_position_embeddings": positions,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
     }
+
     for name, limit in room.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:
             yield Violation(
@@ -89,6 +94,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
                 f"max_length {model.max_length} is above {name} "
                 f"{limit}{'' if '.' in name else f' of {model.path}'}; use {limit} or less",
             )
+
     limit = max_conversation_tokens(model, architecture)
     if model.overlong is OverlongConversation.refuse and tokens > limit:
         yield Violation(

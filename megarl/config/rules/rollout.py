@@ -28,6 +28,7 @@ def sampling(config: PPOConfig) -> Violations:
             ("rollout.temperature",),
             "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice",
         )
+
     for key, temperature in (
         ("rollout.temperature", rollout.temperature),
         ("rollout.validation.temperature", rollout.validation.temperature),
@@ -38,6 +39,7 @@ def sampling(config: PPOConfig) -> Violations:
                 f"is {temperature:g}: logits divided by it are beyond what bfloat16 tells apart; use "
                 f"{_LEAST_TEMPERATURE} or more",
             )
+
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if value != off:
             yield Violation(
@@ -47,19 +49,23 @@ def sampling(config: PPOConfig) -> Violations:
                 f"the ratio of PPO would mean something else; use {off:g} for training "
                 f"(rollout.validation.{key} is free)",
             )
+
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Violation(
             ("rollout.validation.top_k",),
             f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens",
         )
+
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield Violation(
             ("rollout.validation.n", "rollout.validation.temperature"),
             f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature "
             f"above 0",
         )
+
     least = rollout.validation.min_new_tokens
     most = config.data.max_response_length
+
     if least > most:
         yield Violation(
             ("rollout.validation.min_new_tokens", "data.max_response_length"),
@@ -122,6 +128,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
         return
+
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
         if size % tensor:
@@ -130,6 +137,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
                 f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use "
                 f"{either(nearest_divisors(size, tensor))}",
             )
+
     heads = policy.num_key_value_heads
     if heads % tensor and tensor % heads:
         yield Violation(
@@ -144,6 +152,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
     staleness = config.rollout.max_staleness
     algorithm = config.algorithm
     placement = config.placement
+
     if config.rollout.late is Late.mask and (not staleness or config.rollout.on_update is OnUpdate.drain):
         other = _STALENESS if not staleness else "rollout.on_update"
         yield Violation(
@@ -152,6 +161,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"ever late; use late=wait, or "
             "max_staleness above 0 and on_update=go_on",
         )
+
     if config.rollout.max_error_rate and not staleness:
         yield Violation(
             ("rollout.max_error_rate", _STALENESS),
@@ -159,9 +169,11 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"is dropped; use "
             "max_error_rate=0, or max_staleness above 0",
         )
+
     if not staleness:
         return
     correction = algorithm.rollout_correction
+
     if correction.level is CorrectionLevel.none and not correction.bypass:
         yield Violation(
             (_STALENESS, "algorithm.rollout_correction.level"),
@@ -170,12 +182,14 @@ def generation_ahead(config: PPOConfig) -> Violations:
             "algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
             "rollout_correction.bypass=true",
         )
+
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
     others = sorted(
         role
         for role, other in placement.roles.items()
         if role != "rollout" and other == pool and pool is not None
     )
+
     if placement.strategy in _TAKING_TURNS or others:
         whom = ", ".join(others) or "the actor"
         yield Violation(
@@ -184,6 +198,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"take turns with {whom} on the "
             "same devices; use split_collocate or stand_alone, or max_staleness=0",
         )
+
     if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
         yield Violation(
             (_STALENESS, "algorithm.dynamic_sampling.enabled", "reward.model.path"),

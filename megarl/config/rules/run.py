@@ -114,6 +114,7 @@ def validation(config: RunConfig) -> Violations:
 def mini_batches(config: PPOConfig) -> Violations:
     samples = config.samples_per_step
     updates = config.trainer.updates_per_step
+
     if samples % updates:
         prompts = config.trainer.prompts_per_step
         n = config.rollout.n

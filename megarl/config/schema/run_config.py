@@ -206,6 +206,7 @@ class PPOConfig(RunConfig):
         for index, tool in enumerate(self.agent.tools):
             if tool.path is not None:
                 yield f"agent.tools[{index}].path", tool.path
+
         if self.agent.environment.path is not None:
             yield "agent.environment.path", self.agent.environment.path
         for key, reference in self.algorithm.own_functions:

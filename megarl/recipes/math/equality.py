@@ -36,12 +36,15 @@ def same(truth: Answer, answer: Answer) -> bool | None:
         ):
             return True
         return None
+
     if isinstance(answer, Equation) and not isinstance(truth, Equation):
         shorter = _right_side(answer)
         return False if shorter is None else same(truth, shorter)
+
     if isinstance(truth, Equation) and not isinstance(answer, Equation):
         shorter = _right_side(truth)
         return False if shorter is None else same(shorter, answer)
+
     match truth, answer:
         case Formula(), Formula():
             return _same_formula(truth, answer)
@@ -61,6 +64,7 @@ def same(truth: Answer, answer: Answer) -> bool | None:
             return same(single, answer)
         case _, Items(items=(single,), kind="set" | "list"):
             return same(truth, single)
+
     return False
 
 
@@ -78,6 +82,7 @@ def _same_formula(truth: Formula, answer: Formula) -> bool:
     right = answer.expression
     if left.percent != right.percent:  # 50% is 50, as a percentage, or 0.5
         return _same_value(left, right) or _same_value(_unscaled(left), _unscaled(right))
+
     return _same_value(left, right)
 
 
@@ -101,6 +106,7 @@ def _same_value(left: Expression, right: Expression) -> bool:
             return False
         places = [place for place in (left.last_place, right.last_place) if place is not None]
         return numbers.same_number(*values) or bool(places) and numbers.close_decimal(*values, max(places))
+
     agreed = 0
     for point in _points(names):
         try:
@@ -112,6 +118,7 @@ def _same_value(left: Expression, right: Expression) -> bool:
         if not numbers.same_number(*values):
             return False
         agreed += 1
+
     return agreed >= _FEWEST_POINTS
 
 
@@ -129,6 +136,7 @@ def _points(names: frozenset[str]) -> list[Mapping[str, Number]]:
         for number in range(len(_WHOLE))
     ]
     negative = [{name: -value for name, value in point.items()} for point in positive[:3]]
+
     return [*positive, *whole, *negative]
 
 
@@ -144,6 +152,7 @@ def _same_items(truth: Items, answer: Items) -> bool:
     if brackets <= {"set"}:
         return _match(list(truth.items), list(answer.items))
     pairs = zip(_values(truth.items), _values(answer.items), strict=True)
+
     return all(same(left, right) is True for left, right in pairs)
 
 
@@ -164,11 +173,13 @@ def _match(truths: list[Answer], answers: list[Answer]) -> bool:
 def _same_union(left: Union, right: Union) -> bool:
     mine = list(left.parts)
     others = list(right.parts)
+
     for part in mine:
         found = next((at for at, other in enumerate(others) if _same_interval(part, other)), None)
         if found is None:
             return False
         others.pop(found)
+
     return not others
 
 
@@ -192,6 +203,7 @@ def _right_side(equation: Equation) -> Answer | None:
     for side in before:
         if isinstance(side, Formula) and not side.expression.names and same(last, side) is False:
             return None
+
     return last
 
 
@@ -205,6 +217,7 @@ def _same_equation(truth: Equation, answer: Equation) -> bool:
     differences = [_difference(each) for each in (truth, answer)]
     if differences[0] is None or differences[1] is None:
         return False
+
     return _proportional(differences[0], differences[1])
 
 
@@ -222,6 +235,7 @@ def _proportional(left: Expression, right: Expression) -> bool:
         return False
     ratio = None
     agreed = 0
+
     for point in _points(left.names):
         try:
             ours = left.value(point)
@@ -237,6 +251,7 @@ def _proportional(left: Expression, right: Expression) -> bool:
             return False
         ratio = current
         agreed = agreed + 1
+
     return agreed >= _FEWEST_POINTS
 
 
@@ -288,6 +303,7 @@ def _formula_text(expression: Expression) -> str:
             if names
             else text
         )
+
     return "undefined"
 
 
@@ -297,5 +313,6 @@ def _number_text(value: Number) -> str:
         and max(value.numerator.bit_length(), value.denominator.bit_length()) <= 200
     ):
         return str(value)
+
     text: str = context.nstr(numbers.approximate(value), 20)
     return text

@@ -88,10 +88,12 @@ def parse(text: str) -> Expression:
     if decimal is not None:
         return Expression(_constant(decimal[0]), frozenset(), decimal[1], percent is not None)
     parser = _Parser(_prepared(text))
+
     try:
         value = parser.whole()
     except RecursionError:
         raise UnreadableError("it is nested too deeply") from None
+
     return Expression(
         functools.partial(_evaluated, value), frozenset(parser.names), None, percent is not None
     )
@@ -127,6 +129,7 @@ def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
         return None
     scale = Fraction(10) ** (exponent - len(decimals))
     digits = int(re.sub(r"\D", "", whole) + decimals)
+
     return (-digits if sign == "-" else digits) * scale, scale
 
 
@@ -170,6 +173,7 @@ def _prepared(text: str) -> str:
     text = _REPEATING.sub(
         lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text
     )
+
     return _MIXED.sub(mixed, _DOTS.sub(with_dots, text))
 
 
@@ -194,6 +198,7 @@ def _applied(name: str, value: Number) -> Number:
     result = _FUNCTIONS[name](approximate)
     if not context.isfinite(result) or abs(result) > 2.0**300:
         raise NoNumberError("the value is not finite")
+
     return Fraction(0) if abs(result) < 2.0**-350 else result
 
 
@@ -210,6 +215,7 @@ def _root(value: Number, degree: Number) -> Number:
         exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
         if None not in exact:
             return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
+
     return numbers.power(value, 1 / degree if isinstance(degree, Fraction) else context.mpf(1) / degree)
 
 
@@ -270,6 +276,7 @@ class _Parser:
         if self._take("+"):
             return self._product()
         value = self._power()
+
         while True:
             if self._take(*_TIMES):
                 value = _of(numbers.multiply, value, self._signed_power())
@@ -297,6 +304,7 @@ class _Parser:
             return True
         if token == "|":
             return self._bars == 0
+
         return kind == "command" and (
             token[1:] in _FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS
         )
@@ -322,6 +330,7 @@ class _Parser:
             return _of(lambda a: -a, self._argument())
         kind = self._kind()
         token = self._token()
+
         if (
             kind == "word"
             and len(token) > 1
@@ -330,6 +339,7 @@ class _Parser:
         ):
             self._tokens[self._at] = (kind, token[1:])
             return self._name(token[0])
+
         value = self._atom()
         return _of(numbers.power, value, self._argument()) if self._take("^", "**") else value
 
@@ -344,6 +354,7 @@ class _Parser:
             raise UnreadableError(f"{closing!r} is missing")
         self._depth = self._depth - 1
         self._bars = bars
+
         return value
 
     def _atom(self) -> Value:
@@ -354,9 +365,11 @@ class _Parser:
             return _constant(_number(token))
         if kind == "based":
             return _constant(_in_base(token))
+
         if token in _OPENING and token != "\\{":
             value = self._until(_OPENING[token])
             return _of(abs, value) if token == "|" else value
+
         if kind == "word":
             return self._word(token)
         if token in _ATOMS:
@@ -374,14 +387,17 @@ class _Parser:
             return self._function(f"arc{word[1:]}")
         if word in _FUNCTIONS:
             return self._function(word)
+
         if len(word) == 1 or word in _CONSTANTS or word in _GREEK_NAMES:
             if len(word) == 1 and word in "fghFG" and self._token() == "(":
                 raise UnreadableError("a function without a definition")
             return self._name(word)
+
         if word.lower() in _SHORT_WORDS or (
             len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)
         ):
             raise UnreadableError(f"the word {word!r}")
+
         self._tokens[self._at : self._at] = [("word", letter) for letter in word[1:]]
         return self._name(word[0])
 
@@ -399,9 +415,11 @@ class _Parser:
                 below = self._token()
                 self._at += 1
             name = f"{name}_{below}"
+
         if name in _CONSTANTS:
             constant = _CONSTANTS[name]
             return _constant(constant if name in ("i", "imath") else +context.mpf(constant))
+
         self.names.add(name)
         return lambda variables: variables[name]
 
@@ -438,6 +456,7 @@ class _Parser:
             value = _of(numbers.multiply, value, self._power())
         if self._take("/"):
             value = _of(numbers.divide, value, self._power())
+
         return value
 
     def _square_root(self) -> Value:

@@ -35,6 +35,7 @@ def final_answer(response: str) -> str | None:
     if not said:
         return _without_box(response.strip().rpartition("\n")[2][-_LONGEST_LINE:])
     line = response[said[-1].end() :].strip().partition("\n")[0][:_LONGEST_LINE]
+
     return line.strip(" .*") if re.search(r"=.*\b(?:or|and)\b.*=", line) else _without_box(line)
 
 
@@ -44,12 +45,14 @@ def _content(text: str, start: int) -> str | None:
     if text[start] != "{":
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None
+
     depth = 0
     for end in range(start, len(text)):
         if text[end] in "{}" and (end == 0 or text[end - 1] != "\\" or text[end - 2 : end] == "\\\\"):
             depth += 1 if text[end] == "{" else -1
             if depth == 0:
                 return text[start + 1 : end].strip() or None
+
     return None
 
 
@@ -63,6 +66,7 @@ def _without_box(line: str) -> str | None:
         if between and all(_SEPARATORS.fullmatch(each) for each in between):
             return ", ".join(parts)
         return parts[-1]
+
     equal = line.rpartition("=")[2]
     numbers = list(_QUANTITIES.finditer(equal))
     if not numbers:
@@ -72,12 +76,14 @@ def _without_box(line: str) -> str | None:
     between = [equal[left.end() : right.start()] for left, right in zip(numbers, numbers[1:], strict=False)]
     if all(_SEPARATORS.fullmatch(each) for each in between):
         return ", ".join(number.group() for number in numbers)
+
     if (
         re.fullmatch(r"[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
         and re.search(r"[+*/^-]", equal)
         and not re.search(r"[A-Za-z]{3,}", equal)
     ):
         return equal.strip(" .")
+
     return None
 
 

@@ -41,6 +41,7 @@ def add(left: Number, right: Number) -> Number:
     total = left + right
     if abs(total) <= _ZERO * max(abs(left), abs(right)):
         return Fraction(0)
+
     return total
 
 
@@ -70,6 +71,7 @@ def power(base: Number, exponent: Number) -> Number:
         if base == 0 and exponent <= 0:
             raise NoNumberError("a power of zero")
         return base if exponent % 2 else abs(base)
+
     if isinstance(exponent, Fraction):
         if abs(exponent) >= _MOST_EXPONENT:
             raise TooLargeError("the exponent is too large")
@@ -93,10 +95,12 @@ def power(base: Number, exponent: Number) -> Number:
         return _finite(
             context.power(base, exponent.numerator if exponent.denominator == 1 else approximate(exponent))
         )
+
     base = approximate(base)
     exponent = approximate(exponent)
     if base == 0 or abs(exponent) * (abs(context.log(abs(base))) + 4) >= _MOST_EXPONENT:
         raise TooLargeError("the power is too large")
+
     return _finite(context.power(base, exponent))
 
 
@@ -106,6 +110,7 @@ def factorial(value: Number) -> Number:
             raise NoNumberError("the factorial of a negative number")
         if value <= _LARGEST_EXACT_FACTORIAL:
             return Fraction(math.factorial(value.numerator))
+
     if abs(value) >= 2**50:
         raise TooLargeError("the factorial is too large")
     return _finite(context.factorial(approximate(value)))
@@ -131,6 +136,7 @@ def binomial(above: Number, below: Number) -> Number:
         return Fraction(math.comb(above.numerator, below.numerator))
     if max(abs(above), abs(below)) >= 2**50:
         raise TooLargeError("the binomial coefficient is too large")
+
     return _finite(context.binomial(approximate(above), approximate(below)))
 
 
@@ -153,6 +159,7 @@ def close_decimal(left: Number, right: Number, last_place: Fraction) -> bool:
     if isinstance(left, context.mpc) or isinstance(right, context.mpc):
         return False
     difference = abs(left - right)
+
     return bool(difference <= approximate(last_place) and difference <= 2e-6 * max(abs(left), abs(right)))
 
 

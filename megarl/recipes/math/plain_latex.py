@@ -80,6 +80,7 @@ def plain_latex(text: str) -> str:
     text = re.sub(r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1", text)
     text = re.sub(r'^\s*"([^"]*[\d\\][^"]*|[A-Za-z])"\s*$', r"\1", text)
     text = re.sub(r",? *\(?(?:\bfor\b)? *[a-z] *\\in *\\mathbb\{[ZN]\}(?:\^\+)?\)?$", "", text)
+
     return re.sub(r"(?<!\.)[.;]$", "", re.sub(r"\s+", " ", text).strip()).strip()
 
 

@@ -54,6 +54,7 @@ def _row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
         raise ValueError(
             f"row {index} of {split}: the answer has no line '#### NUMBER': {row['answer'][-80:]!r}"
         )
+
     return {
         "prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}],
         "data_source": "gsm8k",
@@ -74,6 +75,7 @@ def main() -> None:
         source.add_argument("--output-dir", type=Path, required=True)
     arguments = parser.parse_args()
     folder: Path = arguments.output_dir
+
     if arguments.source == "gsm8k":
         for split in ("train", "test"):
             print(

@@ -161,15 +161,19 @@ def _read(text: str) -> Answer:
         return Union((Interval(None, None, False, False),))
     if "\\forall" in text or "\\exists" in text:
         return Words(re.sub(r"\s+", "", text))  # it says more than the formula in it
+
     for parsed in (_several(text), _relation(text), _brackets(text), _formula(text)):
         if parsed is not None:
             return parsed
+
     shorter = _APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
+
     if re.fullmatch(r"[A-Za-z][A-Za-z ,.'()-]*", words):
         lower = words.lower().strip(" .")
         return Words(_SAME_WORDS.get(lower, lower))
+
     return Unread(text)
 
 
@@ -194,6 +198,7 @@ def split(text: str, separator: str = ",") -> list[str]:
         if separator == ","
         else set()
     )
+
     for at, character in enumerate(text):
         if character in "([{":
             depth += 1
@@ -202,6 +207,7 @@ def split(text: str, separator: str = ",") -> list[str]:
         elif depth == 0 and at not in thousands and text.startswith(separator, at):
             parts.append(text[start:at])
             start = at + len(separator)
+
     return [*parts, text[start:]]
 
 
@@ -212,12 +218,14 @@ def _several(text: str) -> Answer | None:
         if all(union is not None for union in unions):
             return Union(tuple(each for union in unions if union is not None for each in union.parts))
         return None
+
     for pattern in (_OR, _AND):
         joined = pattern.split(text)
         if len(joined) > 1 and all(joined):
             return _joined(
                 [_read(part) for each in joined for part in split(each) if part.strip()], pattern is _OR
             )
+
     parts = split(text)
     if len(parts) > 1 and all(part.strip() for part in parts):
         return _joined([_read(part.strip()) for part in parts], False)
@@ -225,6 +233,7 @@ def _several(text: str) -> Answer | None:
         return _joined([_read(part.strip()) for part in split(text, ";")], False)
     if text.count("\\pm") == 1 and "=" not in text and text[:1] not in "([":
         return Items("list", tuple(_read(text.replace("\\pm", sign)) for sign in ("+", "-")))
+
     return None
 
 
@@ -234,6 +243,7 @@ def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
         if is_or:
             return Union(tuple(part for union in unions if union for part in union.parts))
         return _intersection([part for union in unions if union for part in union.parts])
+
     return Items(
         "list",
         tuple(item for answer in answers for item in (answer.items if _is_list(answer) else (answer,))),  # type: ignore[union-attr]
@@ -270,12 +280,14 @@ def _brackets(text: str) -> Answer | None:
     builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
     if builder:
         return _relation(builder.group(1).strip())
+
     if is_set:
         elements: list[Answer] = []
         for part in items:
             element = _read(part.strip())
             elements += element.items if isinstance(element, Items) and _is_list(element) else (element,)
         return Items("set", tuple(elements))
+
     if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
         low, high = (_end(item) for item in items)
         if low is not None and high is not None:
@@ -289,6 +301,7 @@ def _brackets(text: str) -> Answer | None:
                     ),
                 )
             )
+
     return Items(opening + closing, tuple(_read(part.strip()) for part in items))
 
 
@@ -340,13 +353,16 @@ def _relation(text: str) -> Answer | None:
         return _read(sides[1])
     if not all(sides):
         return None
+
     if set(signs) <= {"=", "\\approx"}:
         if signs == ["="] and sides[1].count("\\pm") == 1 and _VARIABLE.fullmatch(sides[0]):
             return _several(sides[1])
         return Equation(tuple(_side(side) for side in sides))
+
     if signs == ["\\in"] and _VARIABLE.fullmatch(sides[0]):
         inner = _read(sides[1])
         return inner if isinstance(inner, Items) and inner.kind == "set" else as_union(inner) or inner
+
     return _inequality(sides, signs)
 
 
@@ -362,6 +378,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
     ]
     if sum(end is None for end in ends) != 1:
         return None
+
     if len(sides) == 2:
         at = ends.index(None)
         value = ends[1 - at]
@@ -380,6 +397,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
                 else Interval(value[0], None, includes, False),
             )
         )
+
     if len(sides) == 3 and ends[1] is None:
         left = ends[0]
         right = ends[2]
@@ -407,6 +425,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
                     ),
                 )
             )
+
     return None
 
 
@@ -441,6 +460,7 @@ def _units(text: str) -> list[tuple[str, str]]:
     dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
     if dollars and '"' not in dollars.group(2):
         ways.append((dollars.group(1) + dollars.group(2), "dollar"))
+
     if '"' not in text:
         plain = _APPROXIMATELY.sub("", text)
         ways.append((plain, ""))
@@ -449,6 +469,7 @@ def _units(text: str) -> list[tuple[str, str]]:
             way = (plain[: known.start()], _unit(known.group().strip()))
             is_clear = len(known.group("known") or known.group("words")) > 1  # one letter is a variable
             ways.insert(0 if is_clear else 1, way)
+
     return ways
 
 

@@ -70,6 +70,7 @@ def compute_score(
     verdict = same(truth, answer)
     if verdict is None:
         verdict = _verified(text, given)
+
     return {"score": float(verdict), "answer": normal_form(answer)[:_LONGEST]}
 
 
@@ -90,6 +91,7 @@ def _read_truth(text: str) -> Answer:
     boxed = final_answer(text) if "\\boxed" in text else None
     answer = read(boxed or text)
     unread = _unread(answer)
+
     if (
         not text.strip()
         or text.strip().lower() in ("nan", "null")
@@ -99,6 +101,7 @@ def _read_truth(text: str) -> Answer:
             f"the ground truth {text[:100]!r} is no mathematical expression; write the answer alone, such "
             f"as '18' or '\\frac{{1}}{{2}}'"
         )
+
     return answer
 
 
@@ -114,6 +117,7 @@ def _truth(ground_truth: Any) -> tuple[str, Answer]:
             f"or a finite number; "
             "write the answer as text, such as '18'"
         )
+
     text = str(ground_truth).strip()
     return text, _read_truth(text)
 
@@ -149,6 +153,7 @@ def _verified(truth: str, answer: str) -> bool:
     right = _parsed(answer)
     if not left or not right:
         return False
+
     return bool(
         _within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True))
     )
@@ -174,6 +179,7 @@ def _within_limit(call: Callable[[], Any]) -> Any:
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+
     try:
         return call()
     except _TooSlow:

@@ -38,6 +38,7 @@ def main(names: Sequence[str], only_table: bool) -> int:
 def stages(names: Sequence[str]) -> list[list[str]]:
     megarl = [sys.executable, "-m", "megarl"]
     commands = []
+
     if not (START_DIR / "sft" / "huggingface").is_dir():
         commands.append(
             [
@@ -51,6 +52,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
             ]
         )
         commands.append([*megarl, "sft", "configs/quickstart_sft.yaml"])
+
     for name in names:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():
             commands.append(
@@ -62,6 +64,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
                     f"trainer.output_dir={OUTPUT_DIR / name}",
                 ]
             )
+
     return commands
 
 
@@ -79,6 +82,7 @@ def table(names: Sequence[str]) -> str:
             f"| {name} | {before:.1%} | {after:.1%} | {gain} | {summary['samples']:,} | "
             f"{summary['seconds'] / 60:.1f} |"
         )
+
     return "\n".join(lines)
 
 

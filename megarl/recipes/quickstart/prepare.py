@@ -92,6 +92,7 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
         made.sft_train, [_demonstration(problem, chance) for _ in range(NUM_TEACHERS) for problem in train]
     )
     _write(made.sft_validation, [_demonstration(problem, chance) for problem in sft_held_out])
+
     return made
 
 
@@ -103,6 +104,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.Replace(" ", "")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -122,9 +124,11 @@ def _save_model(path: Path, seed: int) -> None:
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
+
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -137,6 +141,7 @@ def _distinct_problems(seed: int) -> list[dict[str, Any]]:
     by_expression: dict[str, dict[str, Any]] = {}
     for entry in draws:
         by_expression.setdefault(entry["metadata"]["expression"], entry)
+
     return list(by_expression.values())
 
 

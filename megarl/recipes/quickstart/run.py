@@ -73,4 +73,5 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
     scores = [f"{validation[when]:.1%} {words[when]}" for when in words if validation[when] is not None]
     if scores:  # overrides can switch validation off
         print(f"held-out accuracy: {', '.join(scores)}")
+
     return 0

@@ -28,9 +28,11 @@ def _run(stage: Sequence[str]) -> int:
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number in (each for each, handler in before.items() if handler is not signal.SIG_IGN):
         signal.signal(number, lambda number, frame: process.send_signal(number))
+
     try:
         status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
     return status if status >= 0 else 128 - status

@@ -41,6 +41,7 @@ def choice_in(response: str) -> str | None:
     if leads := LEADS.match(response.strip().rpartition("\n")[2]):
         return normal(leads.group(1))
     all_named = NAMED.findall(response)
+
     return normal(all_named[-1]) if all_named else None
 
 

@@ -38,6 +38,7 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 def test() -> None:
     doubles = "```python\ndef twice(x):\n    return 2 * x\n```"
     prints = "```python\nprint(2 * int(input()))\n```"
+
     for response, truth, expected in (
         (doubles, ["assert twice(2) == 4", "assert twice(3) == 6"], 1.0),
         (doubles, ["assert twice(2) == 4", "assert twice(3) == 7"], 0.5),

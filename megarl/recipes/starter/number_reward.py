@@ -24,6 +24,7 @@ def compute_score(
     if not numbers:
         return {"score": 0.0, "answer": None}
     answer = f"{numbers[-1]:f}"
+
     return {
         "score": float(numbers[-1] == truth_of(ground_truth)),
         "answer": answer.rstrip("0").rstrip(".") if "." in answer else answer,

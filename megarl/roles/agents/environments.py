@@ -145,10 +145,12 @@ class Environments:
             ):
                 process.is_interrupted = True
                 process.group.call_beside(EnvironmentWorker.interrupt)
+
         futures = [process.future for process in self._processes if process.future is not None]
         ready = self._wait(futures, wait_s) if futures else []
         reports: list[TurnReport] = []
         lost: list[int] = []
+
         for number, process in enumerate(self._processes):
             if process.future in ready:
                 assert process.future is not None
@@ -173,6 +175,7 @@ class Environments:
                 lost += self._restart(
                     number, f"{len(process.unanswered)} turns without an answer for {self._hang_limit_s:g} s"
                 )
+
         return reports, lost
 
     def _restart(self, number: int, why: str) -> list[int]:
@@ -180,15 +183,18 @@ class Environments:
         last_words = f"environment process {number} of {len(self._processes)} ended or hung: {why}"
         self._spans += process.group.drain_spans()
         process.group.shutdown()
+
         if self.num_restarts == self._restart_limit:
             limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
             raise EnvironmentLimitError(
                 f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow "
                 f"more"
             )
+
         self.num_restarts += 1
         _log.warning("%s\nit is restarted, and its episodes start again", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())
+
         return sorted(process.episodes)
 
     def drain_spans(self) -> list[Span]:

@@ -116,6 +116,7 @@ class EpisodeRunner:
             )
             numbers.append(number)
             self._advance(number)
+
         return numbers
 
     def cancel(self, numbers: Collection[int]) -> None:
@@ -135,6 +136,7 @@ class EpisodeRunner:
         both = min(wait_s, _TURN_S)
         self._scheduler.poll(both if self._environments.is_busy else wait_s)
         reports, lost = self._environments.poll(0.0 if self._scheduler.is_at_work else both)
+
         for report in reports:
             running = self._running.get(report.episode)
             if running is None:  # it was cancelled meanwhile
@@ -149,6 +151,7 @@ class EpisodeRunner:
                 else episode.answered(report.place, report.answer)
             ):
                 self._advance(report.episode)
+
         for number in lost:
             if number in self._running:
                 self._restart(number)
@@ -158,6 +161,7 @@ class EpisodeRunner:
         now_s = self._clock()
         all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
+
         return [
             RequestState(uid, None, now_s - since_s, waits_for_tools=True)
             for uid, since_s in since
@@ -177,6 +181,7 @@ class EpisodeRunner:
     def _advance(self, number: int) -> None:
         running = self._running[number]
         step = running.episode.next
+
         if isinstance(step, WriteTurn):
             sampling = replace(running.request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
             turn = running.request._replace(prompt=step.token_ids, sampling=sampling)
@@ -200,6 +205,7 @@ class EpisodeRunner:
         sample = finished.sample
         running.request_number = None
         running.replica = replica
+
         if running.episode.wrote(
             place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason
         ):
@@ -209,6 +215,7 @@ class EpisodeRunner:
         running = self._running[number]
         self._scheduler.cancel([] if running.request_number is None else [running.request_number])
         running.request_number = running.replica = running.waits_since_s = None
+
         try:
             running.episode.lost_environment(running.episode.attempt)
         except EpisodeDroppedError as error:
@@ -217,4 +224,5 @@ class EpisodeRunner:
                 raise RunError(f"the episode of prompt {running.request.uid}: {why}") from error
             running.on_failure(why)
             return
+
         self._advance(number)

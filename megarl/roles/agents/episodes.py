@@ -75,6 +75,7 @@ class EpisodeRollout(Rollout):
         version = self._weights.version
         n = sampling.n
         ended: dict[int, Trajectory] = {}
+
         # missing samples of each prompt, and the prompts that wait to be scored
         missing = [n] * len(prompts)
         whole = list[int]()
@@ -86,9 +87,11 @@ class EpisodeRollout(Rollout):
                     f"{trajectory.weight_versions}; the weights at hand "
                     f"are version {version}"
                 )
+
             ended[row] = trajectory
             missing[row // n] -= 1
             whole.extend([] if missing[row // n] else [row // n])
+
             if scoring is not None and whole and len(ended) < len(requests) and scoring.may_begin:
                 of_whole = [ended[prompt * n + place] for prompt in whole for place in range(n)]
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
@@ -104,6 +107,7 @@ class EpisodeRollout(Rollout):
                     self._runner.poll()
             finally:
                 self._runner.cancel(numbers)
+
         return self.assemble(rows, [ended[row] for row in range(len(requests))], version)
 
     @property
@@ -121,6 +125,7 @@ class EpisodeRollout(Rollout):
         tasks = [_task(prompts, place, request) for request in requests]
         ends = [partial(_deliver, deliver, request.request_id) for request in requests]
         numbers = self._runner.begin(requests, tasks, ends, on_failure=on_failure)
+
         return lambda: self._runner.cancel(numbers)
 
     def poll(self, wait_s: float) -> None:
@@ -203,6 +208,7 @@ def batch_of_trajectories(
         ],
         "tool_s": [each.tool_s for each in trajectories],
     }
+
     return DataProto.from_dict(
         tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
     )

@@ -79,6 +79,7 @@ class AsyncRollout:
         thread, if any."""
         buffer = self._started()
         self._is_awaited = True
+
         with self._condition:
             try:
                 self._condition.notify_all()
@@ -90,6 +91,7 @@ class AsyncRollout:
             finally:
                 self._is_awaited = False
                 self._condition.notify_all()
+
         return self._step_groups.prompts
 
     def generate(
@@ -105,6 +107,7 @@ class AsyncRollout:
         n = self._rules.sampling.n
         places = range(n) if sampling == self._rules.sampling else [n]
         samples = [samples[place] for samples in self._step_groups.samples for place in places]
+
         return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.version)
 
     def drain_metrics(self) -> dict[str, float]:
@@ -174,8 +177,10 @@ class AsyncRollout:
         if self._buffer is None or self._num_inside:
             yield
             return
+
         self._finishes_first = for_weights and self._on_update is OnUpdate.drain
         self._is_requested = True
+
         with self._condition:
             self._condition.notify_all()
             self._condition.wait_for(
@@ -201,6 +206,7 @@ class AsyncRollout:
                 time.sleep(_REST_S)
         except BaseException as error:  # noqa: BLE001  the boundary of the thread: the next call of `next` raises it
             self._failure = error
+
         with self._condition:
             self._condition.notify_all()
 
@@ -208,6 +214,7 @@ class AsyncRollout:
         rollout = self._rollout
         scheduler = self._rollout.scheduler
         buffer.score()
+
         if self._is_requested and not (self._finishes_first and (rollout.is_at_work or buffer.awaits_scores)):
             scheduler.pause()
             scheduler.may_readmit = True
@@ -215,10 +222,12 @@ class AsyncRollout:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._has_yielded or self._is_closed)
             return
+
         if self._is_awaited and buffer.is_ready:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not (self._is_awaited and buffer.is_ready) or self._is_closed)
             return
+
         # A restarted replica gets the actor's weights, which are the engines' version only while the trainer
         # waits.
         scheduler.may_readmit = self._is_awaited

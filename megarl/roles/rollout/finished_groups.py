@@ -52,6 +52,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
         "is_dropped": torch.tensor([group.is_dropped for group, _ in rows]),
     }
     arrays: dict[str, list] = {"uid": [group.uid for group, _ in rows]}
+
     if samples := [sample for sample in written if isinstance(sample, Sample)]:
         arrays["finish_reason"] = [sample.finish_reason for sample in samples]
         tensors |= route_column(samples)
@@ -65,6 +66,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
             {kind.value: count for kind, count in episode.call_errors.items()} for episode in episodes
         ]
         arrays["tool_s"] = [episode.tool_s for episode in episodes]
+
     return DataProto.from_dict(tensors, arrays).to_bytes()
 
 
@@ -88,10 +90,12 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     written: Sequence[RolloutOutput] = _episodes(rows) if "is_model" in there else _samples(rows)
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
+
     for uid, version, is_dropped, sample in zip(
         rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True
     ):
         groups.setdefault(uid, FinishedGroup(uid, version, [], is_dropped)).samples.append(sample)
+
     return groups
 
 
@@ -108,12 +112,14 @@ def _samples(rows: DataProto) -> list[Sample]:
         if ROUTED_EXPERTS in rows.ragged
         else [None] * len(rows)
     )
+
     for (ids, log_probs, versions), reason, experts in zip(
         _tokens(rows, *_OF_TOKENS), reasons, routes, strict=True
     ):
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
         samples.append(Sample(ids, log_probs, reason, spans, experts))
+
     return samples
 
 
@@ -121,6 +127,7 @@ def _episodes(rows: DataProto) -> list[Trajectory]:
     """Reads episodes, without their prompts: the loader has these."""
     episodes = []
     arrays = zip(*(rows.non_tensor_batch[key] for key in _OF_EPISODES), strict=True)
+
     for (*tokens, is_model, rewards), (end, num_calls, errors, tool_s) in zip(
         _tokens(rows, *_OF_TOKENS, "is_model", "rewards"), arrays, strict=True
     ):
@@ -147,4 +154,5 @@ def _episodes(rows: DataProto) -> list[Trajectory]:
                 tool_s=tool_s,
             )
         )
+
     return episodes

@@ -88,6 +88,7 @@ class Replicas:
         self._restart_limit = restart_limit
         self._spans: list[Span] = []
         self.num_restarts = 0
+
         # A generation thread (async_rollout.py) replaces this, so that others can take the replicas from it.
         self.exclusive: ExclusiveAccess = unshared
         self.weight_version: int | None = None  # the version that all replicas have
@@ -105,6 +106,7 @@ class Replicas:
         pool, environment = self._places[number]
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
+
         return RayWorkerGroup(
             pool,
             self._worker,
@@ -135,11 +137,13 @@ class Replicas:
             number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()
         }
         said = results_of(asking, lost, is_dead_or_failed_start)
+
         if wrong := {number: stamped for number, stamped in said.items() if stamped != version}:
             raise RunError(
                 f"rollout replicas have been sent the weights of version {version}, and say that they have "
                 f"{wrong}"
             )
+
         if said:
             self.weight_version = version
         self.starting -= said.keys()
@@ -154,18 +158,21 @@ class Replicas:
         """
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
+
         if lost := self._places[number].pool.lost_nodes():
             raise NodeLostError(
                 f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of "
                 f"{len(self.groups)} ran there, and "
                 f"the placement of this run has no other place for it\n\n{last_words}"
             )
+
         if self.num_restarts == self._restart_limit:
             raise RestartLimitError(
                 f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The "
                 f"cause is in the words above; "
                 "where it comes and goes, allow more"
             )
+
         self.num_restarts += 1
         left = self._restart_limit - self.num_restarts
         _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
@@ -231,6 +238,7 @@ class Replicas:
             except (WorkerError, PhaseTimeoutError) as error:
                 if not is_dead(error):
                     raise
+
         return max(sizes)
 
     # ---- life and death
@@ -255,6 +263,7 @@ class Replicas:
             self._keep_spans(number)
         spans = self._spans
         self._spans = []
+
         return spans
 
 
@@ -283,6 +292,7 @@ def results_of(
     """
     results: dict[int, T] = {}
     failure: WorkerError | PhaseTimeoutError | None = None
+
     for number, future in futures.items():
         try:
             results[number] = future.get()
@@ -291,6 +301,7 @@ def results_of(
                 lost[number] = error
             else:
                 failure = failure or error
+
     if failure is not None:
         raise failure
     return results

@@ -155,9 +155,11 @@ class Rollout:
         version = self._weights.version
         samples: dict[int, Sample] = {}
         n = sampling.n
+
         # samples of each prompt, and the prompts that wait to be scored
         missing = [n] * len(prompts)
         whole = []
+
         for arrived in self._finished(requests):
             for replica, (number, sample) in arrived:
                 if sample.weight_versions != (version,):
@@ -173,6 +175,7 @@ class Rollout:
                 of_whole = [samples[prompt * n + place] for prompt in whole for place in range(n)]
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
                 whole = []
+
         return self.assemble(
             prompts.repeat(n), [samples[request.request_id] for request in requests], version
         )
@@ -340,6 +343,7 @@ def batch_of_samples(
         "weight_version": [min(sample.weight_versions) for sample in samples],
         "finish_reason": [sample.finish_reason for sample in samples],
     }
+
     return DataProto.from_dict(
         tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
     )

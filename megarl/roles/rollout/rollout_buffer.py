@@ -162,14 +162,17 @@ class RolloutBuffer:
         self.staleness = staleness
         self._prompts: _Prompts | None = None  # contains the prompt of the next group
         self._place = 0
+
         # by their number in the staleness controller, until their step is taken
         self._groups: dict[int, _Group] = {}
         self._unscored: list[int] = []  # finished and not yet sent to be scored
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
+
         # by uid: groups whose scores decide whether they are trained
         self._awaiting_scores: dict[str, int] = {}
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
+
         # uids that were trained out of order, with their positions in the data
         self._trained: dict[str, float] = {}
 
@@ -192,6 +195,7 @@ class RolloutBuffer:
         """
         staleness = self.staleness
         version = self._weights.version
+
         while staleness.may_admit(version):
             prompts, place = self._next_prompt()
             uid = str(prompts.rows.non_tensor_batch["uid"][place])
@@ -246,6 +250,7 @@ class RolloutBuffer:
         self.begin()
         whole = [group for group in groups if len(group.samples) == self._rules.size]
         samples = [[group.samples[place] for place in range(self._rules.size)] for group in whole]
+
         return StepGroups(
             _rows_of(whole),
             samples,
@@ -267,6 +272,7 @@ class RolloutBuffer:
         first = next(iter(self._groups.values()), None)
         prompts, place = (first.prompts, first.place) if first is not None else (self._prompts, self._place)
         state = self._loader.state_dict() if prompts is None else self._loader.behind(prompts.position, place)
+
         return {**state, "trained": list(self._trained)} if self._trained else state
 
     def finished(self) -> list[FinishedGroup]:
@@ -314,6 +320,7 @@ class RolloutBuffer:
                 ]
             self._prompts = _Prompts(rows, serial, position, requests)
             self._place = 0
+
         self._place += 1
         return self._prompts, self._place - 1
 
@@ -321,12 +328,14 @@ class RolloutBuffer:
         def deliver(replica: int, place: int, sample: RolloutOutput) -> None:
             group = self._groups[number]
             versions = sample.weight_versions
+
             if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was "
                     f"begun with version "
                     f"{group.version}, and the weights at hand are version {self._weights.version}"
                 )
+
             group.samples[place] = sample
             if len(group.samples) == self._rules.size:
                 self._finish(number)
@@ -343,6 +352,7 @@ class RolloutBuffer:
         self._failures.append(f"prompt {group.uid}: {why}")
         self.num_failed += 1
         _log.warning("dropped: %s", self._failures[-1])
+
         if len(self._failures) > self._rules.max_error_rate * self.staleness.prompts_per_step:
             raise FailedPromptsError(
                 f"step {self.staleness.next_step}: {len(self._failures)} prompts have no samples, more than "
@@ -350,6 +360,7 @@ class RolloutBuffer:
                 f"{self.staleness.prompts_per_step} allows:\n"
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])
             )
+
         self.begin()
 
     def _finish(self, number: int) -> None:
@@ -392,4 +403,5 @@ def _rows_of(groups: Sequence[_Group]) -> DataProto:
         rows = of_it[0].prompts.rows
         places = [group.place for group in of_it]
         parts.append(rows if places == list(range(len(rows))) else rows.select_idxs(places))
+
     return parts[0] if len(parts) == 1 else DataProto.concat(parts)

@@ -67,6 +67,7 @@ class ReplicaScaling:
             self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)
         ]
         check_fits(reserved)
+
         try:
             for pool in reserved:
                 pool.bundles()
@@ -74,6 +75,7 @@ class ReplicaScaling:
             for pool in reserved:
                 pool.release()
             raise
+
         self._pools += reserved
         with self._replicas.exclusive():
             self._sync.send_to([self._of(number).ranks for number in range(count)])
@@ -82,6 +84,7 @@ class ReplicaScaling:
             while len(self._replicas) < count:
                 self._replicas.join(self._of(len(self._replicas)).place)
             self._scheduler.resize()
+
         while len(self._pools) > max(0, count - len(self._planned)):
             self._pools.pop().release()
 

@@ -148,11 +148,14 @@ class RequestScheduler:
         self._numbers = itertools.count()  # Numbers are never reused, so that late samples are recognized.
         self._pending: dict[int, _PendingRequest] = {}
         self._queue: RequestRouter[GenerationRequest] = RequestRouter(len(replicas), limits.max_concurrency)
+
         # the groups that have the requests in flight
         self._groups: list[RoleGroup | None] = [None] * len(replicas)
+
         # assigned and not yet sent
         self._unsent: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]
         self._tasks: dict[int, _Task] = {}
+
         # unfinished request -> number of replicas that were lost while they had it
         self._losses: Counter[int] = Counter()
         self._last_sample_s = [0.0] * len(replicas)  # or the time of its first request
@@ -203,6 +206,7 @@ class RequestScheduler:
             for old, new in zip(requests, numbered, strict=True)
         }
         self._queue.add(((request.request_id, request) for request in numbered), first=first, prefer=prefer)
+
         return [request.request_id for request in numbered]
 
     def cancel(self, numbers: Collection[int]) -> None:
@@ -254,13 +258,16 @@ class RequestScheduler:
         """
         count = len(self._replicas)
         before = len(self._groups)
+
         for replica in range(count, before):
             self._lose(replica)
             self._tasks.pop(replica, None)
+
         self._queue.resize(count)
         self._groups = self._groups[:count] + [None] * (count - before)
         self._unsent = self._unsent[:count] + [[] for _ in range(before, count)]
         self._last_sample_s = self._last_sample_s[:count] + [0.0] * (count - before)
+
         # The tokens of replicas that left still count.
         self._num_tokens += [0] * (count - len(self._num_tokens))
         self._busy_s += [0.0] * (count - len(self._busy_s))
@@ -290,6 +297,7 @@ class RequestScheduler:
             )
             for replica, numbers in enumerate(in_flight)
         ]
+
         return requests, replicas
 
     def totals(self) -> SchedulerTotals:
@@ -300,6 +308,7 @@ class RequestScheduler:
         busy_s = tuple(
             before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0)
         )
+
         return SchedulerTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
 
     def _count(self) -> None:
@@ -334,9 +343,11 @@ class RequestScheduler:
         at_work = [
             replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
         ]
+
         for replica in at_work:
             if not self._queue.load(replica):
                 self._last_sample_s[replica] = now_s
+
         for replica, requests in self._queue.assign(at_work).items():
             self._unsent[replica] += requests
         for replica in at_work:
@@ -370,6 +381,7 @@ class RequestScheduler:
         now_s = self._clock()
         self._generating_s += now_s - start_s
         self._count()
+
         for replica, task in list(self._tasks.items()):
             if task.future in ended or now_s >= task.deadline_s:
                 del self._tasks[replica]
@@ -383,6 +395,7 @@ class RequestScheduler:
             if self._can_readmit():  # another that started at the same time may have taken the room
                 self._readmit(replica)
             return []
+
         try:
             if task is not None:
                 return task.future.get()
@@ -394,6 +407,7 @@ class RequestScheduler:
             if not is_dead(error):
                 raise
             why = str(error)
+
         self._replicas.restart(replica, why + self._describe(self._lose(replica)))
         return []
 
@@ -418,6 +432,7 @@ class RequestScheduler:
             )
         )
         more = f" and {len(uids) - _MOST_SHOWN} more" if len(uids) > _MOST_SHOWN else ""
+
         return (
             f"\n{most} replicas have been lost with requests of prompt {', '.join(uids[:_MOST_SHOWN])}{more}"
         )
@@ -428,6 +443,7 @@ class RequestScheduler:
             return
         self._losses.pop(number, None)
         request, deliver, on_failure, _ = self._pending.pop(number)
+
         if isinstance(finished, FailedRequest):
             if on_failure is None:
                 raise RunError(
@@ -436,6 +452,7 @@ class RequestScheduler:
                 )
             on_failure(finished.why)
             return
+
         sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
@@ -465,6 +482,7 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
     ends = [0, *(span.end for span in sample.spans)]
+
     if (
         ends[-1] != count
         or ends != sorted(set(ends))
@@ -473,6 +491,7 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
         faults.append(
             f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens"
         )
+
     if faults:
         raise EngineFaultError(
             f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}"

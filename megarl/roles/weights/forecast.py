@@ -82,6 +82,7 @@ def forecast_weights(
         [RankSlices(place, slices) for place, slices in zip(targets, needed, strict=True)],
         nbytes // element_bytes,
     )
+
     return WeightForecast(
         plan=plan,
         trainer_places=sources,
@@ -106,12 +107,14 @@ def engine_slices(architecture: Architecture, size: int, expert_parallel_size: i
     heads = architecture.num_key_value_heads
     if size <= heads:
         return list(_tensor_parallel_slices(architecture, size, expert_parallel_size))
+
     # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many
     # parts as there are heads.
     widened = replace(architecture, num_key_value_heads=size)
     shapes = _shapes(architecture)
     widened_shapes = _shapes(widened)
     whole_heads = _tensor_parallel_slices(architecture, heads, 1)
+
     return [
         {
             name: tensor_slice
@@ -138,6 +141,7 @@ def _tensor_parallel_slices(
         expert_tensor_parallel_size=size // expert_parallel_size,
     )
     layouts = layouts_of(architecture, parallel)
+
     return slices_by_rank(architecture, [replace(layout, padded_vocab_size=padded) for layout in layouts])
 
 

@@ -97,6 +97,7 @@ class RolloutWeights:
         if came_in:
             self._schedule.take_out_actor()
         self._finish(replicas, lost)
+
         return number not in self._replicas.starting
 
     def _finish(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
@@ -141,4 +142,5 @@ class FolderWeights:
             for number, replica in replicas.items()
         }
         results_of(loading, lost, is_dead_or_failed_start)
+
         return None, lost

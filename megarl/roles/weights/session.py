@@ -72,11 +72,13 @@ class TransferSession:
         for number, needed in results_of(asking, lost, is_lost).items():
             self._expect(needed, number)
         new = {number: replica for number, replica in new.items() if number not in lost}
+
         if new:
             self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
             join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
             join(new, lost)
             self._joined |= {number: replica for number, replica in new.items() if number not in lost}
+
         return lost
 
     def name(self, replica: int) -> str:
@@ -105,6 +107,7 @@ class TransferSession:
             for replica in joined.values()
             if not replica.has_ended
         ]
+
         if joined:
             gather(
                 *leaving,
@@ -157,6 +160,7 @@ class TransferSession:
         devices = [place.device for place in self._trainer_places]
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
+
         for number, replica in replicas.items():
             targets = {
                 target: place.device
@@ -179,6 +183,7 @@ class TransferSession:
             ]
             gather(*relaying)
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+
         results_of(joining, lost, is_lost)
 
     def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
@@ -188,6 +193,7 @@ class TransferSession:
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
+
         for number, replica in replicas.items():
             route = group_route(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
@@ -203,6 +209,7 @@ class TransferSession:
                 for own, schedules in enumerate(route.receives)
             ]
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+
         results_of(joining, lost, is_lost)
         for number, futures in meeting.items():
             for future in futures:

@@ -57,11 +57,13 @@ class WeightSource:
         # of a stage's experts
         num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size
         calls = []
+
         for rank, place in enumerate(self.group.mesh):
             dense = place.dp == place.cp == 0
             experts = rank % self.parallel.stage_size < num_holders
             if dense or experts:
                 calls.append(self.group.call_rank(rank, WeightExport.weight_checksums, dense, experts))
+
         return calls
 
     @cached_property
@@ -135,6 +137,7 @@ def _all_written(
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
     pending: dict[RemoteFuture[SendReport | None], int] = {call(rank, True): rank for rank in ranks}
+
     while pending:
         ended = wait_for_any(list(pending), _LOOK_S)
         if not ended:
@@ -153,6 +156,7 @@ def _all_written(
                 pending[call(rank, False)] = rank
             else:
                 reports.append(report)
+
     if failures:
         raise min(failures, key=lambda failure: failure.kind)
     return reports

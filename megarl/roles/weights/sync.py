@@ -107,6 +107,7 @@ class WeightSync:
         """
         lost: dict[int, Exception] = {}
         start_s = time.perf_counter()
+
         if self._transport is Transport.folder:
             reports = self._through_folder(replicas, version, lost)
         else:
@@ -134,6 +135,7 @@ class WeightSync:
             if calls.failure is not None:
                 self._session.forget(lost)
                 raise calls.failure
+
         load_s = time.perf_counter() - start_s
         verify_s = self._check(
             {number: replica for number, replica in replicas.items() if number not in lost}, lost
@@ -152,6 +154,7 @@ class WeightSync:
                 max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports
             ),
         )
+
         return report, lost
 
     def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
@@ -189,6 +192,7 @@ class WeightSync:
         to_check = {
             number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)
         }
+
         if to_check:
             parts = self._source.checksums()
             asking = {
@@ -207,6 +211,7 @@ class WeightSync:
             lost |= differing
             if self._verify is Verify.first:
                 self._verified += [replica for number, replica in to_check.items() if number not in lost]
+
         return time.perf_counter() - start_s
 
     def _is_to_be_verified(self, replica: RoleGroup) -> bool:
@@ -262,14 +267,17 @@ class _Push:
             report = sent.get()
         except WorkerError as error:
             raise self._cause(error) from None
+
         if report is None:
             dropped = [number for number in self._replicas if number in self._lost]
             self._sending[rank] = self._trainers.call_rank(
                 rank, WeightExport.send_weights, self._replicas, dropped, False
             )
             return
+
         del self._sending[rank]
         self._reports.append(report)
+
         for number, why in report.lost.items():
             self._lost.setdefault(
                 number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}")
@@ -286,6 +294,7 @@ class _Push:
                     return other
             except TimeoutError:
                 pass
+
         return error
 
     def _hear_replica(self, number: int, received: WorkerFuture[None], patience_s: float | None) -> None:
@@ -311,5 +320,6 @@ class _Push:
                 raise self._cause(error) from None
             except TimeoutError:
                 pass
+
         for number, received in list(self._receiving.items()):
             self._hear_replica(number, received, _GLANCE_S)

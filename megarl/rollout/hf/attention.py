@@ -76,14 +76,17 @@ class _LayerCache:
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         begin = self._length
         end = self._length + keys.shape[2]
+
         if end > self.keys.shape[2]:
             self.keys, self.values = (
                 self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values)
             )
             self._room *= 2
+
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self._length = end
+
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _enlarged(self, buffer: Tensor, capacity: int) -> Tensor:
@@ -134,6 +137,7 @@ class SharedPrompts:
         ]
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)[:, None, None]
         whole = cls(*cache.written(), bias, mask.new_empty(0), mask.new_empty(0))
+
         return whole._arranged([owner for owner, _ in parts], [rows for _, rows in parts])
 
     def select(self, rows: Tensor) -> SharedPrompts:
@@ -155,10 +159,12 @@ class SharedPrompts:
         keys = self.keys
         values = self.values
         bias = self.bias
+
         if prompts != list(range(len(bias))):
             chosen = torch.tensor(prompts, device=device)
             keys, values = ([each.index_select(0, chosen) for each in layers] for layers in (keys, values))
             bias = bias.index_select(0, chosen)
+
         return SharedPrompts(keys, values, bias, torch.tensor(slots, device=device), places)
 
     def scores(self, queries: Tensor, layer: int) -> Tensor:
@@ -223,6 +229,7 @@ def grouped_attention(
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
     of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()
+
     return output.to(query.dtype).view(rows, 1, heads, size), None
 
 

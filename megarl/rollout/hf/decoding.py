@@ -56,6 +56,7 @@ def decode(
     keys = row_keys(seeds, model.device)
 
     logits, rows = _prefill(model, prompts)
+
     for step in range(sampling.max_new_tokens):
         if step > 0:
             logits = _step(model, sampled_ids[rows.indices, step - 1], rows)
@@ -73,6 +74,7 @@ def decode(
         rows = _drop_ended(rows, stopped)
         if not len(rows.indices):
             break
+
     return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
 
 
@@ -93,6 +95,7 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
     owners = [distinct[tuple(prompt)] for prompt in prompts]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
+
     return output.logits[chosen, -1], _Rows(
         torch.arange(len(prompts), device=model.device), mask.sum(-1)[chosen], shared, KVCache()
     )
@@ -121,6 +124,7 @@ def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
     if not len(alive):
         return rows._replace(indices=alive)
     rows.written.select(alive)
+
     return _Rows(rows.indices[alive], rows.positions[alive], rows.prompts.select(alive), rows.written)
 
 
@@ -156,6 +160,7 @@ def sample_tokens(
         allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
     token_ids = allowed.argmax(dim=-1)
     chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
+
     return SampledTokens(token_ids, chosen - logits.logsumexp(dim=-1))
 
 
@@ -166,10 +171,12 @@ def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tenso
     if top_k == logits.shape[-1] and sampling.top_p == 1:
         return logits
     values, token_ids = logits.topk(top_k, dim=-1)  # sorted, the most probable first
+
     if sampling.top_p < 1:
         probs = values.softmax(dim=-1)
         reached_before = probs.cumsum(dim=-1) - probs  # the first token always stays
         values = values.masked_fill(reached_before >= sampling.top_p, -torch.inf)
+
     return torch.full_like(logits, -torch.inf).scatter(-1, token_ids, values)
 
 
@@ -200,6 +207,7 @@ def gumbel_noise(keys: torch.Tensor, step: int, vocab_size: int) -> torch.Tensor
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _INCREMENT
     bits = _mix(keys[:, None] + counters)
     bits = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1)
+
     # In (0, 1], and exact near 0, where the largest noise comes from; a float32 near 1 has no room for that.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-_BITS)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -47,12 +47,15 @@ class HFEngine(RolloutEngine):
         path = spec.model.path
         trusted = spec.model.trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted
             )
+
         model.tie_weights()  # a part of the initialisation that was skipped
+
         # With its number, by which NCCL finds the communicator of a device.
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -102,6 +105,7 @@ class HFEngine(RolloutEngine):
             seeds,
             self._is_ended,
         )
+
         return [
             FinishedRequest(
                 request.request_id,
@@ -134,6 +138,7 @@ class HFEngine(RolloutEngine):
         ]
         taken = {request.request_id for request in batch}
         self._waiting = [request for request in self._waiting if request.request_id not in taken]
+
         return batch
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
@@ -166,6 +171,7 @@ class HFEngine(RolloutEngine):
             for name, shape in shapes.items()
             if name in self._shapes and shape != self._shapes[name]
         ]
+
         if faults:
             raise WeightTransferError(
                 f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8])

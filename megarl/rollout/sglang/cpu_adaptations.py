@@ -132,6 +132,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     hashed = (hashed * 0x85EBCA6B) & _MASK
     hashed = hashed ^ (hashed >> 13)
     hashed = (hashed * 0xC2B2AE35) & _MASK
+
     return (hashed ^ (hashed >> 16)).to(torch.uint32)
 
 
@@ -174,6 +175,7 @@ def _pad_batch(
     length = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :length].long().flatten()
     beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
+
     return _PaddedBatch(
         length, slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)
     )
@@ -206,6 +208,7 @@ def _batch_decode_attention() -> None:
         is_plain = (
             not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
         )
+
         if not is_plain or (sliding_window is not None and sliding_window > -1):
             return one_by_one(
                 self,
@@ -219,11 +222,13 @@ def _batch_decode_attention() -> None:
                 *arguments,
                 **keywords,
             )
+
         if self.megarl_padded is None:
             self.megarl_padded = _pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
         scaling = keywords.get("scaling")
         grouped = keywords.get("enable_gqa", False)
         output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling, grouped))
+
         return output
 
     Backend.init_forward_metadata = init
@@ -251,6 +256,7 @@ def padded_decode_attention(
     attended = scaled_dot_product_attention(
         query.unsqueeze(2), keys, values, attn_mask=batch.bias, scale=scaling, enable_gqa=grouped
     )
+
     return attended.squeeze(2)
 
 
@@ -263,6 +269,7 @@ def _release_memory_for_real() -> None:
 
     release = Manager.release_memory_occupation
     resume = Manager.resume_memory_occupation
+
     # by tag; a process has one manager, and the class has slots
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
@@ -337,6 +344,7 @@ def own_experts(
         added.index_add_(
             0, tokens, (linear(silu(gate) * up, down) * weights[tokens, places, None]).to(x.dtype)
         )
+
     return added
 
 
@@ -359,6 +367,7 @@ def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStora
     for storage, _ in sizes:
         storage.resize_(0)
     _trim_heap()
+
     return sizes
 
 

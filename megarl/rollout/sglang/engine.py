@@ -77,17 +77,21 @@ class SGLangEngine(RolloutEngine):
         self._health_limit_s = spec.rollout.health_limit_s
         self._has_tokenizer = needs_tokenizer(spec.rollout)
         self._backend: Backend
+
         if spec.rollout.sglang.mode is SGLangMode.server:
             self._backend = ServerBackend(server_args, _HOST, _START_LIMIT_S)
         else:
             self._backend = InProcessBackend(server_args)
+
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
         self._max_length = context_length(spec.model.path)
         self._routes_as = None
+
         if spec.returns_routes:
             architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
             self._routes_as = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
+
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self._backend.start)
         self._failed: list[FailedRequest] = []
@@ -102,6 +106,7 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
         self._wait_for(self._backend.open())
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
+
         if spec.release_memory:
             # The trainer's weights and message buffers come next, and have no room beside a full cache.
             self._release(_CACHE)
@@ -118,6 +123,7 @@ class SGLangEngine(RolloutEngine):
             raise EngineStateError(
                 "the engine cannot generate: it gave the memory of its cache back: wake_cache first"
             )
+
         self._raise_if_dead()
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
@@ -129,6 +135,7 @@ class SGLangEngine(RolloutEngine):
                     "tokens that it suppresses: "
                     "start it with rollout.validation.min_new_tokens above 0"
                 )
+
         if not self._in_flight:
             self._last_sign_s = time.monotonic()
         for request in requests:
@@ -138,6 +145,7 @@ class SGLangEngine(RolloutEngine):
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
         submitted = self._last_version
         outcome: FinishedRequest | BaseException
+
         try:
             answer = await self._backend.generate(
                 generation_payload(request, self._end_token_ids, _name(ticket))
@@ -147,12 +155,14 @@ class SGLangEngine(RolloutEngine):
             )
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
+
         self._finished.put((ticket, outcome))
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
         self._lifecycle.require_ready()
         collected: list[FinishedRequest] = []
         deadline_s = time.monotonic() + wait_s
+
         while self._in_flight and not self._failed:
             remaining_s = deadline_s - time.monotonic()
             try:
@@ -181,6 +191,7 @@ class SGLangEngine(RolloutEngine):
                 continue
             assert outcome is not None
             collected.append(outcome)
+
         return collected
 
     def failed(self) -> list[FailedRequest]:
@@ -198,10 +209,12 @@ class SGLangEngine(RolloutEngine):
         limit_s = self._health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
             return
+
         if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
             raise EngineDeadError(
                 f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s"
             )
+
         self._last_sign_s = time.monotonic()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
@@ -215,6 +228,7 @@ class SGLangEngine(RolloutEngine):
         futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
         has_others = bool(self._in_flight)
         start_s = time.monotonic()
+
         while futures:
             self._wait_for(
                 self._backend.abort(list(futures.values()) if has_others else None), self._health_limit_s
@@ -244,6 +258,7 @@ class SGLangEngine(RolloutEngine):
         )
         was_ready = self._lifecycle.state is LifecycleState.READY
         self._pause()
+
         try:
             self._loader.prepare(manifest)
         except WeightTransferError:
@@ -251,6 +266,7 @@ class SGLangEngine(RolloutEngine):
                 self._close_session()
                 self._resume()
             raise
+
         self._lifecycle.begin(manifest)
 
     def receive_weights(self) -> None:
@@ -266,6 +282,7 @@ class SGLangEngine(RolloutEngine):
             self._lifecycle.record(chunk, dtype)
         self._close_session()
         self._loader.forget_padding()
+
         try:
             self._call(
                 "update_weights_from_disk",
@@ -285,12 +302,14 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.end(version)
         self._last_version = version
         started_anew: list[GenerationRequest] = []
+
         if not self._wait_for(self._stamp_and_flush(version), self._health_limit_s):
             # Older versions flush only what is idle: requests that wait for the end of the update start anew
             # after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()
             self._flush()
+
         self._resume()
         self.submit(started_anew)
 
@@ -318,6 +337,7 @@ class SGLangEngine(RolloutEngine):
     def _paused(self) -> Iterator[None]:
         was_paused = self._is_paused
         self._pause()
+
         try:
             yield
         finally:
@@ -331,6 +351,7 @@ class SGLangEngine(RolloutEngine):
         if not self._session_is_open and self._backend.features.has("begin_weight_update"):
             self._call("begin_weight_update")
             self._session_is_open = True
+
         message = pickle.dumps(tensors)
         try:
             self._call(
@@ -440,6 +461,7 @@ class SGLangEngine(RolloutEngine):
         """Raises EngineDeadError where a process ends, or the limit is reached, before there is an answer."""
         future = self._loop.submit(coroutine)
         start_s = time.monotonic()
+
         while True:
             try:
                 return future.result(_POLL_S)
@@ -470,6 +492,7 @@ def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightTransferError(f"{folder} holds no safetensors files")
+
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  it is no dictionary

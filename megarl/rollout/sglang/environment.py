@@ -20,9 +20,11 @@ def prepare(device: str, num_ranks: int = 1) -> None:
     soundfile) are stood in for. The folder comes last on the path: a real package always wins.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading a file, in a log
+
     # on what is not installed, from every process anew
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+
     # Otherwise the last token of a sample that fills the model's context could not be generated
     # (server_args.py).
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -31,6 +33,7 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         # library lacks a dependency.
         paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*paths, str(folder)]))
+
     if device == "cpu":
         if "transformers" in sys.modules and find_spec("torchvision") is None:
             # It decides once, when it is imported, which of its classes there are, and SGLang asks for those

@@ -58,6 +58,7 @@ def detect() -> Features:
         for name, endpoint in ENDPOINTS.items()
         if hasattr(requests, endpoint.request) and hasattr(TokenizerManager, endpoint.method)
     }
+
     return Features(sglang.__version__, present)
 
 

@@ -31,10 +31,12 @@ def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
+
     if known and name not in known:
         raise ValueError(
             f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}"
         )
+
     return SGLangParser(name, tools or [])
 
 
@@ -47,6 +49,7 @@ def _names() -> list[str] | None:
     if package is None or not package.submodule_search_locations:
         return None
     file = Path(package.submodule_search_locations[0], _NAMES)
+
     return sorted(runpy.run_path(str(file))["TOOL_CALL_PARSER_NAMES"]) if file.exists() else []
 
 
@@ -68,6 +71,7 @@ class SGLangParser:
         detector = self._make(self._tools, name).detector
         begin = detector.bot_token.strip()
         end = detector.eot_token.strip()
+
         # A bracket is no mark of a call: texts have others.
         self.tags = CallTags(begin, end if len(end) > 1 else "") if len(begin) > 1 else None
 
@@ -82,7 +86,9 @@ class SGLangParser:
                     f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
                 )
             ]
+
         calls = [_read(item.name, item.parameters) for item in items]
+
         # Where each call has a beginning of its own, those that were left out can be counted.
         begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
         num_lost = max(begun, int(has_call)) - len(calls)
@@ -107,5 +113,6 @@ def _make_ready() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if str(STUBS) not in sys.path:
         sys.path.append(str(STUBS))
+
     # a model's slips are counted, and not logged one by one
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)

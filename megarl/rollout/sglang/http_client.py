@@ -46,10 +46,12 @@ class ServerAnswer(NamedTuple):
             answer = self.json()
         except json.JSONDecodeError:
             return self.text
+
         if not isinstance(answer, dict):
             return self.text
         error = answer.get("error")
         nested = error.get("message") if isinstance(error, dict) else error
+
         return str(answer.get("message") or nested or self.text)
 
 
@@ -96,6 +98,7 @@ class ServerClient:
                     ) from error
             await asyncio.sleep(wait_s)
             wait_s *= 2
+
         raise AssertionError("the last attempt returns or raises")
 
 

@@ -28,10 +28,12 @@ class InProcessBackend(Backend):
     def start(self) -> None:
         environment.prepare(self._server_args["device"], self._server_args["tp_size"])
         self._last_words = LastWords()
+
         # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give
         # it to another.
         self._held_port = hold_port("127.0.0.1")
         before = set(multiprocessing.active_children())
+
         try:
             self._engine = _make_engine({"nccl_port": self._held_port.getsockname()[1], **self._server_args})
         except (
@@ -41,8 +43,10 @@ class InProcessBackend(Backend):
             words = self._last_words.read()
             self.stop()
             raise EngineDeadError(f"SGLang did not start: {words or error}") from error
+
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._manager = self._engine.tokenizer_manager
+
         # It would end this whole process by a signal when one of the engine's ends; `dead_process` reports
         # that instead.
         self._manager._subprocess_watchdog.stop()

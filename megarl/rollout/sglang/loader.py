@@ -46,6 +46,7 @@ class RankLoader:
         self._plan = Plan({}, {}, [], [])
         self._has_moved = False  # the plan is another than at the last update
         self._must_zero = False  # elements that no tensor fills may not be zero
+
         # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects
         # garbage on the CPU, and would look at all of it at the end of every update, for nearly half a
         # second.
@@ -59,20 +60,24 @@ class RankLoader:
             self._must_zero = True
             self._follow(model)
             return self._zero_padding(model)
+
         if command == "join":
             return self._receiver.join(
                 EngineLink.decode(arguments["links"][rank]), self._plan.slices, self._places
             )
+
         if command == "receive":
             if arguments["is_first"]:
                 self._begin(model)
             return rank not in arguments["ranks"] or self._receiver.receive()
+
         if command == "leave":
             return self._receiver.leave()
         if command == "meet":
             return None
         assert command == "checksums", command
         self._follow(model)
+
         return {
             name: [[*encode_slice(tensor_slice), part] for tensor_slice, part in tensor.checksums()]
             for name, tensor in self._plan.tensors.items()
@@ -90,6 +95,7 @@ class RankLoader:
             name: [encode_slice(tensor_slice) for tensor_slice in listed]
             for name, listed in self._plan.slices.items()
         }
+
         return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
     def _begin(self, model: Any) -> None:
@@ -111,11 +117,13 @@ class RankLoader:
         if self._plan.not_followed or self._plan.is_of(model):
             return
         plan = record_plan(model, self._plan.manifest)
+
         if plan.not_followed or plan.slices != self._plan.slices:
             raise WeightTransferError(
                 "SGLang has sliced its parameters differently since it was asked where its tensors go: "
                 "restart the engine"
             )
+
         self._plan = plan
         self._has_moved = True
         self._must_zero = True
@@ -129,6 +137,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     global _rank_loader
     message = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     rank = dist.get_rank()  # an engine is one world of as many processes as its tensor-parallel size
+
     try:
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
         answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
@@ -136,6 +145,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         answer = {"failure": str(error)}
     except Exception:  # noqa: BLE001  (the boundary of a process that must live: the engine's worker is told all of it)
         answer = {"failure": traceback.format_exc()}
+
     path = Path(message["answers"]) / f"{message['number']}.{rank}.json"
     with contextlib.suppress(OSError):  # whoever asked misses the answer, and says so
         path.with_suffix(".partial").write_text(json.dumps(answer))
@@ -189,6 +199,7 @@ class LoaderClient:
             self._record(manifest)
             self._is_recorded = True
             self._must_zero = True
+
         if self._must_zero:
             self._ask("zero")
             self._must_zero = False
@@ -206,6 +217,7 @@ class LoaderClient:
         answers = self._ask("prepare", manifest=encoded)
         not_followed = {name: why for answer in answers for name, why in answer["not_followed"].items()}
         faults = []
+
         for name, meta in manifest.items():
             if name in not_followed:
                 continue
@@ -214,14 +226,17 @@ class LoaderClient:
                 faults.append(f"{name} is not a tensor of the engine's model")
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
                 faults.append(f"{name} does not fit the engine's model: {fault}")
+
         unreached = set.intersection(*(set(answer["unreached"]) for answer in answers))
         if unreached and not not_followed:
             faults.append(f"no tensor goes into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
+
         if faults:
             raise WeightTransferError(
                 f"{len(faults)} faults: the tensors are not those of the engine's model: "
                 + "; ".join(faults[:_MAX_NAMED])
             )
+
         self._manifest = manifest
         self._not_followed = not_followed
         self._slices = [
@@ -241,6 +256,7 @@ class LoaderClient:
         self._waiting = set()  # after a failure nothing is under way
         answers = self._ask("receive", time_limit=True, ranks=sorted(waiting), is_first=is_first)
         self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
+
         return not self._waiting
 
     def join(self, links: Sequence[EngineLink]) -> None:
@@ -265,6 +281,7 @@ class LoaderClient:
         answers = self._ask("checksums")
         sums = {}
         differing = []
+
         for name in self._manifest:
             found = defaultdict(set)
             for answer in answers:
@@ -272,10 +289,12 @@ class LoaderClient:
                     found[decode_slice(corners)].add(part)
             differing += [name] if any(len(parts) > 1 for parts in found.values()) else []
             sums[name] = sum(next(iter(parts)) for parts in found.values()) % MODULUS
+
         if differing:
             raise WeightTransferError(
                 f"the engine's ranks hold different copies of {', '.join(differing[:_MAX_NAMED])}"
             )
+
         return sums
 
     def close(self) -> None:
@@ -306,15 +325,19 @@ class LoaderClient:
             time_limit,
         )
         paths = [self._answers / f"{self._number}.{rank}.json" for rank in range(self._num_ranks)]
+
         if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             raise WeightTransferError(
                 f"SGLang's ranks {missing} did not run megarl's weight loader ({command}); its log says why"
             )
+
         answers = [json.loads(path.read_bytes()) for path in paths]
         for path in paths:
             path.unlink()
+
         if failures := [
             f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer
         ]:
             raise WeightTransferError("; ".join(failures))
+
         return [answer["result"] for answer in answers]

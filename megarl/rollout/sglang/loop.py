@@ -35,12 +35,14 @@ class LoopThread:
 def _run(prepare: Callable[[], None], started: Future[asyncio.AbstractEventLoop]) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
+
     try:
         prepare()
     except BaseException as error:  # noqa: BLE001  the boundary of the thread: raised where it was started
         loop.close()
         started.set_exception(error)
         return
+
     started.set_result(loop)
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)

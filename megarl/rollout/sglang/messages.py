@@ -51,21 +51,25 @@ def read_sample(
     Raises RequestFailedError where the request was ended by something else than a token or its length.
     """
     meta = answer["meta_info"]
+
     # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the
     # contract.
     tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
+
     if reason["type"] not in ("stop", "length") or (
         reason["type"] == "length" and len(tokens) != sampling.max_new_tokens
     ):
         raise RequestFailedError(
             f"SGLang ended a request after {len(tokens)} of {sampling.max_new_tokens} tokens: {reason}"
         )
+
     ended: Literal["stop", "length"] = reason["type"]
     if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
         spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
     else:  # the oldest that can have written any of it
         spans = (VersionSpan(submitted, len(tokens)),)
+
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
     routes = (
         np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as)

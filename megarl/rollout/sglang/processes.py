@@ -22,10 +22,12 @@ def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     _end_alone()
     hide_megatron()
     _stay_on_this_machine()
+
     if server_args.device == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 
         cpu_adaptations.install_in_scheduler()
+
     _fall_asleep_together()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -70,6 +72,7 @@ def _stay_on_this_machine() -> None:
     """The ranks of an engine meet at 127.0.0.1, but torch's store would listen on every interface, and
     without a password."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
     # a function hides the module of that name
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     open_store = rendezvous.TCPStore

@@ -38,6 +38,7 @@ class ServerBackend(Backend):
     def start(self) -> None:
         self._last_words = LastWords()
         ready, ready_fd = os.pipe()
+
         # stdout joins stderr: a worker's own standard output is none of SGLang's business.
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore::UserWarning", "-m", "megarl.rollout.sglang.server_process"],
@@ -55,9 +56,11 @@ class ServerBackend(Backend):
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.flush()
+
         with os.fdopen(ready) as pipe:
             answered, _, _ = select.select([pipe], [], [], self._start_limit_s)
             answer = pipe.readline() if answered else ""
+
         if not answer:
             words = self._last_words.read()
             self.stop()
@@ -67,6 +70,7 @@ class ServerBackend(Backend):
                 else f"it did not serve within {self._start_limit_s:g} s"
             )
             raise EngineDeadError(f"SGLang's server did not start: {why}")
+
         found = json.loads(answer)
         self._features = Features(**found["features"])
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{found['port']}"
@@ -107,9 +111,11 @@ class ServerBackend(Backend):
     def dead_process(self) -> str | None:
         code = self._process.poll()
         ended = None if code is None else f"the server, process {self._process.pid}, ended with code {code}"
+
         for child in self._children:
             if ended is None and not _is_alive(child):
                 ended = f"process {child.pid} of the server ended"
+
         if ended is None:
             return None
         words = self._last_words.read()
@@ -128,14 +134,17 @@ class ServerBackend(Backend):
             psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         )
         self._process.stdin.close()
+
         try:
             self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
         for child in children:
             if _is_alive(child):
                 child.kill()
+
         psutil.wait_procs(children, _END_LIMIT_S)
         self._last_words.close()
 

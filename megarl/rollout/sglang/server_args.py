@@ -119,6 +119,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "sleep_on_idle": True,  # else its schedulers take a core each while others train
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
     }
+
     if on_cpu:
         arguments |= {
             "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
@@ -134,6 +135,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
             arguments["moe_runner_backend"] = "triton"
         if spec.release_memory:
             arguments["enable_memory_saver"] = True
+
     return {
         name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None
     }
@@ -168,6 +170,7 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
             problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
         elif reason := why_unsupported(name):
             problems.append(f"rollout.sglang.server_args.{name} is not supported: {reason}; remove it")
+
     if problems:
         raise ConfigError("rollout.sglang.server_args", problems)
 
@@ -185,6 +188,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
         return
     known = _known_server_args()
     problems = []
+
     for name in names:
         if name not in known:
             close = (
@@ -193,6 +197,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
             )
             hint = f"did you mean {' or '.join(close)}?" if close else "see its ServerArgs for what there is"
             problems.append(f"rollout.sglang.server_args.{name} is no option of the installed SGLang; {hint}")
+
     if problems:
         raise ConfigError("rollout.sglang.server_args", problems)
 
@@ -206,6 +211,7 @@ def _known_server_args() -> frozenset[str]:
         raise ConfigError(
             "rollout.engine", ["SGLang is not installed; install it as the page on installation says"]
         )
+
     runtime = Path(spec.origin).parent / "srt"
     declared = {runtime / "server_args.py": "ServerArgs"} | dict.fromkeys(
         (runtime / "arg_groups" / "fields").glob("*.py")

@@ -30,6 +30,7 @@ _POLL_S = 0.05
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_starter, daemon=True).start()
+
     try:
         _serve(settings)
     except BaseException:  # the boundary of this process: its end is told to the one who started it
@@ -42,14 +43,17 @@ def main() -> None:
 def _serve(settings: dict[str, Any]) -> None:
     server_args = settings["server_args"]
     environment.prepare(server_args["device"], server_args["tp_size"])
+
     if server_args["device"] == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 
         cpu_adaptations.install_in_arguments()
+
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
     host = settings["host"]
+
     # the server's, and the one where its ranks meet (in_process.py); until this process ends
     held = [hold_port(host) for _ in range(2)]
     port, ranks_port = (each.getsockname()[1] for each in held)

@@ -36,12 +36,14 @@ class LiveReport:
             def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
                 status, kind, content = report.answer(self.path, self.headers.get("Host", ""))
                 self.send_response(status)
+
                 for name, value in (
                     ("Content-Type", kind),
                     ("Content-Length", str(len(content))),
                     ("Cache-Control", "no-store"),
                 ):
                     self.send_header(name, value)
+
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.end_headers()
                 self.wfile.write(content)
@@ -80,6 +82,7 @@ class LiveReport:
                 _TEXT,
                 b"the address has no key, or another one: use the one that megarl report has printed\n",
             )
+
         match rest[:-1]:
             case [""]:
                 return HTTPStatus.OK, _HTML, page(self._runs, is_live=True)
@@ -87,6 +90,7 @@ class LiveReport:
                 return HTTPStatus.OK, _JSON, json.dumps(manifest(self._runs)).encode()
             case ["part", number, *name] if number.isdecimal() and int(number) < len(self._runs):
                 return self._part(int(number), "/".join(name))
+
         return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
 
     def _part(self, number: int, name: str) -> tuple[HTTPStatus, str, bytes]:
@@ -94,8 +98,10 @@ class LiveReport:
         version = run.versions().get(name)
         if version is None:
             return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
+
         with self._lock:
             known = self._known.get((number, name))
             if known is None or known[0] != version:
                 known = self._known[number, name] = (version, compressed_part(run, name))
+
         return HTTPStatus.OK, _BYTES, known[1]

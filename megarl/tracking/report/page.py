@@ -70,6 +70,7 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
         *blocks,
         f"<script>{script}</script></body></html>",
     ]
+
     return "\n".join(lines).encode(errors="xmlcharrefreplace")  # a folder's name may be no text
 
 

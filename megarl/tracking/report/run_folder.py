@@ -53,6 +53,7 @@ class RunFolder:
         self._max_tokens = max_tokens
         if not path.is_dir():
             raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
+
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
             raise RunFolderError(
                 f"{path}: no run has written here (no {METRICS_FILE}, no {CONFIG_FILE}); give a run's "
@@ -69,6 +70,7 @@ class RunFolder:
         samples = sample_files(self.path)
         share = self._share(len(samples))
         found |= {f"{_SAMPLES}{step}": f"{_version(path)},{share}" for step, path in samples.items()}
+
         return {_ABOUT: about, **found}
 
     def part(self, name: str) -> bytes:
@@ -77,6 +79,7 @@ class RunFolder:
         if name.startswith(_SAMPLES):
             step = int(name.removeprefix(_SAMPLES))
             return sample_part(sample_path(self.path, step), step, self._share(len(sample_files(self.path))))
+
         readers: dict[str, Callable[[], Any]] = {
             _ABOUT: self._about,
             _METRICS: self._metrics,
@@ -104,6 +107,7 @@ class RunFolder:
         config = read(CONFIG_FILE, _flat_config) or {}
         kind = RunKind.ppo if any(key.startswith("algorithm.") for key in config) else RunKind.sft
         defaults = _defaults(kind)
+
         return {
             "path": str(self.path),
             "kind": kind.value,
@@ -124,18 +128,22 @@ class RunFolder:
             series = read_metrics(self.path / METRICS_FILE)
         except MetricsFileError as error:
             return {"steps": [], "values": {}, "problem": str(error)}
+
         steps = sorted({step for points in series.values() for step in points.steps})
         place_of = {step: place for place, step in enumerate(steps)}
         values: dict[str, list[float | None]] = {}
+
         for name, points in sorted(series.items()):
             values[name] = [None] * len(steps)
             for step, value in zip(points.steps, points.values, strict=True):
                 values[name][place_of[step]] = value
+
         return {"steps": steps, "values": values}
 
     def _generations(self) -> dict[str, Any]:
         path = self.path / GENERATIONS_FILE
         rows: list[dict[str, Any]] = []
+
         try:
             for line in path.read_text(encoding="utf-8").split("\n")[:-1][-_MAX_GENERATIONS:]:
                 row = json.loads(line)
@@ -146,6 +154,7 @@ class RunFolder:
                 "rows": rows,
                 "problem": f"{path}: cannot be read as samples of validations, a line each ({_line(error)})",
             }
+
         return {"rows": rows}
 
 
@@ -180,6 +189,7 @@ def _can_have(kind: RunKind, key: str) -> bool:
         (prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None
     )
     is_section = longest is not None and any(each.startswith(f"{longest}.") for each in known)
+
     return longest == key or (longest is not None and not is_section)
 
 
@@ -197,6 +207,7 @@ def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None
     whole = [path.resolve() for path in paths]
     if twice := next((path for path in whole if whole.count(path) > 1), None):
         raise RunFolderError(f"{twice}: is given twice; give each run once")
+
     for path, resolved in zip(paths, whole, strict=True):
         others = [other for other in whole if other != resolved]
         count = next(

@@ -45,6 +45,7 @@ def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
         table = read_samples(path)
     except SamplesFileError as error:
         return _joined({"step": step, "problem": str(error)}, [])
+
     rows = _fitting(table.rows, max_tokens)
     header, arrays = _packed(rows, table)
     return _joined({"step": step, "of": len(table.rows), **header}, arrays)
@@ -54,6 +55,7 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
     left = max_tokens
     whole = 0
     uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
+
     for row, uid in enumerate(uids):
         if row == 0 or uid != uids[row - 1]:
             whole = row
@@ -61,6 +63,7 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
         left -= lengths[row]
         if left < 0:
             return rows.slice(0, whole or max(1, row))
+
     return rows
 
 
@@ -91,6 +94,7 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
     halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
+
     return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
 
 
@@ -117,10 +121,12 @@ def _flat(rows: pa.Table, name: str) -> np.ndarray:
 def _most_of_each(values: np.ndarray, lengths: list[int]) -> list[float | None]:
     found = []
     start = 0
+
     for length in lengths:
         most = float(values[start : start + length].max()) if length else math.nan
         found.append(None if math.isnan(most) else float(f"{most:.4g}"))
         start += length
+
     return found
 
 
@@ -137,4 +143,5 @@ def finite(value: Any) -> Any:
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list):
         return [finite(each) for each in value]
+
     return value

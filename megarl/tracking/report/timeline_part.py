@@ -45,6 +45,7 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
     names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}
     starts = [round(span["ts"] / _UNIT_US) for span in spans]
+
     return {
         "rows": [{"pool": pools[place[0]], "label": threads[place]} for place in order],
         "names": names,

@@ -53,6 +53,7 @@ def device_route(
     a device has no trainer."""
     beside: list[int] = []
     relays: dict[int, dict[int, TransferSchedule]] = {}
+
     for target, device in targets.items():
         if device not in trainer_devices:
             raise ValueError(
@@ -63,6 +64,7 @@ def device_route(
         for source, schedule in plan.of_target(target).items():
             if source != beside[-1]:
                 relays.setdefault(source, {})[beside[-1]] = schedule
+
     return DeviceRoute(tuple(beside), tuple(plan.of_target(target) for target in targets), relays)
 
 
@@ -122,6 +124,7 @@ class DeviceSender(Sender):
         own = 0 if receive_buffer is None else receive_buffer.own_numel
         kept = 0 if receive_buffer is None else receive_buffer.ipc.nbytes
         transfer = PipelinedTransfer([channel], num_rounds, buffers, shards.regions, receive_buffer)
+
         return Opened(transfer, (sends.numel + own) * shards.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
@@ -194,6 +197,7 @@ class DeviceReceiver(Receiver):
                 destinations.unpack(self._number, self._reader.buffer(self._number, destinations.dtype))
                 self._reader.has_read()
                 self._number += 1
+
         self._reader.end(destinations.sources.num_rounds)
         self._number = 0
         return True

@@ -71,6 +71,7 @@ class FolderSender(Sender):
         )
         transfer = PipelinedTransfer(channels, part.num_rounds, buffers, shards.regions, receive_buffer)
         own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
+
         return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
@@ -97,6 +98,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         self._buffers = torch.empty(
             NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device
         )
+
         # elements before each round
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
         self._ends = list(accumulate(window.numel for window in part.windows))
@@ -129,9 +131,11 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         starts = dict(zip((name for name, *_ in window.chunks), _first_elements(window), strict=True))
         for part, elements in self.sources.parts(number, self.buffer(number)):
             _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
+
         if buffer.is_cuda:
             # what comes next, and the thread that writes, have other streams
             torch.cuda.current_stream(buffer.device).synchronize()
+
         if self._begins[number + 1] == self._ends[index]:
             self._writes.append(self._output.write(window, buffer))
 
@@ -142,6 +146,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         self._output.close()
         if self._failure is not None:
             raise self._failure
+
         return True
 
     def _window_of(self, number: int) -> int:
@@ -204,12 +209,15 @@ class _Output:
             return
         if self._file is None:
             self._file = SafetensorsFile(self._folder / window.file.name, window.file.manifest, self._durable)
+
         for chunk, elements in zip(
             window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True
         ):
             self._file.write(chunk, elements)
+
         if window.is_last:
             file = self._file
             self._file = None
             file.close()
+
         self._is_whole = True

@@ -79,6 +79,7 @@ class GroupSender(Sender):
         )
         buffers = self._buffers.take(largest, shards.dtype, shards.device)
         nbytes = sum(channel.sends.numel for channel in channels) * shards.dtype.itemsize
+
         return Opened(
             PipelinedTransfer(channels, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes
         )
@@ -115,6 +116,7 @@ class GroupReceiver(Receiver):
                 receive_buffer=receive_buffer,
                 yields_regularly=True,
             )
+
         if not self._transfer.run():
             return False
         self._transfer = None
@@ -140,6 +142,7 @@ class _GroupReceiveBuffer(ReceiveBuffer):
         self._round_buffers = torch.empty(
             2, destinations.sources.largest, dtype=destinations.dtype, device=device
         )
+
         # the parts of the round in each buffer that are received directly
         self._placed: tuple[set[Part], set[Part]] = set(), set()
 

@@ -133,6 +133,7 @@ class DestinationViews:
         self.sources = sources
         self.dtype = dtype
         self._places = places
+
         # no views of a receive buffer, which they would keep alive
         self._targets: dict[Part, list[torch.Tensor]] = {}
         self.received_bytes = 0
@@ -185,6 +186,7 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
     for schedule in sources.schedules.values():
         for name, tensor_slice in schedule.parts:
             coming[name].append(tensor_slice)
+
     faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
     for name, slices in needed.items():
         for tensor_slice in slices:
@@ -199,6 +201,7 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
                 )
             ) is not None:
                 faults.append(f"{name} {tensor_slice}: {fault}")
+
     if faults:
         raise WeightTransferError(
             f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED])

@@ -62,9 +62,11 @@ def save_calling_model(folder: Path) -> None:
         for tool, result, answer in (("price", "42", "42"), ("cost", _ERROR, "?"))
     ]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
     for _ in range(80):
         optimizer.zero_grad()
         for chat in map(torch.tensor, chats):
             model(chat[None], labels=chat[None]).loss.backward()
         optimizer.step()
+
     model.save_pretrained(folder)

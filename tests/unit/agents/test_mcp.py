@@ -55,6 +55,7 @@ def running(port: int = 0) -> Iterator[int]:
     )
     thread = threading.Thread(target=server.run, args=([socket],))
     thread.start()
+
     try:
         yield socket.getsockname()[1]
     finally:
@@ -96,10 +97,12 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
             "tool error (raised): price raised McpCallError: Error executing tool price",
             "tool error (refused arguments): price: 'item' is a required property",
         ]
+
     with pytest.raises(
         BrokenToolError, match=rf"the MCP server 'http://127.0.0.1:{port}/mcp' cannot be reached: "
     ):
         respond(tools, price)  # no text for the model: it is not to blame
+
     with pytest.raises(ValueError, match="does not say which tools it has"):
         McpServer(f"http://127.0.0.1:{port}/mcp").tool("price")
     with running(port):
@@ -109,9 +112,11 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
 def test_tools_of_a_server_that_is_started(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(PROGRAM)
     tool = McpServer([sys.executable, str(tmp_path / "server.py")], time_limit_s=30).tool("count")
+
     for _ in range(2):  # one process answers both
         reply = respond([tool], ToolCall("count", {"letter": "r", "text": "strawberry"}))
         assert (reply.messages[0]["content"], list(reply.errors)) == ("3", [])
+
     with pytest.raises(
         ValueError,
         match=r"the MCP server \['/bin/false'\] does not say which tools it has: Connection closed",

@@ -143,6 +143,7 @@ def test_functions_without_a_schema_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             function_schema(function)
+
     with pytest.raises(ValueError, match="two tools have one name; they are price, price"):
         Toolbox([FunctionTool(price), FunctionTool(price)])
 
@@ -203,9 +204,11 @@ def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> Non
         "42",
         "tool error (too many calls): a turn may have 8 calls; this is number 9 and was not run",
     ]
+
     for line, begins in zip(lines, expected, strict=True):
         assert line.startswith(begins)
         assert "\n" not in line
+
     kinds = [error.kind for error in reply.errors]
     assert set(kinds) == set(CallErrorKind)
     assert len(kinds) == 8
@@ -431,6 +434,7 @@ def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
     )
     assert texts_of(first)[2] == "[1, 2]"  # one after the other, in their order
     assert texts_of(second)[0] == "3"
+
     # what was ended took all along
     assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")
     (other,) = run_turns([tool], programs("print(kept)"))
@@ -497,6 +501,7 @@ class _Pages(BaseHTTPRequestHandler):
             self.send_header("Location", "http://elsewhere.test/")
             self.end_headers()
             return
+
         self.send_response(200 if self.path != "/none" else 404)
         self.end_headers()
         with suppress(BrokenPipeError):  # who reads has enough, or waits no longer
@@ -531,6 +536,7 @@ def test_pages_over_http(host: str) -> None:
     assert read(f"http://{host}/long") == "x" * 100
     assert read(f"http://{host}/none") == "status 404\na page"
     assert read(f"http://{host}/away") == "status 302, to http://elsewhere.test/"
+
     for url in (
         f"http://user@{host}/",
         f"ftp://{host}/",
@@ -540,6 +546,7 @@ def test_pages_over_http(host: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"not allowed; there are: {host}"):
             read(url)
+
     slow, elsewhere = (
         ToolCall("http_get", {"url": url}) for url in (f"http://{host}/slow", "http://elsewhere.test/")
     )
@@ -583,6 +590,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     schemas = load_agent(tools((file, "price"), (file, "shop"), (None, "calculator"))).tools
     assert schemas is not None
     assert [schema["function"]["name"] for schema in schemas] == ["price", "shop", "calculator"]
+
     for path, name, said in (
         (file, "cost", "tool 'cost' is not in .*, which defines"),
         (file, "number", "is a int, expected a function, or an object with a schema"),
@@ -603,6 +611,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         return AgentConfig(environment=EnvironmentConfig(path=str(file), name=name))
 
     assert type(load_agent(environment("Game")).make()).__name__ == "Game"
+
     for name, said in (
         ("Half", "no class with `async def respond`"),
         ("price", "no class with"),
@@ -632,9 +641,11 @@ def test_a_task_knows_its_ground_truth() -> None:
 def test_a_task_says_what_it_has_and_is_sent_between_processes() -> None:
     task = Task(messages=[{"role": "user", "content": "a"}], seed=3)
     assert pickle.loads(pickle.dumps(task)) == copy.deepcopy(task) == task
+
     with pytest.raises(
         AttributeError,
         match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth;",
     ):
         task.answer  # type: ignore[attr-defined]  # noqa: B018
+
     assert not hasattr(task, "prompt")

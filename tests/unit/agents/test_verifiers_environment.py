@@ -65,6 +65,7 @@ class MultiTurn:
         ]
         if state["tries"] == 3:
             state["final_env_response"] = said
+
         return said
 
     async def _score(self, state: dict[str, Any], semaphore: Any) -> None:
@@ -89,6 +90,7 @@ def play(row: dict[str, Any], *words: str, max_turns: int = 9) -> list[Reply]:
             for number, word in enumerate(words)
         ]
         await environment.close()
+
         return replies
 
     return asyncio.run(turns())
@@ -100,6 +102,7 @@ def test_turns_are_answered_and_the_episode_is_scored_with_its_last(tmp_path: Pa
     assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("guessing", "7")
     no = [{"role": "user", "content": "no, 6 is nearer than 3"}]
     assert play(row, "3", "7") == [Reply(messages=no), Reply(is_done=True, reward=0.9)]
+
     # the last turn that it may have
     assert play(row, "3", "4", max_turns=2) == [Reply(messages=no), Reply(reward=-0.1)]
     assert [(reply.is_done, reply.reward) for reply in play(row, "1", "2", "3")] == [

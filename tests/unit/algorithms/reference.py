@@ -9,12 +9,14 @@ def gae_row(rewards, values, mask, gamma, lam):
     advantages = [0.0] * len(mask)
     returns = [0.0] * len(mask)
     next_value = next_advantage = 0.0
+
     for t in reversed(valid):
         delta = rewards[t] + gamma * next_value - values[t]
         next_advantage = delta + gamma * lam * next_advantage
         next_value = values[t]
         advantages[t] = next_advantage
         returns[t] = next_advantage + values[t]
+
     return advantages, returns
 
 
@@ -46,6 +48,7 @@ def aggregate(rows, masks, kind, norm_tokens=None):
         return sum(s / norm_tokens for s, _ in filled) / len(filled)
     if kind == "sequence_mean_token_sum":
         return sum(s for s, _ in filled) / len(filled)
+
     return sum(s / c for s, c in filled) / len(filled)
 
 
@@ -60,6 +63,7 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
     mean_log_ratio = sum(at[t] - old[t] for t in valid) / max(len(valid), 1)
     mean_advantage = sum(advantages[t] for t in valid) / max(len(valid), 1)
     losses = {}
+
     for t in valid:
         ratio = math.exp(new[t] - old[t])
         frozen = math.exp(at[t] - old[t])
@@ -95,6 +99,7 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
             )
         else:
             losses[t] = dppo_token(kind, new[t], at[t], old[t], advantage, config)
+
     return losses
 
 
@@ -110,4 +115,5 @@ def dppo_token(kind, new, at, old, advantage, config):
         else (at < old and distance > config.clip_low)
     )
     weight = p / q if config.clip_dual is None else min(p / q, config.clip_dual)
+
     return 0.0 if away else -weight * math.exp(new - at) * advantage

@@ -19,12 +19,15 @@ def advantages(kind, batch, config):
     scores = [sum(reward for reward, keep in zip(rewards[i], mask[i], strict=True) if keep) for i in rows]
     group = [[j for j in rows if uid[j] == uid[i] and any(mask[j])] or [i] for i in rows]
     to_go = [gae_row(rewards[i], [0.0] * len(mask[i]), mask[i], 1.0, 1.0)[0] for i in rows]
+
     if kind == "gae":
         pairs = [gae_row(rewards[i], batch["values"][i], mask[i], config.gamma, config.lam) for i in rows]
         return whitened([pair[0] for pair in pairs], mask), [pair[1] for pair in pairs]
+
     if kind == "reinforce_plus_plus":
         discounted = [gae_row(rewards[i], [0.0] * len(mask[i]), mask[i], config.gamma, 1.0)[0] for i in rows]
         return whitened(discounted, mask), discounted
+
     if kind == "remax":
         baseline = batch["baseline_scores"]
         shifted = [
@@ -32,6 +35,7 @@ def advantages(kind, batch, config):
             for i in rows
         ]
         return shifted, to_go
+
     if kind == "optimal_token_baseline":
         return optimal_token_baseline(batch, mask, group, to_go), to_go
     per_row = {
@@ -45,6 +49,7 @@ def advantages(kind, batch, config):
     }[kind]()
     spread = [[per_row[i] if keep else 0.0 for keep in mask[i]] for i in rows]
     spread = whitened(spread, mask) if kind == "reinforce_plus_plus_baseline" else spread
+
     return spread, spread
 
 
@@ -55,6 +60,7 @@ def whitened(rows, mask):
     mean = sum(valid) / max(len(valid), 1)
     variance = sum((x - mean) ** 2 for x in valid) / max(len(valid) - 1, 1)
     scale = math.sqrt(variance + 1e-8)
+
     return [
         [(x - mean) / scale if keep else 0.0 for x, keep in zip(row, keeps, strict=True)]
         for row, keeps in zip(rows, mask, strict=True)
@@ -98,6 +104,7 @@ def gdpo(parts, weights, mask, group, rows):
     for k, weight in enumerate(weights):
         column = [parts[i][k] for i in rows]
         totals = [total + weight * normalised(column, group[i], i, True) for i, total in enumerate(totals)]
+
     counted = [totals[i] for i in rows if any(mask[i])]
     mean = statistics.fmean(counted) if counted else 0.0
     return [(totals[i] - mean) / (deviation_of(counted) + EPSILON) for i in rows]
@@ -115,10 +122,12 @@ def optimal_token_baseline(batch, mask, group, to_go):
         for i, own in enumerate(tokens)
     ]
     out = [[0.0] * len(row) for row in mask]
+
     for i, own in enumerate(tokens):
         for n, t in enumerate(own):
             there = [j for j in group[i] if len(tokens[j]) > n]
             weight = sum(energy[j][n] for j in there)
             if len(there) > 1 and weight > 0:
                 out[i][t] = to_go[i][t] - sum(to_go[j][tokens[j][n]] * energy[j][n] for j in there) / weight
+
     return out

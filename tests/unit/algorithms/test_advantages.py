@@ -52,6 +52,7 @@ def test_gae_skips_a_hole():
     rewards = torch.tensor([[0.0, NAN, 7.0, 1.0, 2.0, INF]])
     values = torch.tensor([[0.3, 9.0, NAN, 0.2, 0.1, NAN]])
     holed = gae(rewards, values, mask, 0.9, 0.8)
+
     for a, b in zip(holed, whole, strict=True):
         torch.testing.assert_close(a[mask], b[0])
         assert torch.equal(a[~mask], torch.zeros(3))
@@ -63,6 +64,7 @@ def test_gae_is_the_backward_recursion(mask, seed, gamma, lam):
     rewards = normal(mask, seed)
     values = normal(mask, seed + 1)
     advantages, returns = gae(poison(rewards, mask), poison(values, mask, INF), mask, gamma, lam)
+
     for row in range(len(mask)):
         expected = gae_row(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
         np.testing.assert_allclose(
@@ -90,6 +92,7 @@ def test_a_long_row_is_summed_in_blocks():
     """More than a block of blocks, not a multiple of either, with and without a discount."""
     mask = torch.ones(2, 1100, dtype=torch.bool)
     rewards = normal(mask, 0)
+
     for gamma in (1.0, 0.97):
         expected = gae_row(rewards[0].tolist(), [0.0] * 1100, mask[0].tolist(), gamma, 1.0)[0]
         np.testing.assert_allclose(
@@ -104,6 +107,7 @@ def inputs_of(scores, uid, lengths=None, **others):
     rewards = torch.full(mask.shape, NAN, dtype=torch.float64).masked_fill(mask, 0.0)
     for row, (score, length) in enumerate(zip(scores, lengths, strict=True)):
         rewards[row, length - 1] = score
+
     return AdvantageInputs(
         token_level_rewards=rewards, response_mask=mask, uid=np.array(list(uid), dtype=object), **others
     )
@@ -222,6 +226,7 @@ def batch_of(mask, seed):
     uid = np.array(
         [f"prompt-{int(k)}" for k in torch.randint(0, 3, (len(mask),), generator=generator)], dtype=object
     )
+
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
@@ -302,6 +307,7 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
     beside = ADVANTAGE_ESTIMATORS[kind](
         AdvantageInputs(**{key: with_empty_row(key, x) for key, x in batch.items()}), config
     )
+
     for with_it, without in zip(beside, alone, strict=True):
         torch.testing.assert_close(with_it[:-1], without)
         assert not with_it[-1].any()
@@ -325,10 +331,12 @@ def test_a_single_valid_token_of_the_batch(kind):
     advantages, returns = ADVANTAGE_ESTIMATORS[kind](
         AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind)
     )
+
     if kind is AdvantageEstimator.remax:
         assert advantages[0, 1] == batch["token_level_rewards"][0, 1] - batch["baseline_scores"][0]
     else:
         assert not advantages.any()
+
     assert torch.isfinite(returns).all()
 
 
@@ -351,6 +359,7 @@ def test_a_response_that_fills_its_length_is_like_any_other(kind):
         for key, x in full.items()
     }
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
+
     for ours, theirs in zip(
         *(ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**each), config) for each in (full, padded)), strict=True
     ):
@@ -362,6 +371,7 @@ def test_rewards_that_are_no_numbers_are_refused_with_the_uid(value):
     rewards = torch.tensor([[0.0, 1.0], [value, 0.0], [0.0, value]])
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     uid = np.array(["good", "bad", "masked"], dtype=object)
+
     with pytest.raises(
         ValueError,
         match=rf"token_level_rewards is {value} for 1 of 3 samples \(uid bad\).*fix the reward function",
@@ -421,6 +431,7 @@ def test_an_estimator_declares_what_it_reads(kind):
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1)
     given = {key: batch[key] for key in ("token_level_rewards", "response_mask", "uid", *declared)}
     ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given), AdvantageConfig(estimator=kind))
+
     for name in declared:
         with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{name}`"):
             ADVANTAGE_ESTIMATORS[kind](
@@ -454,6 +465,7 @@ def test_blocks_hold_whole_groups_and_each_row_once(uid, num_rows, data):
     assert sorted(row for rows in blocks for row in rows) == list(range(len(uid)))
     homes = [{int(groups.index[row]) for row in rows} for rows in blocks]
     assert sum(len(home) for home in homes) == len(set().union(*homes))
+
     for rows in blocks[:-1]:
         last = [row for row in rows if groups.index[row] == groups.index[rows[-1]]]
         assert len(rows) - len(last) < num_rows <= len(rows)

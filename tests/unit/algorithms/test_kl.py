@@ -42,6 +42,7 @@ def test_k1_and_k3_are_unbiased():
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     exact = float((policy * (policy / reference).log()).sum())
+
     for kind in (KLEstimator.k1, KLEstimator.k3, KLEstimator.k3_unclamped):
         assert float((policy * KL_ESTIMATORS[kind](policy.log(), reference.log())).sum()) == pytest.approx(
             exact, rel=1e-12
@@ -91,6 +92,7 @@ def test_straight_through_has_the_gradient_of_the_divergence(kind):
     """Its expectation over the policy's own distribution is d KL / d logits; k1's is 0."""
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
     gradients = {}
+
     for name in (kind, KLEstimator.k1, "exact"):
         logits = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
         log_probs = logits.log_softmax(0)
@@ -100,6 +102,7 @@ def test_straight_through_has_the_gradient_of_the_divergence(kind):
         else:
             (policy.detach() * KL_ESTIMATORS[name](log_probs, reference)).sum().backward()
         gradients[name] = logits.grad
+
     torch.testing.assert_close(gradients[kind], gradients["exact"])
     torch.testing.assert_close(gradients[KLEstimator.k1], torch.zeros(3, dtype=torch.float64))
     assert gradients["exact"].abs().max() > 0.05

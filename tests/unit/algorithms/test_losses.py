@@ -52,6 +52,7 @@ def inputs(mask, seed):
     names = ["old_log_probs", "advantages", "ref_log_prob", "values", "returns"]
     rows = {name: normal(mask, seed + 3 + k) for k, name in enumerate(names)}
     rows |= {"rollout_weights": normal(mask, seed + 8).abs(), "selected_tokens": normal(mask, seed + 9) > 0.5}
+
     return outputs, rows | {"response_mask": mask}
 
 
@@ -186,6 +187,7 @@ def test_without_old_log_probs_the_loss_is_that_of_equal_ones():
     mask = torch.tensor([[True, True], [True, False]])
     outputs, rows = inputs(mask, 0)
     losses_and_gradients = []
+
     for old in (None, outputs["log_probs"].clone()):
         leaf = outputs["log_probs"].clone().requires_grad_()
         given_rows = {key: value for key, value in rows.items() if key != "old_log_probs"} | (
@@ -193,6 +195,7 @@ def test_without_old_log_probs_the_loss_is_that_of_equal_ones():
         )
         loss = losses(mask, Aggregation.token_mean)["actor"](outputs | {"log_probs": leaf}, given_rows).loss
         losses_and_gradients.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+
     torch.testing.assert_close(*losses_and_gradients)
 
 
@@ -257,6 +260,7 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
         ]
         sum(share.loss for share in shares).backward()
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
         return gradients, values_of(merge_metrics([share.metrics for share in shares]))
 
     whole = run([torch.arange(len(mask))])

@@ -40,6 +40,7 @@ def losses_of(config, ratios, advantages, old=None, selected=None):
     mask = torch.ones(ratios.shape, dtype=torch.bool)
     selected = None if selected is None else torch.tensor(selected)
     inputs = PolicyInputs.of(old + ratios.log(), old, advantages, mask, selected)
+
     return POLICY_LOSSES[config.kind].per_token(inputs, config)
 
 
@@ -143,9 +144,11 @@ def test_dppo_by_hand():
     advantages = [[1.0] * 3 + [-1.0] * 3]
     config = PolicyLossConfig(kind=PolicyLossKind.dppo_tv, clip_low=0.2, clip_high=0.2)
     result = losses_of(config, ratios, advantages, old)
+
     # A < 0 takes a token that rose back
     assert result.bounded.tolist() == [[False, True, False, False, False, False]]
     torch.testing.assert_close(result.loss, torch.tensor([[-1.2, 0.0, -10.0, 1.2, 1.8, 10.0]]))
+
     # KL(old || new) of 0.5 -> 0.9: 0.5 log(0.5 / 0.9) + 0.5 log(0.5 / 0.1) = 0.5108
     for limit, bounded in ((0.52, False), (0.50, True)):
         kl = PolicyLossConfig(kind=PolicyLossKind.dppo_kl, clip_low=0.2, clip_high=limit, clip_dual=3.0)
@@ -171,6 +174,7 @@ def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
     weights = normal(mask, seed + 4)
     (losses * weights)[mask].sum().backward()
     assert (leaf.grad[~mask] == 0).all()
+
     for row in range(len(mask)):
         frozen = new[row].tolist()
         fixed = [x[row].tolist() for x in (old, advantages, mask, selected)]
@@ -225,6 +229,7 @@ def test_a_collapsed_token_stays_finite(kind):
     leaf = torch.tensor([[0.0, -500.0]], requires_grad=True)
     old = torch.tensor([[-500.0, 0.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
+
     for sign in (1.0, -1.0):
         inputs = PolicyInputs.of(leaf, old, torch.full((1, 2), sign), mask)
         loss = POLICY_LOSSES[kind].per_token(inputs, config_of(kind)).loss

@@ -58,6 +58,7 @@ def test_weight_metrics_by_hand():
     metrics = correction(level=CorrectionLevel.token, high=3.0).metrics
     assert metrics["rollout_correction/weight_mean"] == pytest.approx(5.25 / 3)
     assert metrics["rollout_correction/effective_sample_size"] == pytest.approx(5.25**2 / (3 * 13.0625))
+
     # responses: 0.5 and 3
     metrics = correction(level=CorrectionLevel.sequence, high=3.0).metrics
     assert metrics["rollout_correction/weight_mean"] == pytest.approx(1.75)
@@ -85,6 +86,7 @@ ESTIMATES = {
 def test_rejection_by_hand(estimator, level):
     first, second = ESTIMATES[estimator]
     first /= 2 if level is RejectionLevel.geometric else 1
+
     for high in (first - 1e-4, first + 1e-4, second - 1e-4, second + 1e-4):
         result = correction(rejection=RejectionConfig(estimator=estimator, level=level, high=high))
         kept = [first <= high, second <= high]
@@ -152,6 +154,7 @@ def test_weights_match_a_loop_whatever_stands_in_masked_slots_and_in_any_order(l
     rollout = normal(mask, seed + 1)
     config = RolloutCorrectionConfig(level=level, kind=kind, low=0.5, high=1.5)
     weights = correct(poison(old, mask), poison(rollout, mask, -INF), mask, config).weights
+
     for row in range(len(mask)):
         valid = [t for t in range(mask.shape[1]) if mask[row, t]]
         logs = [float(old[row, t] - rollout[row, t]) for t in valid]
@@ -167,6 +170,7 @@ def test_weights_match_a_loop_whatever_stands_in_masked_slots_and_in_any_order(l
                 else 0.0
             )
         assert weights[row].tolist() == pytest.approx(expected, rel=1e-9)
+
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(
         correct(old[order], rollout[order], mask[order], config).weights, weights[order]

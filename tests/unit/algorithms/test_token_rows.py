@@ -64,9 +64,11 @@ class Case:
         versions = torch.where(exists, torch.randint(1, 4, shape, generator=generator, dtype=torch.int32), -1)
         self.dense: dict[str, Tensor] = {**noise, "token_versions": versions, "response_mask": written}
         self.rows: dict[str, RaggedTensor] = {}
+
         for key, x in self.dense.items():
             order = torch.randperm(len(lengths), generator=generator)
             self.rows[key] = RaggedTensor.from_padded(x[order], self.lengths[order]).select(order.argsort())
+
         self.uid = np.array([f"prompt {row // 2}" for row in range(len(lengths))], dtype=object)
         self.parts = torch.rand(len(lengths), 2, generator=generator)
 
@@ -106,6 +108,7 @@ def test_estimators(kind: AdvantageEstimator, case: Case) -> None:
     expected, found = (
         ADVANTAGE_ESTIMATORS[kind](case.inputs(columns), config) for columns in (case.dense, case.rows)
     )
+
     for name in ("advantages", "returns"):
         same_tokens(getattr(found, name), getattr(expected, name), mask)
         assert not getattr(found, name).padded(WIDTH)[~mask].any()
@@ -120,6 +123,7 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
         level=CorrectionLevel.sequence, kind=CorrectionKind.mask, low=0.5, high=2.0, rejection=rejection
     )
     results = []
+
     for columns in (case.dense, case.rows):
         scores, old, reference = (
             columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob")
@@ -147,6 +151,7 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
         results.append(
             (tokens, padded(correction.mask), metrics, MiniBatchCounts.of(columns["response_mask"]))
         )
+
     (expected, kept, of_dense, counts), (found, kept_rows, of_rows, counts_of_rows) = results
     for left, right in zip(found, expected, strict=True):
         same_tokens(left, right, mask)

@@ -31,10 +31,12 @@ def test_value_loss_matches_the_reference_with_poisoned_masked_slots(mask, seed,
     leaf = poison(values, mask).requires_grad_()
     result = clipped_value_loss(leaf, poison(old, mask, INF), poison(returns, mask), mask, clip)
     expected = torch.zeros_like(values)
+
     for row, t in mask.nonzero().tolist():
         expected[row, t] = value_token(
             float(values[row, t]), float(old[row, t]), float(returns[row, t]), clip
         )
+
     torch.testing.assert_close(result.loss.detach(), expected)
     result.loss.sum().backward()
     assert torch.isfinite(leaf.grad).all()

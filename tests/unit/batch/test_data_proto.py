@@ -78,6 +78,7 @@ def test_a_batch_without_columns_keeps_its_rows() -> None:
     popped.pop(["ids", "score"])
     assert (len(popped), popped.batch) == (4, None)  # the arrays say it
     popped.pop([], ["uid", "turns"])
+
     for batch in (
         emptied,
         popped,
@@ -85,6 +86,7 @@ def test_a_batch_without_columns_keeps_its_rows() -> None:
         DataProto.from_bytes(emptied.to_bytes()),
     ):
         assert (len(batch), batch.tensors, batch.non_tensor_batch) == (4, {}, {})
+
     assert (len(emptied[1:3]), len(emptied.repeat(2)), [len(part) for part in emptied.chunk(2)]) == (
         2,
         8,
@@ -231,10 +233,12 @@ def test_concat_refuses_what_does_not_match() -> None:
     with pytest.raises(ValueError, match=r"part 0 and part 1 do not both have \['turns'\]"):
         DataProto.concat([batch, batch.select(non_tensor_batch_keys=["uid"])])
     wide = batch.select(["score"]).union(DataProto.from_dict({"ids": torch.zeros(4, 3, dtype=torch.int64)}))
+
     with pytest.raises(
         ValueError, match=r"'ids' has rows of \(2,\) torch.int64 in part 0 and rows of \(3,\)"
     ):
         DataProto.concat([batch, wide])
+
     with pytest.raises(ValueError, match="'temperature' has two different values"):
         DataProto.concat([batch, DataProto(batch.batch, batch.non_tensor_batch, {"temperature": 0.7})])
     merged = DataProto.concat([make_batch(a=1), make_batch(b=[1.0, float("nan")])])

@@ -33,6 +33,7 @@ def micro_batch_metrics(tokens: list[float], count: int) -> dict[str, Metric]:
         "max": Metric.max(values, mask),
         "min": Metric.min(values, mask),
     }
+
     return metrics | ({"mean_of_negative": Metric.mean(values, mask & (values < 0))} if tokens else {})
 
 
@@ -45,11 +46,13 @@ def updates() -> list[dict[str, Metric]]:
             arrived = pickle.loads(pickle.dumps(metrics))  # as from a worker
             of_replicas.append(arrived | {"same": Metric.same(grad_norm)})
         merged.append(merge_metrics(of_replicas))
+
     return merged
 
 
 def test_micro_batches_replicas_and_updates_by_hand() -> None:
     first, second = updates()
+
     # 1 + 2 + 3 + 6 - 2 + 8 = 18 of six tokens; 4 + 0.5 + 1.5 = 6 of three
     of_first = {"sum": 3.0, "mean": 3.0, "max": 8.0, "min": -2.0, "same": 0.25, "mean_of_negative": -2.0}
     of_second = {"sum": 2.0, "mean": 2.0, "max": 4.0, "min": 0.5, "same": 0.75}  # no token is negative

@@ -45,6 +45,7 @@ def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: 
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randint(0, len(lengths), (5,), generator=generator)
     part = slice(seed % len(lengths), None)
+
     for rows in (picked, part):
         view = found.select(rows)
         assert torch.equal(view.padded(6), expected[rows])
@@ -53,6 +54,7 @@ def test_every_operation_is_that_of_padded_tensors(lengths: list[int], on_left: 
             {row: lengths[row] for row in torch.arange(len(lengths))[rows].tolist()}.values()
         )
         assert view.flat().tolist() == [value for row in view.each() for value in row.tolist()]
+
     parts = [found.select(picked), found.select(part)]
     joined = RaggedTensor.concat(parts)
     assert torch.equal(joined.padded(6), torch.cat([expected[picked], expected[part]]))
@@ -78,12 +80,15 @@ def test_blocks_are_all_rows_in_order_and_can_be_written(lengths: list[int]) -> 
 def test_blocks_of_like_length_are_all_rows(lengths: list[int]) -> None:
     rows = ragged_rows(lengths)
     written = RaggedTensor.empty(rows, torch.float64)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged, "_CACHED_ELEMENTS", 8)
         blocks = list(rows.blocks_of_like_length())
+
     for block in blocks:
         written[block] = rows[block].double() * 2
         assert len(block) == 1 or rows[block].numel() <= 8
+
     assert torch.equal(written.padded(6), padded_rows(lengths).double() * 2)
 
 
@@ -138,10 +143,12 @@ def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
     assert batch.select(["values"], []).union(batch.select(["score"])).columns.keys() == {"values", "score"}
     assert len(batch.select(["values"], [])) == 2
     assert same(batch.union(tokens()).columns, batch.columns)
+
     with pytest.raises(ValueError, match="tensor 'responses' has two different values"):
         batch.union(
             DataProto.from_dict({"responses": batch.ragged["responses"].select(torch.tensor([1, 0]))})
         )
+
     with pytest.raises(ValueError, match="'values' has 2 rows where 'a' has 3"):
         DataProto.from_dict({"a": torch.zeros(3), "values": batch.ragged["values"]})
     with pytest.raises(
@@ -153,6 +160,7 @@ def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
                 DataProto.from_dict({"values": torch.zeros(2, 2)}, batch.non_tensor_batch),
             ]
         )
+
     assert batch.reorder([1, 0]).tensors["values"].tolist() == [[2.5, 0.0], [0.5, 1.5]]
     assert batch.rename("values", "returns").pop(["returns", "score"]).columns.keys() == {"returns", "score"}
     assert batch.columns.keys() == {"prompts", "responses"}
@@ -208,11 +216,13 @@ def test_what_a_user_has_padded_is_taken_in() -> None:
     for rows in (columns, token_rows(batch.columns, ["advantages"]), token_rows(padded, ["advantages"])):
         assert {key: [row.tolist() for row in rows[key].each()] for key in expected} == expected
     assert [row.tolist() for row in token_rows(padded)["prompts"].each()] == [[7], [8, 9]]
+
     with pytest.raises(
         ValueError,
         match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold",
     ):
         token_rows({**batch.columns, "advantages": advantages[:, :1]}, ["advantages"])
+
     with pytest.raises(
         ValueError,
         match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run",
@@ -231,10 +241,12 @@ def test_prompts_that_a_user_has_padded_are_taken_in() -> None:
     made = with_prompt_rows(padded)
     assert made.keys() == {"prompts", "score"}
     assert made["prompts"] == rows
+
     with pytest.raises(
         ValueError, match=r"needs `prompts` as rows of tokens .*; it has \['prompts', 'score'\]"
     ):
         with_prompt_rows({key: padded[key] for key in ("prompts", "score")})
+
     for mask in ([[1, 0], [1, 1]], [[0, 0], [1, 1]]):
         with pytest.raises(
             ValueError,

@@ -93,6 +93,7 @@ def test_every_damage_is_noticed_and_the_file_named(tmp_path) -> None:
     data = DataProto.from_dict({"a": torch.arange(3)}, {"uid": ["x", "y", "z"]}).to_bytes()
     damaged = [data[:length] for length in range(0, len(data), 7)]
     damaged += [data[:spot] + bytes([data[spot] ^ 1]) + data[spot + 1 :] for spot in range(0, len(data), 3)]
+
     for content in damaged:
         path.write_bytes(content)
         with pytest.raises(SerializationError, match=str(path)):

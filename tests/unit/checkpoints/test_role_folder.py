@@ -67,6 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "common.pt",
     )
     write_manifest(folder, DESCRIPTION, item_checksums(folder, [path.name for path in folder.iterdir()]))
+
     return folder
 
 
@@ -85,10 +86,12 @@ def test_chunks_are_what_was_saved(written: Path) -> None:
     index = read_index(written)
     expected = {key: value for key, value in state().items() if isinstance(value, torch.Tensor)}
     assert set(index.tensors) == set(expected)
+
     for key, tensor in index.tensors.items():
         (chunk,) = tensor.chunks
         assert tensor.dtype == expected[key].dtype
         assert torch.equal(read_chunk(index, key, chunk), expected[key])
+
     assert list(index.objects) == ["rng_state"]
 
 
@@ -104,11 +107,13 @@ def test_a_flipped_bit_is_found_by_exactly_one_of_the_parts(folder: Path) -> Non
     chunk = index.tensors["optimizer.state.exp_avg.decoder.weight"].chunks[0]
     flip(folder / chunk.file, chunk.position + chunk.nbytes // 2)
     found = []
+
     for number in range(4):
         try:
             check_folder(folder, (number, 4))
         except CheckpointError as error:
             found.append(str(error))
+
     assert len(found) == 1
     assert f"{folder}/{chunk.file}: optimizer.state.exp_avg.decoder.weight at bytes" in found[0]
 

@@ -34,6 +34,7 @@ def begin(folder: CheckpointFolder, step: int, content: str = "") -> Path:
     (partial / "huggingface").mkdir()
     (partial / "huggingface" / "config.json").write_text("{}")
     (partial / "trainer.json").write_text(content or f"state of {step}")
+
     return partial
 
 
@@ -58,6 +59,7 @@ def test_a_checkpoint_appears_with_all_of_it(folder: CheckpointFolder) -> None:
     assert names(folder) == ["latest", "step_00000005"]
     assert (folder.path / "latest").read_text() == "step_00000005\n"
     description = check_files(folder.path / "step_00000005")
+
     # the role's own manifest has the rest
     assert sorted(description["files"]) == ["huggingface/config.json", "trainer.json"]
     assert (description["step"], description["versions"]) == (5, {"megarl": "1"})
@@ -68,6 +70,7 @@ def test_the_oldest_go_when_a_new_one_is_whole(folder: CheckpointFolder) -> None
     for step in (2, 4, 6):
         add(folder, step)
         folder.remove_old(keep=2)
+
     assert names(folder) == ["latest", "step_00000004", "step_00000006"]
     add(folder, 8)
     folder.remove_old(keep=0)
@@ -132,11 +135,13 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
     for step in (2, 4):
         add(folder, step)
     folder.remove(folder.path / "step_00000004")
+
     with pytest.raises(
         CheckpointError,
         match=r"latest: names 'step_00000004', which is not a whole.*whole ones: step_00000002",
     ):
         folder.latest()
+
     (folder.path / "latest").write_text("../../etc")
     with pytest.raises(CheckpointError, match="names '../../etc'"):
         folder.latest()
@@ -191,6 +196,7 @@ def save_while_the_folder_goes_away(folder: CheckpointFolder, before_call: int) 
         return error
     finally:
         sys.setprofile(None)
+
     return None
 
 
@@ -205,6 +211,7 @@ def test_a_folder_that_goes_away_at_any_call_of_a_save_is_a_file_or_checkpoint_e
         if folder.path.exists():
             break  # the save has fewer calls
         kinds |= set() if error is None else {type(error)}
+
     assert call > 50
     assert kinds == {FileNotFoundError, CheckpointError}
     assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
@@ -214,18 +221,22 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
     best = BestCheckpoint(2, "val/loss", 0.5)
     folder.point_at_best(best)
     assert names(folder) == []
+
     for step in (2, 4, 6):
         add(folder, step)
         folder.point_at_best(best)
         folder.remove_old(1, best)
+
     assert names(folder) == ["best.json", "latest", "step_00000002", "step_00000006"]
     (folder.path / "best.json").write_text('{"checkpoint": "step_00000004"}')
+
     with pytest.raises(
         CheckpointError,
         match=r"best.json: names 'step_00000004', which is not a whole.*whole ones: step_00000002, "
         r"step_00000006",
     ):
         folder.best()
+
     (folder.path / "best.json").write_text('{"step": 4}')
     with pytest.raises(CheckpointError, match=r"best.json: does not name a checkpoint"):
         folder.best()

@@ -53,12 +53,14 @@ def test_elements_are_mapped_where_they_lie(tmp_path: Path) -> None:
     torch.save([*content.values(), content], tmp_path / "data.pt")
     outline = read_outline(tmp_path / "data.pt", "data")[-1]
     found = {name: stored_tensor(value) for name, value in outline.items()}
+
     for name, stored in found.items():
         assert stored is not None, name
         assert stored.dtype == content[name].dtype
         assert torch.equal(
             mapped(tmp_path / "data.pt", stored.position, stored.shape, stored.dtype), content[name]
         ), name
+
     check_stored(
         tmp_path / "data.pt", "data", {name: stored for name, stored in found.items() if stored is not None}
     )
@@ -81,6 +83,7 @@ def test_objects_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     torch.save({"args": Namespace(num_layers=2, attention=module.AttnType.cross)}, tmp_path / "data.pt")  # type: ignore[attr-defined]
     monkeypatch.undo()
     arguments = read_outline_with_objects(tmp_path / "data.pt")["args"]
+
     # the real one where Megatron is imported, which takes it for safe
     assert isinstance(arguments, Inert | Namespace)
     assert vars(arguments)["num_layers"] == 2
@@ -101,6 +104,7 @@ def test_code_is_not_run(tmp_path: Path, read: Callable[[Path], object]) -> None
         CheckpointError, match=r"data\.pt: its pickle names posix\.mkdir, which is not on the list"
     ) as raised:
         read(tmp_path / "data.pt")
+
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "trace").exists()
 
@@ -126,11 +130,13 @@ def test_a_shape_that_is_larger_than_the_file(tmp_path: Path) -> None:
         tensors={"bias": DistributedTensor(shape=(255,), dtype=torch.float32, chunks=(chunk,))},
         objects={},
     )
+
     with pytest.raises(
         CheckpointError,
         match=r"distcp: bias at \(0,\): the item has \d+ bytes, fewer than \(255,\) of torch\.float32",
     ):
         read_chunk(index, "bias", chunk)
+
     stored = StoredTensor(position=0, shape=(255,), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"data: damaged: the bytes of bias are not in the file"):
         check_stored(path, "data", {"bias": stored})

@@ -80,6 +80,7 @@ def test_at_80_columns_no_word_or_number_is_broken(
         monkeypatch.setenv("COLUMNS", columns)
         assert main(["check", "--fast", ppo, "placement.strategy=hybrid", "rollout.engine=sglang"]) == 0
         words[columns] = sorted(re.findall(r"[^\s\u2500]+", capsys.readouterr().out))
+
     assert words["80"] == words["300"]
 
 
@@ -201,6 +202,7 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
     assert own
     assert "rollout.tensor_parallel_size" in own[0]
     assert any("trainer.updates_per_step" in problem for problem in caught.value.problems)
+
     with pytest.raises(ConfigError) as caught:
         load_checked_anywhere(
             PPOConfig,
@@ -210,6 +212,7 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
                 "rollout.sglang.server_args={mem_fraction_statik: 0.5, chunked_prefill_size: 64}",
             ],
         )
+
     assert len(caught.value.problems) == 1
     assert "mem_fraction_statik is no option" in caught.value.problems[0]
     assert "did you mean mem_fraction_static" in caught.value.problems[0]
@@ -366,6 +369,7 @@ def test_check_is_quick(ppo: str) -> None:
     before = os.times()
     assert as_command("check", "--fast", ppo).returncode == 0
     after = os.times()
+
     # CPU time of the child, which a loaded machine does not change; the promise is 2 s.
     assert (after.children_user + after.children_system) - (
         before.children_user + before.children_system
@@ -396,6 +400,7 @@ def test_the_shipped_configurations_are_good(
         "async_dapo",
         "async_ppo",
     } <= set(algorithms)
+
     for algorithm in algorithms:
         assert (
             main(
@@ -403,6 +408,7 @@ def test_the_shipped_configurations_are_good(
             )
             == 0
         ), algorithm
+
     assert main(["check", "--fast", "configs/quickstart.yaml", model, reward, *data]) == 0
     assert main(["check", "--fast", "configs/quickstart_sft.yaml", model, *data]) == 0
     assert capsys.readouterr().err == ""

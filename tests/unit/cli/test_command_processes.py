@@ -70,6 +70,7 @@ def test_score_ends_reward_processes_and_what_they_started(number: signal.Signal
     }
     arguments = ["-m", "megarl", "score", write(tmp_path / "run.yaml", values), str(tmp_path / "rows.jsonl")]
     command = Command(arguments, tmp_path / "log", python=COLD)
+
     try:
         command.wait_for(lambda: command.processes("sleep 600"))
         end(command, number)
@@ -91,6 +92,7 @@ def test_rehearse_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None
     }
     arguments = ["-m", "megarl", "rehearse", write(tmp_path / "run.yaml", values), "--ranks", "all"]
     command = Command(arguments, tmp_path / "log", python=COLD)
+
     # One of the signals comes when ranks have been forked; the others while the process that forks them
     # imports torch.
     begun = (
@@ -112,10 +114,12 @@ def test_a_recipe_passes_signals_on_to_its_stage(number: signal.Signals, tmp_pat
     command = Command(
         ["-c", STAGES, str(tmp_path / "first.py"), str(tmp_path / "second.py")], tmp_path / "log", python=COLD
     )
+
     try:
         command.wait_for(lambda: "began" in command.said())
         end(command, number)
     finally:
         command.kill_all()
+
     assert ("saved" in command.said()) == (number is signal.SIGTERM)
     assert "second" not in command.said()

@@ -22,6 +22,7 @@ def completed(line: str, folder: Path) -> list[str]:
     }
     environment = {**os.environ, **asked, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
     subprocess.run([sys.executable, "-m", "megarl"], cwd=folder, env=environment, check=True)
+
     return [each.strip() for each in out.read_text().split("\n")]
 
 

@@ -74,6 +74,7 @@ def test_a_model_calls_a_tool_and_answers_with_its_result(
         {},
     )
     assert [message["role"] for message in episode["conversation"]] == ["assistant", "tool", "assistant"]
+
     # What the engine was given and drew is one row, in which the tool's tokens are nobody's draw; log-probs
     # are those of one forward.
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -112,6 +113,7 @@ def test_an_environment_answers_and_rewards_turns(model: Path, capsys: pytest.Ca
     named = f"{model / 'tools.py'}:Price"
     episode = played(capsys, model, "--environment", named, "--system", "price;")
     assert (episode["text"], episode["turn_rewards"], episode["num_calls"]) == ("42", [0.5, 0.5], 0)
+
     for name, said in (
         ("Broken", "Broken.respond, in turn 1: ZeroDivisionError: division by zero (tools.py:18)"),
         (
@@ -216,6 +218,7 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "agent: price, calculator; at most 8 turns, 1 process\n" in printed
+
     # a group of processes; and the prompt has room for what it says of tools, and for no token more
     assert "environment" in printed
     run["agent"] |= {"max_turn_tokens": 2}

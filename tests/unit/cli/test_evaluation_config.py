@@ -41,6 +41,7 @@ def rows_of(policy: Path, data: Path, *overrides: str) -> list[tuple[str, str, d
         find_model(policy, "latest"), parser.parse_args(in_argparse_order(words, commands_of(parser)))
     )
     prompts = PromptDataset(config.data.val_files, load_tokenizer(config.model.path, False), config.data)
+
     return [
         (prompts[row].messages[0]["content"], prompts[row].data_source, prompts[row].reward_model)
         for row in range(len(prompts))
@@ -68,6 +69,7 @@ def test_columns_with_other_names_are_read(policy: Path, tmp_path: Path) -> None
     assert rows_of(policy, data, *columns) == [
         (question, "questions", {"style": "rule", "ground_truth": answer}) for question, answer in ROWS
     ]
+
     with pytest.raises(
         ValueError,
         match=r"column 'prompt' is missing.*data\.columns\.prompt=question "

@@ -34,6 +34,7 @@ def test_every_command_has_a_description_and_an_example() -> None:
         action for action in parser._actions if hasattr(action, "choices") and action.dest == "command"
     ]
     assert set(EXAMPLES) == set(commands.choices)
+
     for name, command in commands.choices.items():
         assert command.description, name
         assert f"examples:\n  {EXAMPLES[name][0]}" in command.format_help()

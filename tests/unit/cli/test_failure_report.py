@@ -61,6 +61,7 @@ def raised(
     trace = f"Traceback (most recent call last):\n  ...\n{name}: {error}\n"
     failure = CallFailure(kind, first, trace, 0.0, name, tuple(hint_of(error)))
     rows = Rows(("0-1", "0-2"), 6, 12)
+
     return WorkerError(RankFailure(role, 3, "10.0.0.7", 4242, method, failure, rows, "/logs/worker.err"))
 
 
@@ -80,6 +81,7 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
         nodes=["10.0.0.7", "10.0.0.8"],
         position=position,
     )
+
     for line in (
         "what    builtins.KeyError: 'x'",
         "where   actor rank 3, node 10.0.0.7, pid 4242, in update",
@@ -90,6 +92,7 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
         f"        {tmp_path}: metrics.jsonl",
     ):
         assert line in page.splitlines()
+
     assert "try" not in page  # nothing is known to help
 
 
@@ -188,6 +191,7 @@ def test_an_error_raised_from_a_workers_is_placed_by_it() -> None:
         )
     except CheckpointError as error:
         page = page_of(error)
+
     assert "where   actor rank 3, node 10.0.0.7, pid 4242, in load_checkpoint" in page
     assert "what    CheckpointError: step_4/actor/a.distcp: differs" in page
 
@@ -249,11 +253,14 @@ def all_hints() -> dict[str, Sequence[str]]:
             source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]
             if re.search(r"\((Run|Hinted)Error|Error\(.*hint=", source):
                 importlib.import_module(module.name)
+
     found: dict[str, Sequence[str]] = {}
     classes = [HintedError]
+
     for each in classes:
         found[each.__name__] = each.hint
         classes += each.__subclasses__()
+
     found |= {name: value for name, value in vars(hints).items() if name.isupper()}
     found |= {foreign.text: foreign.hint for foreign in FOREIGN_FAILURES}
     return found | {"UNWRITTEN": UNWRITTEN}
@@ -271,6 +278,7 @@ def test_a_hint_names_nothing_that_does_not_exist() -> None:
         "RestartLimitError",
         "CheckpointError",
     } <= found.keys()
+
     for place, hint in found.items():
         for field in re.findall(r"\{([^{}]+)\}", "\n".join(hint)):
             if field not in FACTS and field not in groups:

@@ -28,6 +28,7 @@ def greedy(model: Path, prompts: list[str], num_tokens: int) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     texts = []
+
     for prompt in prompts:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(
@@ -37,6 +38,7 @@ def greedy(model: Path, prompts: list[str], num_tokens: int) -> list[str]:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens
         )
         texts.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+
     return texts
 
 

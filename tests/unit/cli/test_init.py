@@ -48,6 +48,7 @@ def test_what_it_writes_passes_check_from_any_folder(
     assert f"megarl check {mine / 'run.yaml'}" in said
     monkeypatch.chdir(mine)
     assert main(["check", "run.yaml"]) == 0, capsys.readouterr().err
+
     if "sft" not in wishes:
         tested = subprocess.run(
             [sys.executable, "-I", str(mine / "reward.py")], capture_output=True, text=True, check=False
@@ -62,6 +63,7 @@ def test_what_it_writes_passes_check_from_any_folder(
             == config.actor.parallel.data_parallel_size
             == (2 if "--devices" in wishes else 1)
         )
+
     before = {file: file.read_bytes() for file in mine.iterdir() if file.is_file()}
     capsys.readouterr()
     assert main(["init", ".", "--model", str(policy), *wishes]) == 2
@@ -115,6 +117,7 @@ def test_a_terminal_is_asked_and_others_are_told(
     assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--algorithm", "pppo"]) == 2
     assert "algorithm=pppo: there is no such file; there are async_dapo, " in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
     # a model there must be; and what to do is a choice
     answers = iter(["", str(policy), "", "reinforcement", "", "rloo", "cpu", ""])
     monkeypatch.setattr("builtins.input", lambda question: next(answers))
@@ -144,6 +147,7 @@ def written(folder: Path, policy: Path, rows: Sequence[dict[str, Any]], *more: s
         )
         == 0
     )
+
     return folder / "mine"
 
 

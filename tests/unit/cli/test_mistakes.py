@@ -384,9 +384,11 @@ def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that name what lies beside them."""
     folder = tmp_path_factory.mktemp("good")
     save_inputs(folder)
+
     for name, config in (("run", tiny_config), ("sft", tiny_sft_config)):
         dump_config(config(folder, folder / "out"), folder / f"{name}.yaml")
         (folder / f"{name}.yaml").write_text((folder / f"{name}.yaml").read_text().replace(f"{folder}/", ""))
+
     return folder
 
 

@@ -146,6 +146,7 @@ def test_a_plan_is_printed_and_drawn(
     assert f"drawn to {drawing}" in rows
     content = drawing.read_bytes()
     assert content.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
+
     if name.endswith("svg"):
         assert main(command) == 0
         assert drawing.read_bytes() == content

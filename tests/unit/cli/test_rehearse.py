@@ -66,6 +66,7 @@ def test_all_ranks_are_rehearsed_and_compared(
     assert train["collectives"][0]["ranks"] == [0, 1]
     assert set(train["awaits"][0]) == {"call", "num_calls"}
     assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
+
     # Each number of the model once, for one engine of one rank; on the way back nothing but the weights is
     # there, and two messages.
     pushes = [

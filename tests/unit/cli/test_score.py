@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
         f"{others}reward:\n  functions: [{{path: {path}}}]\n  num_processes: 1\n"
     )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
     return tmp_path
 
 

@@ -46,6 +46,7 @@ def left_by(config: SFTConfig) -> Path:
     dump_config(config, output_dir / "config.yaml")
     (output_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     (output_dir / "generations.jsonl").touch()
+
     return output_dir
 
 
@@ -106,11 +107,13 @@ def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> 
         ),
     }
     output_dir = left_by(config)
+
     for why, other in others.items():
         with pytest.raises(ValueError, match="holds the metrics of another run") as caught:
             claim(other, resumed(is_own=False) if "resume" in why else None)
         assert f"({why}" in str(caught.value)
         assert (output_dir / "metrics.jsonl").exists(), why
+
     for content in ("", "- 1", "a: ["):
         (output_dir / "config.yaml").write_text(content)
         with pytest.raises(ValueError, match=r"another run \(config.yaml: "):
@@ -142,10 +145,12 @@ def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(
     )
     assert f"model.path={output_dir}/huggingface, with another trainer.output_dir" in out
     more = replace(config, trainer=replace(config.trainer, total_steps=200))
+
     with pytest.raises(
         ValueError, match="ended after its step 100, and 200 are wanted. It has no checkpoint"
     ) as caught:
         is_complete(more, None)
+
     assert "\n" not in str(caught.value)
     write_summary(output_dir, {"steps": 100, "stopped_early": "none of the last 5 ..."})
     assert is_complete(more, None)

@@ -140,11 +140,13 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(
 ) -> None:
     config = load(run)
     nodes, strategy, pools = RUNS[run]
+
     if run != LARGEST:
         assert main(["check", "--fast", path_of(run)]) == 0
         out, err = capsys.readouterr()
         assert err == ""
         assert f"Placement: {strategy} on {nodes} x 8 devices" in out
+
     plan = plan_placement(config)
     assert (plan.strategy.value, plan.pools) == (strategy, pools)
     assert sum(pools.values()) == nodes * 8  # none is idle
@@ -166,6 +168,7 @@ def test_weights_do_not_go_through_files(run: str) -> None:
     assert (forecast := forecast_weights(config, plan, policy)) is not None
     num_replicas = config.rollout.num_replicas
     size = 2 * num_parameters(policy)
+
     # norms, routers and some keys are on several ranks
     assert num_replicas * size <= sum(forecast.received) < num_replicas * size * 1.003
     assert sum(forecast.sent) == sum(forecast.received)
@@ -239,6 +242,7 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(
     assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
     config = load(run)
     plan = plan_placement(config)
+
     for role, tensor in (
         ("actor", config.actor.parallel.tensor_parallel_size),
         ("critic", config.critic.parallel.tensor_parallel_size),
@@ -248,6 +252,7 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(
         places = [(process.node, process.devices) for process in plan.group_of(role).processes]
         for group in zip(*(places[offset::tensor] for offset in range(tensor)), strict=True):
             assert len({node for node, _ in group}) == 1
+
     engines = plan.group_of("rollout").processes
     assert {len(engine.devices) for engine in engines} == {config.rollout.tensor_parallel_size}
     assert len({(engine.node, engine.devices) for engine in engines}) == config.rollout.num_replicas

@@ -38,6 +38,7 @@ def test_lengths_have_the_mean_and_the_most_that_are_asked_for() -> None:
     assert fmean(lengths) == pytest.approx(500, rel=0.1)
     assert max(lengths) == 4000
     assert sum(length == 4000 for length in lengths) / len(lengths) == pytest.approx(0.001, abs=0.0015)
+
     for mean, longest in ((500, 400), (0.5, 10), (10, 100_000)):
         with pytest.raises(
             ValueError, match=f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more"
@@ -59,6 +60,7 @@ def test_a_step_takes_what_it_takes_by_hand() -> None:
         0.0,
     )
     assert forecast(work, times, split, 1).step_s == pytest.approx(10.0, abs=0.5)  # the longer of the two
+
     # 12 s of training, and the first wait
     assert forecast(work, times, split._replace(of=2.0), 1).step_s == pytest.approx(12.6, abs=0.1)
 

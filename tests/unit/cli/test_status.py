@@ -30,6 +30,7 @@ def test_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["status", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
+
     for part in (
         "step 3 of 70, gen for 2 s (up to 2 steps ahead), weights 4",
         "prompts: 1 waiting, 2 generating, 3 finished, 0 training",
@@ -98,6 +99,7 @@ def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(
     for step in (1, 2):
         (folder := tmp_path / "saved" / f"step_{step:08d}").mkdir(parents=True)
         (folder / "checkpoint.json").write_text("{}")
+
     (tmp_path / "failure.txt").write_text(
         "==== megarl train failed ====\nwhat    ValueError: no such thing\nwhen    step 3\n"
     )

@@ -14,6 +14,7 @@ from megarl.cli.run.termination import INTERRUPTED, TERMINATED, Interruption, Te
 def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGTERM)
+
     with Termination(said.append) as termination:
         assert not termination.requested
         os.kill(os.getpid(), signal.SIGTERM)
@@ -24,6 +25,7 @@ def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
         with pytest.raises(SystemExit) as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == TERMINATED == 143
+
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -32,6 +34,7 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(signal, "default_int_handler", before := signal.getsignal(signal.SIGINT))
+
     with Interruption(said.append):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -42,6 +45,7 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
         assert statuses == []
         os.kill(os.getpid(), signal.SIGINT)
         assert statuses == [INTERRUPTED] == [130]
+
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -98,6 +98,7 @@ def mishaps(seeds: range, folder: Path) -> list[str]:
                 f"seed {seed}: status {status} after {took_s:.1f} s of {arguments[1:]}: "
                 f"{err.getvalue()[-500:]}"
             )
+
     return found
 
 
@@ -108,6 +109,7 @@ def mutation(seed: int, folder: Path) -> list[str]:
     schema = SFTConfig if "sft" in run.stem else PPOConfig
     values = deepcopy(_in_full(schema, run)) if chance.random() < 0.5 else _in_few_words(run)
     overrides: list[str] = []
+
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         key = chance.choice(_keys(values))
         match chance.randrange(8):
@@ -126,11 +128,13 @@ def mutation(seed: int, folder: Path) -> list[str]:
             case _:
                 parent = _parent(values, key)
                 parent[key[-1]] = chance.choice(VALUES)
+
     text = yaml.safe_dump(values, allow_unicode=chance.random() < 0.5)
     if chance.random() < 0.15:
         text = _damaged(text, chance)
     file = folder / "run.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
+
     return [str(file), *overrides]
 
 
@@ -154,6 +158,7 @@ def _keys(values: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
         keys.append((*prefix, str(name)))
         if len(prefix) < 4:
             keys += _keys(value, (*prefix, str(name)))
+
     return keys or [("trainer",)]
 
 

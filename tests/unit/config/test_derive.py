@@ -36,6 +36,7 @@ def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
 
 def test_ppo_by_hand(tmp_path: Path) -> None:
     run = arithmetic(tmp_path)
+
     # 12 prompts x 4 samples; 3 mini-batches of 16 rows; rows of 16 + 8 tokens.
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (
         12,
@@ -70,6 +71,7 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
         0,
         0,
     )
+
     # 16 rows by 3
     assert (critic.num_ranks, critic.rows_per_replica, critic.micro_batches) == (2, (16, 16), (6, 6))
     assert (critic.optimizer_steps_per_step, critic.optimizer_steps_total) == (6, 60)

@@ -173,6 +173,7 @@ def test_ranges_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig
     numbers = number_keys(schema)
     assert len(numbers) > (90 if schema is PPOConfig else 25)
     num_refused = 0
+
     for end, step in (
         ("at_least", 0),
         ("at_least", -1),
@@ -185,6 +186,7 @@ def test_ranges_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig
         num_refused += check_ranges(
             schema, {key: int(value) + step for key, value in ends.items() if math.isfinite(value)}
         )
+
     for value in (10**9, 10**9 + 1, -(10**9), -(10**9) - 1):
         num_refused += check_ranges(schema, {leaf.key: value for leaf in numbers})
     assert num_refused > 3 * len(numbers)
@@ -198,6 +200,7 @@ def check_ranges(schema: type[PPOConfig] | type[SFTConfig], values: dict[str, in
     }
     assert by_range <= refused_by_loader(schema, values)
     assert refused_by_schema(schema, values) == by_range
+
     return len(by_range)
 
 
@@ -300,6 +303,7 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
     found = dict(described(json_schema(RUN_KINDS[schema])["properties"]))
     defaults = plain_values(schema())
     defaults["kind"] = None
+
     for leaf in leaves(schema()):
         entry = found[leaf.key]
         assert entry["description"], leaf.key
@@ -310,6 +314,7 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
             assert entry["default"] == (
                 OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
             ), leaf.key
+
     assert "- linear: down to `min_lr` at the last step" in found["actor.optim.decay"]["description"]
 
 

@@ -80,6 +80,7 @@ def test_what_would_stand_in_a_file_can_be_given_as_it_is() -> None:
     )
     assert config.algorithm.entropy_coefficient == 0.5
     assert given["algorithm"] == {"base": "grpo", "entropy_coefficient": 0.5}
+
     with pytest.raises(
         ConfigError,
         match=r"given values.*\n.*trainer.sed: unknown key; did you mean trainer.seed\? \[given values\]",
@@ -262,6 +263,7 @@ def test_code_that_ships_has_one_name_in_every_folder(
     for own in (tmp_path / name, tmp_path / "mine" / name):
         own.parent.mkdir(parents=True)
         own.write_text("")
+
     assert load_config(PPOConfig, path).reward.functions[0].path == str(tmp_path / "mine" / name)
     overridden = load_config(PPOConfig, tmp_path / "run.yaml", [f"reward.functions=[{{path: {name}}}]"])
     assert overridden.reward.functions[0].path == name
@@ -273,6 +275,7 @@ def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_the
     package = tmp_path / "megarl"
     beside = tmp_path / "configs"
     assert configs_dir(package) == beside
+
     # as a checkout of an earlier version leaves untracked files
     (package / "configs" / "algorithm").mkdir(parents=True)
     assert configs_dir(package) == beside

@@ -26,6 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         folder = tmp_path / "configs" / "models" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(ARCHITECTURE | {"hidden_size": hidden_size}))
+
     return write_yaml(tmp_path / "configs" / "run.yaml", ppo_values(tmp_path))
 
 

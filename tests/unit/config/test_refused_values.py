@@ -101,6 +101,7 @@ def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
         "data.train_files=['${nothing}']",
     ]
     found = problems_of(PPOConfig, ppo, *references[:2], "trainer.updates_per_step=5", "actor.optim.lr=abc")
+
     for said in (
         "trainer.output_dir: Interp",
         "data.max_prompt_length: Interp",
@@ -108,6 +109,7 @@ def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
         "actor.optim.lr: is 'abc'",
     ):
         assert [said in problem for problem in found].count(True) == 1, found
+
     assert len(found) == 4
     (only,) = problems_of(PPOConfig, ppo, references[2])
     assert "Interpolation key 'nothing' not found" in only

@@ -79,11 +79,14 @@ def test_packages_of_an_engine_that_are_not_installed_are_named(
 def test_a_good_configuration_has_none(ppo: str) -> None:
     assert violations(ppo) == []
     assert violations(ppo, "model.dtype=bfloat16", "device=cpu") == []  # bf16 on a CPU is allowed
+
     # 13 rows over 2 replicas: uneven is allowed
     assert violations(ppo, "trainer.prompts_per_step=13", "trainer.updates_per_step=4") == []
+
     # 56 + 8: all of the 64 positions, and of the 64 tokens of a micro-batch
     assert violations(ppo, "data.max_prompt_length=56") == []
     assert violations(ppo, "rollout.validation.top_p=0.9", "rollout.validation.temperature=0") == []
+
     # Four ranks hold the two key-value heads twice.
     assert (
         violations(
@@ -96,6 +99,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     )
     assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
     assert violations(ppo, "rollout.max_staleness=2", _CORRECTED) == []
+
     # Padded rows of float32 have an attention in Transformer Engine, packed ones have none.
     assert (
         violations(
@@ -434,6 +438,7 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
         "val/score/mean, val/reward/error_rate"
     )
     loss = KeepBestConfig(metric="val/loss")
+
     for keep_best, said in (
         (
             best,
@@ -471,9 +476,11 @@ def test_compared_metrics_are_those_that_the_configuration_measures(metric: str,
         str(each)
         for each in validation_metrics(PPOConfig(trainer=trainer, checkpoint=checkpoint, rollout=rollout))
     ]
+
     if said is None:
         assert found == []
         return
+
     (problem,) = found
     assert problem.startswith(
         f"checkpoint.keep_best.metric: no validation of this run measures {metric!r}; {said}"
@@ -610,6 +617,7 @@ def test_every_range_is_held(ppo: str) -> None:
     is named, with its value and its range."""
     config = load_config(PPOConfig, ppo, ["reward.functions=[{path: score.py}]"])
     tried = 0
+
     for end, step in (("at_least", -1), ("above", 0), ("at_most", 1), ("below", 0)):
         beyond = {
             leaf.key: value + step
@@ -622,6 +630,7 @@ def test_every_range_is_held(ppo: str) -> None:
             f"{key}: is {value:g}, but must be {ranges[key]}" for key, value in beyond.items()
         } - found == set()
         tried += len(beyond)
+
     assert tried > 90
     no_number = {leaf.key: math.nan for leaf in leaves(config) if isinstance(leaf.value, float)}
     found = {str(violation) for violation in validate(changed(config, no_number))}
@@ -646,6 +655,7 @@ def changed(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
             ]
         elif key in values:
             new[entry.name] = values[key]
+
     return replace(section, **new)
 
 

@@ -115,6 +115,7 @@ actor_rollout_ref:
   actor: {ppo_mini_batch_size: 16, unheard_of: 1}
 """,
     )
+
     # model.path is not said to be missing as well: it was given under its old name.
     assert [problem.partition(":")[0] for problem in found] == [
         "data.train_batch_size",
@@ -148,6 +149,7 @@ def test_names_of_trl_are_answered(tmp_path: Path) -> None:
         ours = entry.partition("; ")[0]
         assert ours == "none" or any(ours in keys for keys in known.values()), name
         assert not any(name in keys for keys in known.values()), name
+
     text = "model: {path: m}\ndata: {train_files: [a.parquet]}\nnum_generations: 4\nbeta: 0.1\nuse_peft: true"
     assert [problem.partition(" [")[0] for problem in problems(PPOConfig, tmp_path, text)] == [
         "num_generations: is TRL's name; here it is rollout.n (responses to a prompt)",

@@ -74,5 +74,6 @@ def test_setup_installs_by_the_table(tmp_path: Path) -> None:
     assert sorted(map(str, required)) == sorted(map(str, expected))
     assert f"Requires-Python: {PYTHON}" in metadata
     assert any("[Megatron-Core](https://" in line for line in metadata)
+
     # a package index has no files of ours
     assert [line for line in metadata if re.search(r"\]\((?!https?:)", line)] == []

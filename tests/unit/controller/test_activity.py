@@ -42,6 +42,7 @@ def test_spans_hold_the_call_and_its_phases() -> None:
                 pass
             with activity.phase("step"):
                 pass
+
     spans = activity.spans()
     assert [span.name for span in spans] == ["update", "forward", "step"]
     assert (

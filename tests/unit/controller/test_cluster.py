@@ -43,6 +43,7 @@ def test_who_has_no_key_is_refused(ray_cluster: None) -> None:
         f"print(GcsClient(address='{address}').internal_kv_keys(b'', namespace=None, timeout=60))"
     )
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+
     for environment in (without, {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
         done = subprocess.run(
             [sys.executable, "-c", program],

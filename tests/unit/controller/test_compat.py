@@ -63,6 +63,7 @@ def test_registered_methods_are_methods_of_the_group(actor: compat.RayWorkerGrou
     squared = actor.square(batch)
     assert (squared.batch["square"].tolist(), squared.batch["rank"].tolist()) == ([0, 1, 4], [0, 0, 1])
     assert actor.twice(batch).batch["x"].tolist() == [0, 2, 4]
+
     with pytest.raises(
         AttributeError,
         match="VerlStyleWorker, the worker of role 'actor', has no registered method 'nothing'",

@@ -47,6 +47,7 @@ def test_a_node_comes_up_though_its_agents_do_not(slow_agents: dict[str, str]) -
     """Ray by itself ends the node after 15 s."""
     slow_agents.pop("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", None)
     command = [sys.executable, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "1"]
+
     with subprocess.Popen(
         command, cwd=ROOT, env=slow_agents, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as node:
@@ -54,6 +55,7 @@ def test_a_node_comes_up_though_its_agents_do_not(slow_agents: dict[str, str]) -
         address = node.stdout.readline().strip()
         commands = [" ".join(each.cmdline()) for each in psutil.Process(node.pid).children(recursive=True)]
         node.communicate()
+
     assert address.startswith("127.0.0.1:")
     assert [each for each in commands if "agent" in each and "--raylet_socket_name" not in each], commands
     [raylet] = [each for each in commands if "--raylet_socket_name" in each]
@@ -139,6 +141,7 @@ def test_a_key_is_made_where_the_user_gave_none() -> None:
     assert add_key(environment) == [AUTH_MODE, AUTH_TOKEN]
     assert environment[AUTH_MODE] == "token"
     assert len(environment[AUTH_TOKEN]) == 64
+
     for given in (
         {AUTH_MODE: "disabled"},
         {AUTH_MODE: "token", AUTH_TOKEN: "own"},

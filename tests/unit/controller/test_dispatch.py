@@ -89,10 +89,12 @@ def test_padding_that_cannot_come_off_is_an_error() -> None:
         match="3 rows was padded by 1 to be split into 2 equal parts, but the method returns float",
     ):
         collect([0.5, 0.5], call.collect)
+
     with pytest.raises(
         ValueError, match="3 rows, padded to 4, came back as 2: the padding cannot be taken off"
     ):
         collect([rows(5), rows(7)], call.collect)
+
     assert collect([0.5, 0.25], plan(Dispatch.MEGATRON_MESH, rows(5, 6)).collect) == [0.5, 0.25]
 
 

@@ -61,6 +61,7 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
     assert {(one["threads"], one["OMP_NUM_THREADS"], one["GREETING"], one["label"]) for one in about} == {
         (1, "1", "hello", "tp2")
     }
+
     # what the user has set is obeyed: here the tests, for the driver
     assert {one["threads_now"] for one in about} == {1}
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
@@ -84,12 +85,14 @@ def test_processes_that_compute_side_by_side_share_the_cores(
     roles = {role: RayClassWithInitArgs(EchoWorker) for role in ("actor", "reference")}
     at_work = {"actor": {"about": 1}, "reference": {"about": 1000}}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles), at_work=at_work)
+
     try:
         actor, reference = group.spawn().values()
         seen = [each.call(EchoWorker.about)[0]["threads_now"] for each in (actor, reference, actor)]
     finally:
         group.shutdown()
         pool.release()
+
     assert seen == [usable_cores(), 1, usable_cores()]
 
 
@@ -135,6 +138,7 @@ def test_calls_name_the_method_itself(group: RayWorkerGroup) -> None:
     assert group.call_rank(3, EchoWorker.who).get() == 3
     with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
         group.call_rank(4, EchoWorker.who)
+
     with pytest.raises(
         ValueError, match="EchoWorker, the worker of role 'actor', has no method CollectiveWorker.sum_ranks"
     ):
@@ -174,6 +178,7 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(
         ("train", "actor", "waiting"),
     ]
     assert len(spans) == 2 * 6
+
     # both groups were at it at the same time
     assert max(span.start_s for span in spans) < min(span.end_s for span in spans)
     assert group.drain_spans() == fused["reward"].drain_spans() == []
@@ -207,10 +212,12 @@ def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
 def test_a_constructor_that_fails_is_reported_for_whatever_is_called(ray_cluster: None) -> None:
     pool = RayResourcePool([2], use_gpu=False)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(BrokenWorker, rank=1), role="reference")
+
     with pytest.raises(
         RuntimeError, match=r"reference rank 1 (.|\n)*in __init__: FileNotFoundError: no model in /nowhere"
     ):
         group.call(BrokenWorker.work)
+
     with pytest.raises(RuntimeError, match="no model in /nowhere"):
         group.ready.get()
     group.shutdown()
@@ -225,10 +232,12 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match="there are no roles"):
         create_colocated_worker_cls({})
     pool = RayResourcePool([1], use_gpu=False)
+
     with pytest.raises(
         ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(LayoutOfThree), role="actor")
+
     pool.release()
 
 

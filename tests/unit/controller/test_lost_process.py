@@ -145,6 +145,7 @@ class UnreachableSet(ActorSet):
         )
         call.fetch()
         assert call.failure is not None
+
         return call.failure.failure.summary
 
 

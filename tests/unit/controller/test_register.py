@@ -101,10 +101,12 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     output, problems, _ = mypy.api.run(arguments)
     assert not problems
     found: dict[int, list[str]] = {}
+
     for line in output.splitlines():
         if ": error: " in line:
             place, _, message = line.partition(": error: ")
             found.setdefault(int(place.rpartition(":")[2]), []).append(message)
+
     return found
 
 

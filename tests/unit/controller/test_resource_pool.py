@@ -43,6 +43,7 @@ def test_bad_arguments_are_refused() -> None:
     for counts in ([], [0], [2, -1]):
         with pytest.raises(ValueError, match="must be at least 1"):
             RayResourcePool(counts)
+
     with pytest.raises(ValueError, match=r"'actor' is mapped to the pool 'train'; there are \['main'\]"):
         ResourcePoolManager({"main": [1]}, {"actor": "train"})
     with pytest.raises(ValueError, match="role 'critic' has no pool"):
@@ -107,11 +108,13 @@ def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> Non
         (rank, rank) for rank in range(12)
     ]
     late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
+
     with pytest.raises(
         InsufficientResourcesError,
         match=r"still not free after 0.5 s(.|\n)*pool 'late'(.|\n)*node 127.0.0.1: 0 GPU, 0 CPU",
     ):
         late.bundles()
+
     holder.release()
     late.wait_limit_s = 10
     assert len(late.bundles()) == 2
@@ -127,6 +130,7 @@ def test_pools_that_name_a_node_of_the_plan_are_on_one_node_together() -> None:
     ]
     demands = node_demands(pools)
     assert demands == [{"CPU": 4, "GPU": 2}, {"CPU": 2 + 1 + 1, "GPU": 2}, {"CPU": 3, "GPU": 3}]
+
     # The largest first, where it leaves least: 3 of 3, then 2 of 2, then 2 of 4.
     assert match(demands, [node(8, 4), node(8, 2), node(8, 3)]) == [1, 0, 2]
     assert match(demands, [node(8, 3), node(8, 3)]) is None

@@ -97,6 +97,7 @@ class EchoWorker(Worker):
         if self.rank == rank:
             time.sleep(after_s)
             raise KeyError(f"no such layer on rank {rank}")
+
         if after_s < 0:
             time.sleep(-after_s)
         raise RuntimeError(
@@ -138,6 +139,7 @@ class EchoWorker(Worker):
         grandchild = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True
         )
+
         return [child.pid, int(grandchild.stdout)]
 
 

@@ -46,6 +46,7 @@ def character_tokenizer(template=TEMPLATE, vocabulary_extra="", **special):
         tokenizer_object=tokenizer, **{key: value for key, value in special.items() if value}
     )
     fast.chat_template = template
+
     return fast
 
 

@@ -62,6 +62,7 @@ def test_a_run_is_resumed_on_another_day_with_the_prompts_that_it_had(tmp_path: 
     begun = loader(first)
     next(begun)
     state = json.loads(json.dumps(begun.state_dict()))
+
     # As `megarl train` and `megarl sft` restore it, before they read the data.
     tuesday = tokenizer_on(TUESDAY)
     set_chat_time(tuesday, saved_chat_time(state))
@@ -88,6 +89,7 @@ def test_rows_are_known_by_what_they_say_and_not_by_how_they_are_rendered(tmp_pa
         ],
         "chats": [[CHATS[0], {"messages": user("c") + assistant("e")}], CHATS[::-1]],
     }
+
     for rows in others[kind]:
         with pytest.raises(ValueError, match="cannot resume the data: .* with rows="):
             loader(data_set(tmp_path, kind, tokenizer_on(MONDAY), rows)).load_state_dict(state)
@@ -118,11 +120,13 @@ def test_which_templates_read_the_clock(tmp_path: Path) -> None:
 def test_checkpoints_that_know_rows_by_their_tokens_are_resumed(tmp_path: Path, kind: str) -> None:
     rows = data_set(tmp_path, kind, character_tokenizer())
     old = Fingerprint()
+
     for row in (rows[index] for index in range(2)):
         if kind == "prompts":
             old.add(row.token_ids, values=[row.data_source, row.reward_model, row.extra_info])
         else:
             old.add(row.prompt_ids, row.response_ids, values=None)
+
     state = {
         name: value
         for name, value in loader(rows).state_dict().items()

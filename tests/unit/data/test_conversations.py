@@ -64,11 +64,13 @@ def test_too_long_is_refused_or_loses_its_oldest_tokens(tokenizer: Any) -> None:
         whole, False, False
     )
     short = len(whole) - 1
+
     with pytest.raises(
         ConversationError,
         match=rf"sample a: the conversation has {len(whole)} tokens .* reads at most {short}; raise",
     ):
         encoder(tokenizer, max_length=short).encode("a", user("1 + 1"), "2")
+
     truncating = encoder(tokenizer, max_length=short, overlong=OverlongConversation.truncate)
     assert truncating.encode("a", user("1 + 1"), "2") == Conversation(whole[1:], True, False)
 
@@ -86,6 +88,7 @@ def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
         match=r"sample a, by the reward model's tokenizer: the chat template refuses .*'tool'",
     ):
         encoder(tokenizer).encode("a", [{"role": "tool", "content": "x"}], "2")
+
     last = len(tokenizer) - 1
     with pytest.raises(
         ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"
@@ -103,10 +106,12 @@ def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
 
     good = [prompt(user("1 + 1"), 5), prompt(TURNS, 30), prompt(user("2"), 3)]
     check_chats(encoder(tokenizer), good)
+
     with pytest.raises(
         ConversationError, match="sample of 'sums', by the reward model's tokenizer: .*'tool'"
     ):
         check_chats(encoder(tokenizer), [*good, prompt([*user("1"), {"role": "tool", "content": "x"}], 4)])
+
     with pytest.raises(ConversationError, match="sample of 'sums': the conversation has 1[0-9][0-9] tokens"):
         check_chats(encoder(tokenizer), [*good, prompt(user("1" * 90), 90), prompt(user("2"), 3)])
 

@@ -25,9 +25,11 @@ def save_to_disk(folder, rows, num_files=2):
     table = pa.Table.from_pylist(rows)
     names = [f"data-{number:05d}-of-{num_files:05d}.arrow" for number in range(num_files)]
     size = -(-len(rows) // num_files)
+
     for number, name in enumerate(names):
         with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table.slice(number * size, size))
+
     (folder / "state.json").write_text(
         json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
     )
@@ -40,9 +42,11 @@ def every_format(folder):
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
         writer.writerows(ROWS)
+
     (folder / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
     (folder / "sums.json").write_text("\n".join(json.dumps(row) for row in ROWS))
     saved = save_to_disk(folder / "sums", ROWS)
+
     return [
         write(folder / "sums.parquet", ROWS),
         *(str(folder / f"sums.{ending}") for ending in ("csv", "jsonl", "json")),
@@ -62,6 +66,7 @@ def test_columns_of_other_names_and_texts_with_a_system_prompt(tmp_path):
     tokenizer = character_tokenizer(vocabulary_extra='"[],')
     data = DataConfig(columns=COLUMNS, system_prompt="answer\nwith a number", max_prompt_length=99)
     fingerprints = set()
+
     for path in every_format(tmp_path):
         prompts = PromptDataset([path], tokenizer, data)
         assert tokenizer.decode(prompts[0].token_ids) == (
@@ -71,6 +76,7 @@ def test_columns_of_other_names_and_texts_with_a_system_prompt(tmp_path):
         assert prompts[1].reward_model == {"style": "rule", "ground_truth": "007"}
         assert (prompts[0].data_source, prompts[0].extra_info) == ("sums", {})
         fingerprints.add(prompts.identity)
+
     assert len(fingerprints) == 1
     own = [{"role": "system", "content": "be kind"}, *user("a")]
     kept = PromptDataset(
@@ -84,6 +90,7 @@ def test_columns_of_other_names_and_texts_with_a_system_prompt(tmp_path):
 def test_prompt_and_answer_of_two_columns_are_a_chat(tmp_path):
     data = SFTDataConfig(columns=ChatColumnsConfig(prompt="question", answer="answer"), max_length=99)
     tokenizer = character_tokenizer(vocabulary_extra='",')
+
     for path in every_format(tmp_path):
         example = SFTDataset([path], tokenizer, data)[1]
         assert tokenizer.decode([*example.prompt_ids, *example.response_ids]) == (
@@ -103,6 +110,7 @@ def corrupt_page(folder):
     content = bytearray(path.read_bytes())
     content[60:400] = b"\xff" * 340
     path.write_bytes(content)
+
     return path
 
 
@@ -203,6 +211,7 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
     tokenizer = character_tokenizer()
     with pytest.raises(DataError, match="column 'info' is missing"):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(extra_info="info")))
+
     with pytest.raises(
         DataError, match="column 'answer' is missing; .*data.columns says which columns are read"
     ):
@@ -232,11 +241,13 @@ def test_text_that_is_lost_may_be_allowed(tmp_path):
     """Blanks and capitals that a tokenizer's own normalizer takes away are not lost."""
     file = write(tmp_path / "a.parquet", [prompt_row("how many? \u00e9")])
     tokenizer = character_tokenizer()
+
     with pytest.raises(
         DataError,
         match=r"row 0, column 'prompt': the tokenizer loses text: it cannot write '\u00e9', and the model",
     ):
         PromptDataset([file], tokenizer, DataConfig())
+
     assert len(PromptDataset([file], tokenizer, DataConfig(lossy=LossyText.allow))) == 1
     spaced = character_tokenizer()
     spaced.backend_tokenizer.decoder = None  # puts a blank between tokens

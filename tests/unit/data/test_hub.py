@@ -59,6 +59,7 @@ class Hub(BaseHTTPRequestHandler):
                     ).encode()
                 )
             return
+
         repository, _, name = path.partition(f"/resolve/{SHA}/")
         self.asked.append(name)
         self.answer(FILES[repository if repository.startswith("datasets/") else f"models/{repository}"][name])
@@ -73,6 +74,7 @@ class Hub(BaseHTTPRequestHandler):
             ("X-Repo-Commit", SHA),
         ):
             self.send_header(name, value)
+
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(content)
@@ -92,6 +94,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     Hub.asked.clear()
+
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -114,6 +117,7 @@ def run(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         pa.Table.from_pylist([prompt_row(f"{number}+1=") for number in range(12)]), tmp_path / "train.parquet"
     )
     (tmp_path / "reward.py").write_text(REWARD)
+
     return path
 
 
@@ -171,12 +175,14 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     for command in (["check", "--fast"], ["check"], ["plan"]):
         assert main([*command, run]) == 0
         assert about_weights in capsys.readouterr().out
+
     assert main(["check", "--fast", run, "data.train_files=[maker/one]"]) == 0
     assert "data.train_files: maker/one is on the hub; `megarl train` fetches it" in capsys.readouterr().out
     subject, (good, warning) = read_subject(run, [], 0, None)
     assert (good.status, warning.status, warning.message) == (Status.ok, Status.warning, about_weights)
     assert subject.all_models_known
     assert "model.safetensors" not in Hub.asked
+
     # the tokenizer's
     assert [found.status for found in check(subject) if found.check in (MODELS, TOKENIZERS)] == [Status.ok]
 

@@ -115,6 +115,7 @@ def test_a_state_of_another_version_is_refused() -> None:
     loader = BatchLoader(Numbers(8), 2, shuffle=True, seed=0)
     state = loader.state_dict()
     del state["parts"]
+
     with pytest.raises(
         ValueError, match="the checkpoint does not say parts; it is damaged or of another version"
     ):
@@ -147,6 +148,7 @@ def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
     served = sum(expected, [])
     start = 0
     total = sum(part.weight for part in parts)
+
     for part in parts:
         own = [row for row in served if start <= row < start + part.num_rows]
         assert abs(len(own) - len(served) * part.weight / total) <= 1
@@ -162,10 +164,12 @@ def test_the_order_of_a_mix_by_hand_and_its_refusals():
     mix = BatchLoader(Numbers(5), 8, shuffle=False, seed=0, parts=parts)
     assert rows(next(mix)) == [0, 1, 2, 0, 1, 0, 3, 1]
     assert next(mix).non_tensor_batch["uid"].tolist()[:3] == ["3-0", "3-1", "0-4"]
+
     with pytest.raises(ValueError, match="cannot resume the data.*parts=.*data.train_weights"):
         BatchLoader(
             Numbers(5), 8, shuffle=False, seed=0, parts=parts_of(["a", "b"], [1, 1], ["a"] * 2 + ["b"] * 3)
         ).load_state_dict(mix.state_dict())
+
     with pytest.raises(DataError, match="b: no row is left of it"):
         parts_of(["a", "b"], [1, 1], ["a"])
 
@@ -196,10 +200,12 @@ def test_a_checkpoint_that_knows_rows_by_their_tokens_is_resumed(caplog):
     assert take(same, 2) == expected
     assert same.state_dict()["rows"] == "numbers"
     assert caplog.text == ""
+
     with pytest.raises(
         ValueError, match="rows=tokens of before, this run has numbers; use the same data files"
     ):
         BatchLoader(Numbers(8, tokens="others"), 2, shuffle=True, seed=0).load_state_dict(state)
+
     # A template that reads the clock has made other tokens of the same rows, so that there is nothing to
     # compare.
     dated = BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0)

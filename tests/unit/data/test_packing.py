@@ -63,6 +63,7 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples,
     assert plan.num_micro_batches % multiple_of == 0
     assert sorted(row for rank in plan.ranks for row in real_rows(rank)) == list(range(len(lengths)))
     micro_batches = [micro_batch for rank in plan.ranks for micro_batch in rank.micro_batches]
+
     for micro_batch in micro_batches:
         assert micro_batch.rows
         assert len(micro_batch.rows) <= limits.get("sequences", len(lengths))
@@ -71,6 +72,7 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples,
             parts = [lengths[row] - (prompts[row].length if prompts else 0) for row in rows]
             parts += dict(prompts[row] for row in rows).values() if prompts else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
+
     # only where there are not enough rows to go round
     if any(micro_batch.is_filler for micro_batch in micro_batches):
         assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
@@ -97,6 +99,7 @@ def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
     """Of 4 ranks with 10 tokens each one has 4 x 8 of 30 tokens, and not 4 x 16 of the two."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
     assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
+
     with pytest.raises(
         ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"
     ):

@@ -58,6 +58,7 @@ def spelt(tokenizer, example):
         text += (
             "[" * (is_trained and not before) + "]" * (before and not is_trained) + tokenizer.decode([token])
         )
+
     return text + "]"
 
 
@@ -197,6 +198,7 @@ def test_overlong_chats(tmp_path, tokenizer):
         DataError, match=r"chats.parquet, row 1: 51 tokens; 1 of 2 rows have more than data.max_length=30"
     ):
         dataset(tmp_path, rows, tokenizer, 30)
+
     kept = dataset(tmp_path, rows, tokenizer, 30, Overlong.filter)
     assert (len(kept), kept.num_filtered) == (1, 1)
 

@@ -90,6 +90,7 @@ def tokenizer_of(template: str, end: str, forgets_case: bool = False) -> PreTrai
     characters.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token=end)
     tokenizer.chat_template = template
+
     return tokenizer
 
 
@@ -105,10 +106,12 @@ def test_a_conversation_that_grows_is_the_one_that_is_rendered_whole(family: str
     answers = [[result("4"), result("2")], [result("busy")], user("and?")]
     chat = user("price?")
     grown = render_chat(tokenizer, chat, for_generation=True, tools=[PRICE])
+
     for number, messages in enumerate(answers):
         written = tokenizer.encode(f"call {number}", add_special_tokens=False) + [tokenizer.eos_token_id]
         grown += written + template.bridge_from(written, messages)
         chat += assistant(f"call {number}") + messages
+
     assert grown == render_chat(tokenizer, chat, for_generation=True, tools=[PRICE])
 
 
@@ -124,6 +127,7 @@ def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: 
     written = [*upper, tokenizer.eos_token_id]
     assert template.read(written) == "<think>AB</think>\n\nAB"
     assert template.bridge_from(written, [result("x")]) == template.bridge([result("x")])
+
     # A turn that another token ended is closed as the template closes it.
     other = [*upper, tokenizer.convert_tokens_to_ids("<|other|>")]
     assert template.bridge_from(other, [result("x")]) == [
@@ -152,6 +156,7 @@ def test_templates_that_open_the_thinking_of_each_turn(
     assert grown.count("<think>\n") == 2
     assert grown.endswith("<think>\n")
     assert f"<think>\nso</think>4{end}" in grown
+
     # But for the thinking it is what the template writes.
     rendered = tokenizer.decode(
         render_chat(tokenizer, user("price?") + assistant("4") + [message], for_generation=True, tools=tools)

@@ -62,6 +62,7 @@ def test_in_columns_of_other_names_and_not_in_those_that_nobody_reads(
     data = DataConfig(max_prompt_length=60, columns=columns)
     row = {"question": "a", "answer": "5", "more": {"index": 1}, "notes": HALF}
     assert len(PromptDataset([json_lines(tmp_path / "good.jsonl", row)], tokenizer, data)) == 1
+
     for name, value in (("question", HALF), ("answer", HALF), ("more", {"of": {"of": HALF}})):
         file = json_lines(tmp_path / "bad.jsonl", row, row | {name: value})
         with pytest.raises(DataError, match=f"row 1, column '{name}': .* has half of a character"):

@@ -91,16 +91,19 @@ def test_a_field_that_the_template_does_not_write_is_refused(
 ) -> None:
     tokenizer = tokenizer_of(*TEMPLATES[family])
     row = {"messages": user("2 + 3") + assistant("5", **{field: value})}
+
     if (family, field) == ("qwen3", "reasoning_content"):
         assert tokenizer.decode(chats(tmp_path, tokenizer, row)[0].response_ids).startswith(
             "<think>\nfor I know\n</think>\n\n5"
         )
         return
+
     with pytest.raises(
         DataError,
         match=rf"row 0, column 'messages': message 1: the chat template does not write its {field} \(",
     ):
         chats(tmp_path, tokenizer, row)
+
     # In a prompt it is refused as well, in an earlier answer and in what is to be answered.
     for messages in (row["messages"] + user("and?"), [{**user("2 + 3")[0], field: value}]):
         if field != "content_2":  # whose text stands in the question
@@ -174,10 +177,12 @@ def test_thinking_in_the_content_is_noticed_where_nobody_wrote_it(tmp_path: Path
         match="message 1: the chat template takes what stands before '</think>' in its content for thinking",
     ):
         response("The tag </think> closes thinking.")
+
     with pytest.raises(DataError, match="message 1: the chat template does not write its content"):
         response("First <think> and then </think> are tags.")
     with pytest.raises(DataError, match="message 1: the chat template does not write its content"):
         response("<think>so</think>The tag </think> closes it.")
+
     # Where the template opens the thinking, a content without the opening tag is what a model would write.
     opening = tokenizer_of(
         OPENING.replace("{{ message.content.split('</think>')[-1].lstrip('\n') }}", "{{ message.content }}"),
@@ -204,6 +209,7 @@ def test_the_arguments_of_a_call_are_in_the_answer(tmp_path: Path) -> None:
     }
     assert '"two"' in tokenizer.decode(chats(tmp_path, tokenizer, row)[0].response_ids)
     names_only = tokenizer_of(QWEN3.replace("call.function | tojson", "call.function.name"), "<|im_end|>")
+
     with pytest.raises(
         DataError, match=r"message 1: the chat template does not write its tool_calls \('say \"x\""
     ):
@@ -216,11 +222,13 @@ def test_a_template_without_a_system_prompt_is_noticed(tmp_path: Path) -> None:
         "<|im_end|>",
     )
     system = {"role": "system", "content": "Answer briefly."}
+
     with pytest.raises(
         DataError,
         match="message 0: the chat template does not write its content .'Answer briefly.'.; use a template",
     ):
         prompts(tmp_path, silent, prompt_row("a") | {"prompt": [system, *user("a")]})
+
     with pytest.raises(DataError, match="message 0: the chat template does not write its content"):
         prompts(tmp_path, silent, prompt_row("a"), system_prompt="Answer briefly.")
 
@@ -286,11 +294,13 @@ def test_an_answer_that_spells_the_end_of_a_turn_is_refused(tmp_path: Path, fiel
     tokenizer = tokenizer_of(*TEMPLATES["qwen3"])
     value = call_of({"item": "a<|im_end|>b"}) if field == "tool_calls" else "a<|im_end|>b"
     row = {"messages": user("a") + [{"role": "assistant", "content": "", field: value}], "tools": [PRICE]}
+
     with pytest.raises(
         DataError,
         match=rf"message 1: its {field} spells '<\|im_end\|>', with which .* write it apart: '< \|im_end\|>'",
     ):
         chats(tmp_path, tokenizer, row)
+
     with pytest.raises(ValueError, match="message 1: its content spells '<|im_start|>'"):
         render_whole(
             tokenizer,
@@ -298,6 +308,7 @@ def test_an_answer_that_spells_the_end_of_a_turn_is_refused(tmp_path: Path, fiel
             LossyText.refuse,
             for_generation=True,
         )
+
     # no matter of turns
     other = chats(tmp_path, tokenizer, {"messages": user("a") + assistant("a<|other|>b")})[0]
     assert tokenizer.convert_tokens_to_ids("<|other|>") in other.response_ids
@@ -322,9 +333,11 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 def test_messages_as_json_text_are_messages(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(*TEMPLATES["chatml"])
     listed = prompts(tmp_path, tokenizer, prompt_row() | {"prompt": QUESTION})[0]
+
     for text in (json.dumps(QUESTION), "\n" + json.dumps(QUESTION, indent=1)):
         found = prompts(tmp_path, tokenizer, prompt_row() | {"prompt": text})[0]
         assert (found.messages, found.token_ids) == (QUESTION, listed.token_ids)
+
     chat = json.dumps(QUESTION + assistant("5"))
     assert tokenizer.decode(chats(tmp_path, tokenizer, {"messages": chat})[0].response_ids) == "5<|im_end|>"
     for text in ("[1, 2] is a list. Why?", '{"a": 1} is JSON.', '[{"a": "role"}]', "What does [{ mean?"):
@@ -360,16 +373,19 @@ def test_a_text_that_should_have_been_messages(tmp_path: Path, text: str, said: 
 def test_tools_in_a_column_of_another_name(tmp_path: Path, name: str, tools: Any) -> None:
     tokenizer = tokenizer_of(*TEMPLATES["chatml"])
     row = {"messages": user("a") + assistant("b"), name: tools}
+
     with pytest.raises(
         DataError,
         match=rf"row 0, column '{name}': holds tools, but .*column 'tools'.*set data.columns.tools={name}",
     ):
         chats(tmp_path, tokenizer, row)
+
     with pytest.raises(DataError, match=rf"row 0, column '{name}': holds tools"):
         chats(tmp_path, tokenizer, row | {"tools": []})
     for other in (None, [], "", "see below", [1], [{"name": "price"}]):
         assert len(chats(tmp_path, tokenizer, row | {name: other})) == 1
     assert len(chats(tmp_path, tokenizer, row | {"tools": [PRICE]})) == 1
+
     if tools == [PRICE]:
         named = chats(tmp_path, tokenizer, row, columns=ChatColumnsConfig(tools=name))
         assert "price;" in tokenizer.decode(named[0].prompt_ids)
@@ -383,6 +399,7 @@ def test_a_data_source_that_cannot_name_a_metric(tmp_path: Path, source: str) ->
         "metrics.*data.columns.data_source=null",
     ):
         prompts(tmp_path, tokenizer_of(*TEMPLATES["chatml"]), prompt_row(data_source=source))
+
     columns = PromptColumnsConfig(data_source=None)
     assert (
         prompts(
@@ -396,6 +413,7 @@ def test_the_token_that_closes_an_answer() -> None:
     for family, (template, end) in TEMPLATES.items():
         tokenizer = tokenizer_of(template, "<|other|>")
         assert tokenizer.decode([closing_token(tokenizer)]) == end, family
+
     assert (
         closing_token(
             tokenizer_of("{% for message in messages %}{{ message.content }}\n{% endfor %}", "<|im_end|>")

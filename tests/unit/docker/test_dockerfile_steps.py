@@ -32,6 +32,7 @@ def steps(tmp_path: Path, text: str, **build_args: str) -> DockerfileSteps:
     (context / "inner" / "__pycache__").mkdir(parents=True)
     (context / "left_out").mkdir()
     folder.mkdir()
+
     for name in (
         "kept.txt",
         "inner/kept.txt",
@@ -40,6 +41,7 @@ def steps(tmp_path: Path, text: str, **build_args: str) -> DockerfileSteps:
         "left_out/gone.txt",
     ):
         (context / name).touch()
+
     (context / ".dockerignore").write_text("# a comment\nleft_out\n**/__pycache__\n")
     (context / "Dockerfile").write_text(text)
     return DockerfileSteps(context / "Dockerfile", context, folder, build_args, path="/usr/bin:/bin")

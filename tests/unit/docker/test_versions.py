@@ -40,11 +40,13 @@ class Row(NamedTuple):
 def version_table(file: str) -> dict[str, Row]:
     _, _, below = (ROOT / file).read_text().partition(f"{TABLE_HEAD}\n")
     table = {}
+
     for line in below.splitlines()[1:]:
         if not line.startswith("|"):
             break
         name, *versions = (cell.strip() for cell in line.strip("|").split("|"))
         table[name] = Row(*(None if version == "-" else version for version in versions))
+
     return table
 
 
@@ -58,6 +60,7 @@ def pins(*files: str) -> dict[str, str]:
                 (exact,) = requirement.specifier
                 assert exact.operator == "==", f"{file}: {line}"
                 found[canonicalize_name(requirement.name)] = exact.version
+
     return found
 
 
@@ -86,6 +89,7 @@ def expected_table() -> dict[str, Row]:
     assert python_cuda
     assert toolkit
     both = ("torch", "megatron-core", "sglang", "ray", "transformers", "tokenizers", "numpy")
+
     return {name: Row(CPU[name], CUDA[name]) for name in both} | {
         "Python": Row(python_cpu[1], python_cuda[1]),
         "CUDA": Row(None, toolkit[1]),
@@ -122,6 +126,7 @@ def test_the_lock_has_what_the_libraries_declare() -> None:
     and the others ask for."""
     asked = 0
     problems = []
+
     for distribution in importlib.metadata.distributions():
         name = canonicalize_name(distribution.metadata["Name"])
         if LOCK.get(name) != distribution.version.partition("+")[0]:
@@ -132,6 +137,7 @@ def test_the_lock_has_what_the_libraries_declare() -> None:
                 locked = LOCK.get(canonicalize_name(requirement.name))
                 if locked is None or not requirement.specifier.contains(locked, prereleases=True):
                     problems.append(f"{name} asks for {requirement}, the lock has {locked}")
+
     assert problems == []
     assert set(COUPLED) <= set(LOCK)
     assert asked > 200

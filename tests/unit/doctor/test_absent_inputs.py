@@ -33,6 +33,7 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
     )
+
     return write_yaml(tmp_path / "run.yaml", values)
 
 
@@ -76,6 +77,7 @@ def test_a_run_needs_all_of_it(laptop: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["train", laptop]) == 2
     err = capsys.readouterr().err
     assert "4 problems" in err
+
     for said in (
         "data.train_files: there is no file",
         "has no weights",

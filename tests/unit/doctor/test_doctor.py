@@ -78,6 +78,7 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
     found = software.probe()
     tested = tested_versions()
     assert only(software.judge(found, SGLANG)).message.endswith(": tested")
+
     # the second is the same release
     newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}
     warning = only(
@@ -191,6 +192,7 @@ def test_a_low_limit_of_open_files_is_seen() -> None:
         too_few = only(machine.open_files(ExaminedRun()))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
     assert (too_few.status, too_few.facts["soft"]) == (Status.error, 512)
     assert "ulimit -n 65536" in (too_few.remedy or "")
     assert machine.judge_open_files(2048, 4096).status is Status.warning
@@ -208,6 +210,7 @@ def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
     run = config(PlacementStrategy.fully_collocate)
     subject = ExaminedRun(config=run, plan=plan_placement(run), architectures=EVERY_ROLE, num_gpus=4)
     planned = only(machine.memory(subject)).facts["planned"]
+
     # the critic's head
     assert planned - subject.processes_here * machine._PROCESS_BYTES == pytest.approx(
         (14 + 14 + 2) * SIZE, rel=0.08
@@ -229,6 +232,7 @@ def test_threads_against_cores() -> None:
 
 def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
     found = machine.probe_clock()
+
     # a container may forbid to ask
     assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)
     loose = machine.Clock(synchronised=False, max_error_s=16.0)
@@ -306,6 +310,7 @@ def test_a_port_in_use_is_named_with_its_user() -> None:
         subject = ExaminedRun()
         purpose = network.needed_ports(subject, {"MASTER_PORT": str(number)})[number]
         fault = network.judge_port(network.probe_port(number, purpose))
+
     assert fault.status is Status.error
     assert f"(pid {os.getpid()}, of " in fault.message
     assert network.judge_port(network.probe_port(number, purpose)).status is Status.ok
@@ -316,6 +321,7 @@ def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_na
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     alone = network.start_rank(
         "gloo", 0, ["2", "127.0.0.1", str(port), "0.5"], {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, tmp_path
     )
@@ -442,6 +448,7 @@ def shards(tmp_path: Path) -> Path:
     for file in set(files.values()):
         save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
     return folder
 
 

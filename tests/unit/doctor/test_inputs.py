@@ -117,6 +117,7 @@ def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(
     rows = write(tmp_path / "rows.parquet", [prompt_row("a")])
     (tmp_path / "game.py").write_text(GAME.format(start="pass", respond="pass", close="pass"))
     agent = AgentConfig(environment=EnvironmentConfig(path=str(tmp_path / "game.py"), name="Game"))
+
     for file, does in (
         (rows, f"answers a first turn about the first row of {rows}"),
         (str(tmp_path / "absent.parquet"), "can be used"),

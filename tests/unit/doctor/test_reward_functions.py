@@ -43,6 +43,7 @@ def judged_rewards(
     file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     rows = [TRUTH._replace(number=number, ground_truth=truth) for number, truth in enumerate(truths)]
     found = judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], **reward), rows)
+
     return [(result.status, f"{result.message} -> {result.remedy}") for result in found.results]
 
 
@@ -127,6 +128,7 @@ def test_rows_to_try_are_the_same_each_time_and_hold_every_source(tmp_path: Path
     assert {row.data_source for row in chosen} == {"sums", "words", "held out"}
     assert 1000 <= len({(row.file, row.number) for row in chosen}) == len(chosen) <= 1004
     assert [row.number for row in chosen if row.ground_truth is None] == [1300]
+
     # when a run starts
     assert [(row.number, row.ground_truth) for row in choose_truths(data, most=1).rows] == [
         (0, "0"),
@@ -153,6 +155,7 @@ def test_compared_metrics_are_those_of_the_data_and_the_reward() -> None:
         "val/words/best@2",
     ):
         assert found(metric, {"sums", "words"}) == []
+
     (said,) = found("val/words/maj@2", {"sums", "words"})
     assert said.startswith(
         "checkpoint.keep_best.metric: no validation of this run measures 'val/words/maj@2', which needs "
@@ -183,6 +186,7 @@ def test_a_reward_file_that_waits_for_a_busy_core_is_loaded(tmp_path: Path) -> N
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # of this thread, and so of the processes that it starts
     hogs = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(8)]
+
     try:
         start_s = time.monotonic()
         RewardScorer(

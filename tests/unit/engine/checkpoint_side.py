@@ -58,6 +58,7 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
     groups = engine.groups
     losses = []
     statistics = []
+
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
         metrics = engine.forward_backward(
@@ -73,6 +74,7 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
         step = engine.step()
         losses.append(float(loss))
         statistics.append((step.grad_norm, step.lr))
+
     return Steps(losses, statistics, kept_state(engine))
 
 
@@ -97,6 +99,7 @@ def draws() -> Tensors:
         for name, generator in get_cuda_rng_tracker().get_states().items()
     }
     assert tracked
+
     return {
         **tracked,
         "torch": torch.rand(4),
@@ -132,10 +135,12 @@ def save_whole(
     checksums: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(checksums, pending.finish())
     assert pending.is_written()
+
     if dist.get_rank() == 0:
         write_manifest(
             folder, describe(settings), {name: value for part in checksums for name, value in part.items()}
         )
+
     dist.barrier()
     return result
 
@@ -159,6 +164,7 @@ def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: 
         return draws(), train(engine, num_after, first=num_steps)
 
     drawn, after = save_whole(engine, settings, folder, go_on)
+
     return Saved(at_save, drawn, after)
 
 
@@ -174,6 +180,7 @@ def load_and_train(
     load(engine, folder)
     if again is not None:
         save_whole(engine, settings, again)
+
     return Saved(kept_state(engine), draws(), train(engine, num_after, first=num_steps))
 
 
@@ -194,6 +201,7 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
     assert engine.training_state().places.offloaded == offloaded
     engine.restore(*StatePart)
     assert same([before], [kept_state(engine)])
+
     return sorted(part.value for part in offloaded)
 
 
@@ -218,10 +226,12 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
     assert loaded["optimizer"]["optimizer"]["param_groups"][0]["step"] == 2
     apply_factories(wanted)
     read = []
+
     for entry in nested_values(wanted):
         if isinstance(entry, ShardedTensor):
             shape = (1,) * entry.prepend_axis_num + entry.local_shape
             read.append((entry.key, entry.global_offset, entry.data.detach().view(shape).clone()))
+
     return read
 
 
@@ -241,6 +251,7 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
     want = draws()
     set_random_state(state)
     load(engine, folder)
+
     return same([want], [draws()])
 
 
@@ -252,10 +263,12 @@ def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> lis
     from megarl.engine.checkpoint import load
 
     results = []
+
     for folder in folders:
         before = kept_state(engine)
         line = failure_of(lambda folder=folder: load(engine, folder))  # type: ignore[misc]
         results.append((line, same([before], [kept_state(engine)])))
+
     load(engine, good)
     return results
 
@@ -274,11 +287,13 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
     engine = open_engine(settings)
     train(engine, 1)
     full = {"items": "__1_0.distcp", "index": "..metadata.partial"}
+
     if dist.get_rank() == 0:
         for name, file in full.items():
             (folder / name).mkdir()
             (folder / name / file).symlink_to("/dev/full")
         (folder / "file").touch()
+
     dist.barrier()
     before = kept_state(engine)
     lines = [
@@ -287,6 +302,7 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
     ]  # type: ignore[misc]
     assert same([before], [kept_state(engine)])
     save_whole(engine, settings, folder / "good")
+
     return lines
 
 
@@ -298,6 +314,7 @@ def failure_of(call: Callable[[], Any]) -> str:
         call()
     except CheckpointError as error:
         return str(error)
+
     raise AssertionError("nothing was wrong")
 
 
@@ -305,10 +322,12 @@ def stored_tensors(folder: Path) -> Tensors:
     """Every tensor of a folder, whole; NaN where nothing is stored."""
     index = read_index(folder)
     tensors = {}
+
     for key, tensor in index.tensors.items():
         tensors[key] = torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
         for chunk in tensor.chunks:
             tensors[key][chunk.tensor_slice.index] = read_chunk(index, key, chunk)
+
     return tensors
 
 

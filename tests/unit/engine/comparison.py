@@ -17,11 +17,13 @@ def relative_differences(
         f"missing {sorted(want.keys() - got.keys())}, extra {sorted(got.keys() - want.keys())}"
     )
     differences = {}
+
     for name, expected in want.items():
         assert got[name].shape == expected.shape, name
         distance = float((got[name].double() - expected.double()).norm())
         scale = max(float(expected.double().norm()), floor)
         differences[name] = distance / scale if scale else (0.0 if distance == 0.0 else float("inf"))
+
     return differences
 
 
@@ -30,6 +32,7 @@ def assert_same(
 ) -> None:
     """Every tensor within `tolerance`, as `relative_differences` measures it."""
     differences = relative_differences(got, want, floor)
+
     # `not <=`, so that NaN is a difference
     wrong = {name: difference for name, difference in differences.items() if not difference <= tolerance}
     worst = sorted(wrong, key=lambda name: -wrong[name])[:5]

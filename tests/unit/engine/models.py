@@ -40,6 +40,7 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config({**FAMILIES, **EXPERT_FAMILIES}[family], dtype=torch.float32)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -53,6 +54,7 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
                 ].mean(0)
             else:
                 parameter.mul_(3.0)
+
     model.save_pretrained(folder)
 
 
@@ -71,6 +73,7 @@ def save_large_model(folder: Path) -> PreTrainedModel:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+
     return model
 
 
@@ -123,6 +126,7 @@ def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
             module.register_forward_hook(
                 lambda router, inputs, output, name=name: record(name, router, inputs[0])
             )
+
     return recorded
 
 
@@ -146,6 +150,7 @@ def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -
         load_balancing_loss_func((layer,), layer.shape[1], num_experts_per_tok) / num_experts_per_tok
         for layer in layers
     ]
+
     return RouterLosses(
         torch.stack(balance).mean(),
         torch.stack([layer.logsumexp(-1).square().mean() for layer in layers]).mean(),
@@ -176,6 +181,7 @@ def make_batch(
     responses[1] = 1
     column = torch.arange(prompt_length + response_length)
     mask = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
+
     return {
         "input_ids": torch.where(mask, draw(0, VOCAB_SIZE, tuple(mask.shape)), 0),
         "attention_mask": mask.long(),
@@ -187,9 +193,11 @@ def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[st
     """The rows of a group have the prompt of its first row."""
     made = {key: value.clone() for key, value in batch.items()}
     prompt_length = made["input_ids"].shape[1] - made["response_mask"].shape[1]
+
     for rows in groups:
         for key in ("input_ids", "attention_mask"):
             made[key][list(rows), :prompt_length] = made[key][rows[0], :prompt_length]
+
     return made
 
 
@@ -199,11 +207,13 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
     response_length = batch["response_mask"].shape[1]
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
+
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         prompt = int(mask[:prompt_length].sum())
         response = int(mask[prompt_length:].sum())
         output = of_row(ids[mask][None])[prompt - 1 : prompt + response - 1]
         rows.append(torch.cat([output, output.new_zeros(response_length - response, *output.shape[1:])]))
+
     return torch.stack(rows)
 
 
@@ -226,6 +236,7 @@ def scores_of(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     log_softmax = logits.log_softmax(-1)
     targets = batch["input_ids"][:, -response_length:]
     real = batch["attention_mask"][:, -response_length:]
+
     return {
         "log_probs": log_softmax.gather(-1, targets[..., None])[..., 0] * real,
         "entropy": -(log_softmax.exp() * log_softmax).sum(-1) * real,

@@ -83,6 +83,7 @@ class _AdamW:
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
         self._count += 1
         lr = settings.lr * min(1.0, self._count / settings.warmup_steps)
+
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             gradient = gradient * min(1.0, settings.clip_grad / norm)
             for moments, beta, value in zip(
@@ -96,6 +97,7 @@ class _AdamW:
             if parameter.dim() > 1:
                 parameter.mul_(1 - lr * settings.weight_decay)
             parameter.sub_(lr * first / (second.sqrt() + settings.eps))
+
         return norm
 
 
@@ -110,6 +112,7 @@ def _returns_and_advantages(
     returns = torch.zeros_like(values)
     advantages = torch.zeros_like(values)
     found = []
+
     for row, score in enumerate(scores):
         advantage = 0.0
         next_value = 0.0
@@ -125,6 +128,7 @@ def _returns_and_advantages(
             found.append(advantage)
             next_value = value
             last = False
+
     mean = sum(found) / len(found)
     variance = sum((advantage - mean) ** 2 for advantage in found) / (len(found) - 1)
     return returns, torch.where(mask, (advantages - mean) / math.sqrt(variance + 1e-8), 0.0)
@@ -143,6 +147,7 @@ def _actor_loss(
     entropy = torch.zeros(())
     clipped = 0
     count = 0
+
     for row in range(len(mask)):
         for token in _valid(mask, row):
             ratio = (new["log_probs"][row, token] - old[row, token]).exp()
@@ -155,6 +160,7 @@ def _actor_loss(
             policy = policy - term
             entropy = entropy + new["entropy"][row, token]
             count = count + 1
+
     return policy / count, (policy - settings.entropy_coefficient * entropy) / count, clipped / count
 
 
@@ -164,6 +170,7 @@ def _critic_loss(
     total = torch.zeros(())
     clipped = 0
     count = 0
+
     for row in range(len(mask)):
         for token in _valid(mask, row):
             value = new[row, token]
@@ -176,6 +183,7 @@ def _critic_loss(
                 clipped = clipped + 1
             total = total + 0.5 * error
             count = count + 1
+
     return total / count, clipped / count
 
 
@@ -194,11 +202,13 @@ def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settin
         old = score(actor, batch)["log_probs"]
         ref = score(frozen, batch)["log_probs"]
         values = reference_values(critic, batch)
+
     returns, advantages = _returns_and_advantages(scores, old, ref, values, mask, settings)
     actor_optimizer = _AdamW(actor, settings)
     critic_optimizer = _AdamW(critic, settings)
     actor_updates = []
     critic_updates = []
+
     for _ in range(settings.epochs):
         for rows in map(list, settings.mini_batches):
             part = {key: value[rows] for key, value in batch.items()}
@@ -210,9 +220,11 @@ def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settin
                 score(actor, part), old[rows], advantages[rows], mask[rows], settings
             )
             actor_updates.append(Update(float(policy.detach()), actor_optimizer.step(loss), clipped))
+
     with torch.no_grad():
         new_log_probs = score(actor, batch)["log_probs"]
         new_values = reference_values(critic, batch)
+
     weights = [
         {name: parameter.detach() for name, parameter in model.named_parameters()}
         for model in (actor, critic)

@@ -126,9 +126,11 @@ def join_rows(rows: Sequence[int], outputs: Mapping[str, Tensor] | None, num_row
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (list(rows), outputs))
     joined: Tensors = {}
+
     for part_rows, part in gathered:
         for key, value in (part or {}).items():
             joined.setdefault(key, torch.full((num_rows, *value.shape[1:]), float("nan")))[part_rows] = value
+
     return joined
 
 
@@ -147,6 +149,7 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 slices = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(slices, slices[group.rank()].clone(), group=group)
+
     nothing = {name: torch.zeros_like(value) for name, value in engine.parameters().items()}
     return _hf_tensors(engine, nothing | engine.gradients())
 
@@ -182,6 +185,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         *(gathered_experts if dist.get_rank() == 0 else ()),
     ]
     tensors: Tensors = {}
+
     for (name, tensor_slice), elements in (item for part in parts for item in part.items()):
         whole = tensors.setdefault(
             name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan)
@@ -191,6 +195,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
             f"copies of {name} differ"
         )
         copy.copy_(elements.view(tensor_slice.shape))
+
     return tensors
 
 
@@ -203,6 +208,7 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
 
     architecture = engine.spec.architecture
     groups = engine.groups
+
     for weight in held_weights(architecture, engine.layout, engine.spec.head):
         if weight.cut is Cut.replicated:
             mine = named[weight.megatron_name].contiguous()
@@ -211,6 +217,7 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
             assert all(torch.equal(copy, mine) for copy in copies), (
                 f"tensor-parallel ranks disagree on {weight.megatron_name}"
             )
+
     if architecture.tie_word_embeddings and engine.spec.head == "lm":
         ends: list[Any] = [None] * groups.parallel.pipeline_parallel_size
         dist.all_gather_object(
@@ -231,6 +238,7 @@ def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
             if name in merged:
                 assert torch.equal(merged[name], value), f"replicas disagree on {name}"
             merged[name] = value
+
     return merged
 
 

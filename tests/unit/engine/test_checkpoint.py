@@ -44,6 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe"):
         save_model(family, folder / family)
     save_critic(folder / "qwen2-tied", folder / "critic")
+
     return {
         name: str(folder / name)
         for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "critic")
@@ -100,9 +101,11 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
     settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
+
     for one, other in zip(before, after, strict=True):
         assert one.after.losses == other.after.losses
         assert one.after.statistics == other.after.statistics
+
     for part in ("at_save", "draws"):
         assert same([getattr(rank, part) for rank in before], [getattr(rank, part) for rank in after])
     assert same([rank.after.state for rank in before], [rank.after.state for rank in after])
@@ -153,6 +156,7 @@ def test_in_another_layout_the_next_steps_agree(
     }
     of_routers = {name.startswith("optimizer.") for name in stored if name.endswith("router.weight")}
     assert of_routers == ({False} if experts.freeze_router else {False, True} if "moe" in model else set())
+
     for number, parallel in enumerate(others):
         again = tmp_path / str(number)
         got = loaded(
@@ -169,6 +173,7 @@ def test_in_another_layout_the_next_steps_agree(
         back = loaded(rank_pool, source, again)
         assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want], parallel
         assert same([rank.after.state for rank in back], [rank.after.state for rank in want]), parallel
+
     if "moe" in model:
         other = Settings(
             ParallelConfig(),
@@ -197,9 +202,11 @@ def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_pa
     large = stored_tensors(tmp_path / "512")
     keys = [key for key in small if small[key].shape != large[key].shape]
     assert len(keys) == 2 * 4  # embedding and output layer: weights, masters, moments
+
     for key in keys:
         assert torch.equal(large[key][:384], small[key])
         assert not large[key][300:].any()
+
     back = loaded(rank_pool, one, tmp_path / "512")
     assert same([back[0].after.state], [want[0].after.state])
 
@@ -228,11 +235,13 @@ def test_megatron_loads_it_by_itself(rank_pool: RankPool, folders: dict[str, str
     settings = Settings(LAYOUTS["PP2xVPP2"], folders["qwen2-tied"])
     ranks = rank_pool.run(load_by_megatron, world_size=2, settings=settings, folder=tmp_path / "actor")
     found: dict[str, int] = {}
+
     for rank in ranks:
         for key, start, tensor in rank:
             place = tuple(slice(first, first + size) for first, size in zip(start, tensor.shape, strict=True))
             assert torch.equal(stored[key][place], tensor), key
             found[key] = found.get(key, 0) + tensor.numel()
+
     assert found.keys() == stored.keys()
     assert all(found[key] >= stored[key].numel() for key in stored)
 
@@ -257,6 +266,7 @@ def damage(folder: Path, kind: str) -> None:
     second = folder / "__1_0.distcp"
     index = read_index(folder)
     chunk = index.tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[-1]
+
     if kind == "a flipped bit":
         content = bytearray((folder / chunk.file).read_bytes())
         content[chunk.position + chunk.nbytes // 2] ^= 1
@@ -304,14 +314,17 @@ def test_damage_is_found_before_anything_is_loaded(
     it was."""
     settings = Settings(LAYOUTS["TP2"], folders["qwen2"])
     saved(rank_pool, settings, tmp_path / "good")
+
     for kind in DAMAGE:
         shutil.copytree(tmp_path / "good", tmp_path / kind)
         damage(tmp_path / kind, kind)
+
     damaged = [tmp_path / kind for kind in DAMAGE]
     ranks = rank_pool.run(
         load_damaged, world_size=2, settings=settings, folders=damaged, good=tmp_path / "good"
     )
     assert ranks[0] == ranks[1]
+
     for (kind, said), (line, untouched) in zip(DAMAGE.items(), ranks[0], strict=True):
         assert untouched, kind
         assert line.startswith(f"{tmp_path / kind}/{said}"), line

@@ -42,6 +42,7 @@ def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, promp
     real = range(max(1, lengths[0] - prompt))
     prompts = [range(0), *(real for _ in lengths[1:])]
     begins = torch.tensor([0, *lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(lengths))
+
     for rank in range(size):
         place = ContextParallelRank(size, rank)
         own = own_tokens(lengths, place).tolist()

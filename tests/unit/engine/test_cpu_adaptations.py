@@ -26,9 +26,11 @@ def megatron_source(module: str, attribute: str) -> str:
     path = Path(spec.submodule_search_locations[0], "core", *module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = file.read_text()
+
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute:
             return ast.get_source_segment(text, node) or ""
+
     raise AssertionError(f"{file} no longer defines {attribute}: the adaptation of it replaces nothing")
 
 
@@ -137,9 +139,11 @@ def linear_parameters() -> dict[str, list[str]]:
     weight = torch.arange(6.0).reshape(2, 3)
     bias = torch.ones(2)
     unused = {LINEAR[0]: (None, 0, None, None), LINEAR[1]: (None, None, None, None)}
+
     for name in LINEAR:
         output = getattr(layers, name)(input, weight, bias, False, False, False, *unused[name])
         assert output.tolist() == [[[4.0, 13.0]]] * 2
+
     return {name: list(inspect.signature(getattr(layers, name)).parameters) for name in LINEAR}
 
 
@@ -162,6 +166,7 @@ def clip(max_norm: float, total_norm: float) -> list[float]:
     parameters[0].grad = torch.tensor([3.0, 4.0])
     optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)
     assert parameters[1].grad is None
+
     return parameters[0].grad.tolist()
 
 

@@ -81,6 +81,7 @@ def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype, tolerance
     gate, up = torch.nn.functional.linear(*doubles).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     references = torch.autograd.grad((expected * weight.double()).sum(), doubles)
+
     for mine, wanted in zip((ours, *gradients), (expected, *references), strict=True):
         assert mine.dtype == dtype
         assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
@@ -108,6 +109,7 @@ def test_a_gradient_is_added_to_megatrons_buffer(
     buffered.main_grad = before.clone()
     buffered.grad_added_to_main_grad = False
     buffered.zero_out_wgrad = embeds
+
     for passes in (1, 2):
         (returned,) = torch.autograd.grad(call().sum(), weight)
         added = (buffered.main_grad - before).double()
@@ -153,6 +155,7 @@ def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> N
     activated = gated_linear(hidden, gated)
     assert activated.shape == (*shape[:-1], 3)
     activated.sum().backward()
+
     for parameter in (weight, bias, gated):
         assert parameter.grad is not None
         assert not parameter.grad.any()

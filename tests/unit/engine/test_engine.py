@@ -67,11 +67,13 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
     dtypes = {value.dtype for value in engine.parameters().values()}
     before = hf_weights(engine)
     after_one = {}
+
     for step in range(num_steps):
         engine.forward_backward(take(batch, [1, 2]), [[0, 1]], negative_log_likelihood)
         engine.step()
         if step == 0:
             after_one = hf_weights(engine)
+
     return Trained(scores, dtypes, before, after_one, hf_weights(engine))
 
 
@@ -103,6 +105,7 @@ def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: s
     assert torch.equal(after_one, before)
     moved = (after_all - before).abs()
     assert float(moved.median()) > 0.5 * lr * num_steps
+
     for rank in low:
         for key, value in rank.scores.items():
             assert value.dtype == torch.float32
@@ -136,6 +139,7 @@ def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomput
     micro_batches = deal(7, 2)
     engine.forward_backward(make_batch(), micro_batches, negative_log_likelihood)
     assert all(number % len(micro_batches) == 0 for number in calls.values())
+
     return Recomputed(
         hf_gradients(engine), {key: number // len(micro_batches) for key, number in calls.items()}
     )
@@ -167,6 +171,7 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
     kept = run(Recomputation())
     assert set(kept[0].calls.values()) == {1}
     want = merge([rank.gradients for rank in kept])
+
     for recomputation, again in RECOMPUTATIONS:
         ranks = run(recomputation)
         one_layer = parallel.virtual_pipeline_parallel_size is not None  # of a chunk: the first is the last
@@ -200,6 +205,7 @@ def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
     }.items():
         if module is not None:
             module.register_forward_pre_hook(count(key))
+
     engine.forward_backward(make_batch(), [range(7)], negative_log_likelihood)
     return counted
 
@@ -243,6 +249,7 @@ def run_beside(folder: str) -> tuple[Tensors, Tensors, Tensors, Tensors]:
     frozen = reference.forward(batch, cut)
     assert trained is not None
     assert frozen is not None
+
     return first, second, trained, frozen
 
 

@@ -17,6 +17,7 @@ def limits(parallel: ParallelConfig) -> list[timedelta]:
     from megarl.engine import groups
 
     made = groups.initialize(parallel, seed=0, limit_s=90.0)
+
     return [
         group._get_backend(torch.device("cpu")).options._timeout
         for group in (made.tensor, made.pipeline, made.data)

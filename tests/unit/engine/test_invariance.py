@@ -107,9 +107,11 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
     }
     for name in ("two rows each", "all rows", "a budget of 40 tokens"):
         splits[f"{name}, shared"] = splits[name]._replace(share_prompts=True)
+
     if dp == 1:
         splits["uneven"] = Split(by_hand((5,), (8, 0, 7, 3, 1, 6, 4, 2)))
         splits["uneven, padded"] = Split(splits["uneven"].plan, packing=False)
+
     if parallel.context_parallel_size > 1:  # which cuts packed rows
         return {name: split for name, split in splits.items() if split.packing}
     return splits
@@ -127,6 +129,7 @@ def poison(batch: Tensors) -> Tensors:
     generator = torch.Generator().manual_seed(9)
     garbage = torch.randint(0, 199, batch["input_ids"].shape, generator=generator)
     nan = {key: torch.where(batch["response_mask"], batch[key], float("nan")) for key in LOSS_INPUTS}
+
     return {
         **batch,
         **nan,
@@ -144,6 +147,7 @@ def run_splits(
     """In a rank: head -> split -> the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
+
     for head, folder in folders.items():
         engines: dict[Any, Any] = {}
         for name, split in splits.items():
@@ -170,6 +174,7 @@ def run_splits(
             results.setdefault(head, {})[name] = Result(
                 hf_gradients(engine), values_of(merge_metrics(gathered))
             )
+
     return results
 
 
@@ -207,6 +212,7 @@ def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: Experts
     whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
     made = Setting({head: str(path) for head, path in folders.items()}, batch, {}, experts)
     found = run(rank_pool, made, ParallelConfig(), whole)
+
     return made._replace(whole={head: result for (head, _), result in found.items()})
 
 
@@ -243,12 +249,14 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(
     lengths = setting.batch["attention_mask"].sum(1).tolist()
     parallel = ALL_LAYOUTS[layout]
     splits = splits_of(parallel, lengths)
+
     if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
         assert any(
             micro_batch.is_filler
             for rank in splits["one row each"].plan.ranks
             for micro_batch in rank.micro_batches
         )
+
     assert_all_alike(setting, run(rank_pool, setting, parallel, splits))
 
 
@@ -269,11 +277,13 @@ def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, ran
     every = splits_of(parallel, lengths)
     names = ("one row each", "two rows each, padded", "all rows, shared", "a budget of 40 tokens, shared")
     splits = {name: every[name] for name in names if name in every}
+
     if parallel.pipeline_parallel_size > 1:
         splits |= {
             how: splits["one row each"]._replace(recomputation=recomputed)
             for how, recomputed in RECOMPUTED.items()
         }
+
     assert_all_alike(with_experts, run(rank_pool, with_experts, parallel, splits))
 
 
@@ -286,6 +296,7 @@ def test_nan_in_masked_slots_changes_nothing(setting: Setting, layout: str, rank
         for poisoned in (True, False)
     }
     results = run(rank_pool, setting, LAYOUTS[layout], splits)
+
     for head in setting.folders:
         for way in WAYS:
             clean = results[head, f"{way} False"]

@@ -115,6 +115,7 @@ def train_with(stubs: bool, settings: Settings) -> Trained:
     from tests.unit.engine import transformer_engine_stubs
 
     transformer_engine_stubs.install(stubs)
+
     # With data parallelism a rank's share of the gradients depends on the order of the parameters, and so do
     # the norm's last bits.
     clip_grad = 0.0 if settings.parallel.data_parallel_size > 1 else 1.0
@@ -134,6 +135,7 @@ def train_with(stubs: bool, settings: Settings) -> Trained:
     real_names = {
         re.sub(r"\d+", "N", name) for model in engine._models for name, _ in model.named_parameters()
     }
+
     return Trained(real_names, loaded, cut, steps.statistics, steps.losses, hf_weights(engine))
 
 
@@ -156,6 +158,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
     )
     assert "decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names
     assert "decoder.layers.N.input_layernorm.weight" not in fused[0].real_names
+
     for one, other in zip(local, fused, strict=True):
         assert one.cut == other.cut
         assert one.cut
@@ -167,6 +170,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
             assert any(norm > 1 for norm, _ in one.statistics), (
                 "nothing is clipped, so the norm has no effect"
             )
+
     for part in ("parameters", "weights"):
         assert same([getattr(rank, part) for rank in local], [getattr(rank, part) for rank in fused]), part
 
@@ -179,6 +183,7 @@ def with_layers(
     from tests.unit.engine import transformer_engine_stubs
 
     transformer_engine_stubs.install(stubs)
+
     try:
         return run(settings, folder, num_steps=2, num_after=2, **options)
     finally:
@@ -211,6 +216,7 @@ def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     }
     stored = stored_tensors(places[False])
     assert same([stored], [stored_tensors(places[True])])
+
     for stubs, folder in places.items():
         again = tmp_path / f"{stubs} again"
         loaded = rank_pool.run(

@@ -69,10 +69,12 @@ def dense_attention(
         sees |= (sequence[:, None] == number) & (sequence == (-1 if prompt is None else prompt))
     mixed = []
     num_heads = query.shape[1]
+
     for head in range(num_heads):
         group = head // (num_heads // GROUPS)
         logits = (query[:, head] @ key[:, group].T * scale).masked_fill(~sees, float("-inf"))
         mixed.append(logits.softmax(-1) @ value[:, group])
+
     result = torch.cat(mixed, -1)
     (result * heads.weight).sum().backward()
     return Attended(result.detach(), query.grad, key.grad, value.grad)
@@ -101,6 +103,7 @@ def slow_varlen_attn(
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     lengths = (cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist())
     mixed = []
+
     for queries, keys, values in zip(
         query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True
     ):
@@ -112,6 +115,7 @@ def slow_varlen_attn(
                 0
             ].transpose(0, 1)
         )
+
     return torch.cat(mixed)
 
 
@@ -128,6 +132,7 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
     packed = PackedRows(lengths, torch.device("cpu"))
+
     if way == "packed":
         mixed = core(query, key, value, packed_seq_params=packed)
     elif way == "varlen":
@@ -140,6 +145,7 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
         length = lengths[0]
         as_batch = (tensor.view(count, length, -1, DIM).transpose(0, 1) for tensor in (query, key, value))
         mixed = core(*as_batch).transpose(0, 1).flatten(0, 1)
+
     (mixed * heads.weight).sum().backward()
     return Attended(mixed.detach(), query.grad, key.grad, value.grad)
 
@@ -199,6 +205,7 @@ class SlowVarlenOperators:
         *bounds, state, scale = bounds
         assert int(state) == 7
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
         for queries, keys, scores, values in self._sequences(query, key, value, *bounds, scale):
             weights = (scores - log_sum[:, queries, None]).exp()
             grad = gradient[queries].transpose(0, 1)
@@ -214,6 +221,7 @@ class SlowVarlenOperators:
             of_keys = inner.transpose(1, 2) @ query[queries].transpose(0, 1)
             for total, part in zip(totals[1:], (of_keys, weights.transpose(1, 2) @ grad), strict=True):
                 total[keys] = part.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
+
         return totals
 
     @staticmethod
@@ -237,6 +245,7 @@ class SlowVarlenOperators:
             int(cu_k.diff().max()),
         )
         repeats = query.shape[1] // key.shape[1]
+
         for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
             heads = [
                 tensor.transpose(0, 1).repeat_interleave(repeats, 0) for tensor in (key[k0:k1], value[k0:k1])
@@ -263,6 +272,7 @@ def attend_sharing(
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
     packed = PackedRows(lengths, torch.device("cpu"), prompt_of)
+
     if way == "cpu":
         packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)  # as if one were long
         mixed = core(query, key, value, packed_seq_params=packed)
@@ -277,6 +287,7 @@ def attend_sharing(
         ):
             mixed = shared_prompts.attend(query, key, value, packed.shared, scale)
             (mixed * heads.weight).sum().backward()
+
     return Attended(mixed.detach(), query.grad, key.grad, value.grad)
 
 
@@ -309,6 +320,7 @@ def attend_among_ranks(
     )
     key, value = (tensor[torch.cat(owned)] for tensor in (key, value))
     whole = torch.zeros(sum(padded), heads.weight.shape[1])
+
     with mock.patch.object(layers, "varlen_attn", slow_varlen_attn):
         for packed, own in zip(ranks, owned, strict=True):
             if way == "varlen":
@@ -316,6 +328,7 @@ def attend_among_ranks(
             else:
                 mixed = core._attend_packed(query[own], key, value, attention_plan(packed))
             whole = whole.index_copy(0, own, mixed)
+
     (whole[real] * heads.weight).sum().backward()
     return Attended(whole[real].detach(), *(tensor.grad for tensor in given))
 
@@ -372,6 +385,7 @@ def plan_on_host(lengths: list[int]) -> int:
 
     packed = PackedRows(lengths, torch.device("cpu"))
     packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # which has no numbers to read
+
     return len({id(attention_plan(packed)) for _ in range(3)})
 
 
@@ -388,6 +402,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     layer = RMSNorm(
         SimpleNamespace(params_dtype=hidden.dtype, sequence_parallel=True), hidden.shape[-1], eps=eps
     )
+
     # Megatron sums such gradients over the ranks that share the tokens
     assert layer.weight.sequence_parallel is True
     with torch.no_grad():
@@ -403,9 +418,11 @@ def test_rms_norm_rounds_as_hugging_face_does(
     hidden = (torch.randn(50, 64, generator=generator) * 3).to(dtype)
     hidden[0] *= 1e-3  # where eps matters
     reference = Qwen2RMSNorm(64, eps=1e-5).to(dtype)
+
     with torch.no_grad():
         reference.weight.copy_(torch.randn(64, generator=generator))
         want = reference(hidden)
+
     (got,) = rank_pool.run(norm, world_size=1, hidden=hidden, weight=reference.weight.detach(), eps=1e-5)
     assert got.dtype == dtype
     assert max_difference(got, want) <= tolerance

@@ -59,13 +59,16 @@ def allocated(
     if trained:
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
+
     trim_heap()  # what the rank freed before this test is not counted as what the first part gives back
     moved = []
     given_back = []
+
     for part in PARTS:
         before = resident_bytes()
         moved.append(engine.offload(StatePart(part)))
         given_back.append(before - resident_bytes())
+
     return Allocated(moved, given_back, groups.pipeline_rank)
 
 
@@ -105,6 +108,7 @@ def test_every_rank_holds_what_was_planned(
         dtype=torch_dtype,
         trained=False,
     )
+
     for rank in ranks:
         assert rank.moved == pytest.approx(
             predicted(folder, parallel, optim, dtype, rank.stage), rel=TOLERANCE
@@ -156,6 +160,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
     micro_batches = [[ROWS * stage + row for row in range(ROWS)] for stage in range(stages)]
     engine.forward_backward(batch, micro_batches, negative_log_likelihood)
     peaks = []
+
     for _ in range(5):  # all ranks as often: they wait for each other
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -167,6 +172,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
             held += change.nbytes()
             most = max(most, held)
         peaks.append(most)
+
     return min(peaks)
 
 
@@ -203,6 +209,7 @@ def test_activations_are_estimated_from_above_and_not_far(
         device=Device.cpu,
     )
     devices = plan_memory(config, plan_placement(config), {"actor": read_architecture(folder)})
+
     for rank, device in zip(measured, devices, strict=True):
         estimate = max(usages["actor"].activations for usages in device.phases.values())
         # A hundredth for the order of events, see above.

@@ -68,11 +68,13 @@ def make(
         for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")
     }
     assert made.num_counted == made.counts.sum()
+
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
         plain["longest"] = made.packed.max_seqlen_kv
         plain["prompt_of"] = made.packed.shared and made.packed.shared.prompt_of
         plain["predicting"] = None if made.packed.predicting is None else made.packed.predicting.tolist()
+
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
     plain["scattered"] = made.scatter(torch.arange(1.0, len(made.cells) + 1)).tolist()
     return plain
@@ -100,6 +102,7 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
     outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank)) for rank in range(2))
     assert outer["tokens"] == [[5, 8, 1, 4]]
     assert outer["positions"] == [[0, 3, 0, 3]]
+
     # a last token predicts nothing here
     assert outer["predictors"] == outer["targets"] == outer["cells"] == []
     assert outer["scattered"] == [[0.0] * 3] * 2
@@ -203,6 +206,7 @@ def test_the_last_layer_ends_with_what_predicts(rank_pool: RankPool) -> None:
     assert second["predicting"] == [3, 0, 0, 0]
     assert first["predictors"] == second["predictors"] == [0, 1, 4, 0, 2, 3]
     assert first["targets"] == second["targets"] == one["targets"] == [7, 8, 4, 4, 3, 2]
+
     # padded: as it was
     assert made(rank_pool, rows=[0, 1], packing=False, ends=True)["predictors"] == [2, 4, 5]
 

@@ -61,6 +61,7 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     for _ in range(NUM_STEPS):
         engine.forward_backward(batch, micro_batches, negative_log_likelihood)
         grad_norms.append(engine.step().grad_norm)
+
     digest = hashlib.sha256()
     for _, parameter in sorted(engine.parameters().items()):
         digest.update(parameter.detach().contiguous().numpy().tobytes())
@@ -68,6 +69,7 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     assert bool(made) == (backend == BACKEND)
     change_default_group("gloo", rendezvous + "-after")
     assert num_live_communicators() == 0
+
     return Trained(
         losses, grad_norms, digest.hexdigest(), sum(group.num_pair_communicators for group in made)
     )

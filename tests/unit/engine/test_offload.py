@@ -67,6 +67,7 @@ def train(
     statistics = []
     losses = []
     scores = None
+
     for _ in range(NUM_STEPS):
         losses += [
             metric.value for metric in engine.forward_backward(batch, cut, negative_log_likelihood).values()
@@ -77,6 +78,7 @@ def train(
             engine.offload(*(StatePart(part) for part in parts))
         engine.restore(*StatePart)
         scores = engine.forward(batch, cut)
+
     weights = hf_weights(engine) if dtype == torch.float32 else dict(engine.parameters())
     return Trained(statistics, losses, scores, weights)
 
@@ -104,10 +106,12 @@ def test_a_run_with_everything_moved_between_its_steps_is_the_same(
         rank_pool.run(train, world_size=LAYOUTS[layout].world_size, away=away, **settings)
         for away in ((), (PARTS[:2], PARTS[2:], PARTS))
     )
+
     for before, after in zip(plain, moved, strict=True):
         assert (before.statistics, before.losses) == (after.statistics, after.losses)
         assert (before.scores is None) == (after.scores is None)
         assert all(torch.equal(value, after.scores[key]) for key, value in (before.scores or {}).items())
+
     weights = merge([rank.weights for rank in plain])
     same = merge([rank.weights for rank in moved])
     assert weights.keys() == same.keys()
@@ -126,6 +130,7 @@ def test_parts_move_alone_and_in_any_order_with_masters_of_their_own(
         "dtype": torch.bfloat16,
     }
     plain, moved = (rank_pool.run(train, world_size=2, away=each, **settings) for each in ((), away))
+
     for before, after in zip(plain, moved, strict=True):
         assert before.statistics == after.statistics
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
@@ -150,12 +155,15 @@ def train_as_on_cuda(
         trained = train(parallel, folder, dtype, away)
     finally:
         offload._new_host_buffer = of_cpu
+
     used = [host_buffer for host_buffer in made if host_buffer._places]
+
     # one of each part that is kept
     assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})
     for host_buffer in used:
         exact = sum(place.numel() for place in host_buffer._places)
         assert exact <= host_buffer._buffer.numel() < exact + 512 * len(host_buffer._places)
+
     return trained
 
 
@@ -166,6 +174,7 @@ def test_what_waits_in_one_buffer_of_each_part_is_the_same(
     settings: dict[str, Any] = {"parallel": LAYOUTS["DP2"], "folder": folders["qwen2"], "dtype": dtype}
     plain = rank_pool.run(train, world_size=2, away=(), **settings)
     moved = rank_pool.run(train_as_on_cuda, world_size=2, away=(PARTS[:2], PARTS), **settings)
+
     for before, after in zip(plain, moved, strict=True):
         assert (before.statistics, before.losses) == (after.statistics, after.losses)
         assert all(torch.equal(weight, after.weights[name]) for name, weight in before.weights.items())
@@ -192,6 +201,7 @@ def measure(folder: str, optim: OptimConfig | None) -> Memory:
     if optim is not None:
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
+
     trim_heap()  # what the rank freed before this test is not counted
     before = resident_bytes()
     reported = engine.offload(*StatePart)
@@ -199,6 +209,7 @@ def measure(folder: str, optim: OptimConfig | None) -> Memory:
     engine.restore(*StatePart)
     back = resident_bytes()
     engine.offload(*StatePart)
+
     return Memory(reported, before - away, back - away, back - resident_bytes())
 
 
@@ -242,6 +253,7 @@ def use_what_is_away(folder: str) -> list[str]:
         StatePart.optimizer: (engine.step,),
     }
     said = []
+
     for part, forbidden in calls.items():
         assert engine.offload(part) > 0
         assert engine.offload(part) == 0
@@ -252,10 +264,12 @@ def use_what_is_away(folder: str) -> list[str]:
                 said.append(str(error))
         assert engine.restore(part) > 0
         assert engine.restore(part) == 0
+
     try:
         engine.step()
     except AssertionError as error:
         said.append(str(error))
+
     return said
 
 
@@ -284,6 +298,7 @@ def fill_the_disk(folder: str) -> tuple[str, bool]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+
     try:
         engine.offload(StatePart.parameters)
     except OSError as error:
@@ -291,9 +306,11 @@ def fill_the_disk(folder: str) -> tuple[str, bool]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
     after = engine.forward(batch, [[0, 1]])
     assert before is not None
     assert after is not None
+
     return message, torch.equal(before["log_probs"], after["log_probs"])
 
 

@@ -73,15 +73,18 @@ def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, 
         metrics = engine.forward_backward(take({**batch, **extra}, rows), micro_batches, loss, loss.extras)
         gathered: list[Any] = [None] * groups.parallel.world_size
         dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
+
         return Pass(hf_gradients(engine), values_of(merge_metrics(gathered)))
 
     rollout = old + 0.3 * batch["noise"]
     results = {}
+
     for name, correction in CORRECTIONS.items():
         weights = correct(old, rollout, batch["response_mask"], correction).weights
         before = {"old_log_probs": old} | ({} if weights is None else {"rollout_weights": weights})
         own = {} if weights is None else {"rollout_log_probs": rollout}
         results[name] = (train(correction, **before), train(correction, **own))
+
     return results
 
 
@@ -102,10 +105,12 @@ def test_one_pass_gives_the_gradient_and_metrics_of_two(
         key: torch.randn(batch["response_mask"].shape, generator=generator)
         for key in ("noise", "advantages", "ref_noise")
     }
+
     with torch.no_grad():
         batch["ref_log_prob"] = (
             scores_of(reference_logits(load_lm(folder), batch), batch)["log_probs"] + 0.2 * batch["ref_noise"]
         )
+
     batch = {
         key: value.masked_fill(~batch["response_mask"], torch.nan) if value.is_floating_point() else value
         for key, value in batch.items()
@@ -114,6 +119,7 @@ def test_one_pass_gives_the_gradient_and_metrics_of_two(
         run_both, world_size=LAYOUTS[layout].world_size, layout=layout, folder=str(folder), batch=batch
     )
     seen = set()
+
     for name in CORRECTIONS:
         two, one = ([rank[name][number] for rank in ranks] for number in (0, 1))
         assert_same(
@@ -130,4 +136,5 @@ def test_one_pass_gives_the_gradient_and_metrics_of_two(
         ) == (1.0, 1.0, 0.0)
         assert one[0].metrics["actor/entropy"] > 0
         seen.add(round(one[0].metrics["actor/pg_loss"], 4))
+
     assert len(seen) == len(CORRECTIONS)

@@ -48,11 +48,13 @@ def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int)
     statistics = []
     before = hf_weights(engine)
     after_first: Tensors = {}
+
     for step in range(num_steps):
         engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)
         statistics.append(engine.step())
         if step == 0:
             after_first = hf_weights(engine)
+
     return Steps(
         [each.lr for each in statistics], [each.grad_norm for each in statistics], before, after_first
     )
@@ -117,6 +119,7 @@ def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) ->
     loose = steps(rank_pool, folder, clip_grad=2 * norm, **settings)
     clipped = steps(rank_pool, folder, clip_grad=norm / 10, **settings)
     assert loose.grad_norms == clipped.grad_norms == free.grad_norms  # before clipping
+
     # As one vector: a single tensor's change is too near the rounding of the weights.
     changes = [
         torch.cat([(run.after_first[name] - run.before[name]).flatten().double() for name in run.before])
@@ -159,10 +162,12 @@ def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diver
     before = hf_weights(engine)
     message = ""
     engine.forward_backward(batch, cut, bad)
+
     try:
         engine.step()
     except TrainingDivergedError as error:
         message = str(error)
+
     after = hf_weights(engine)
     engine.forward_backward(batch, cut, negative_log_likelihood)
     return Diverged(message, before, after, engine.step().lr)
@@ -180,6 +185,7 @@ def test_divergence_is_raised_on_every_rank_and_changes_nothing(
     before = merge([rank.before for rank in ranks])
     after = merge([rank.after for rank in ranks])
     assert all(torch.equal(after[name], before[name]) for name in before)
+
     for rank in ranks:
         assert "no update was made" in rank.message
         assert rank.next_lr == pytest.approx(LR * 2 / 4)  # the failed step does not count

@@ -79,6 +79,7 @@ def overlapped() -> Iterator[_Counts]:
     buffers.dist_reduce_scatter_func = late("reduce", real[2])
     engine.DistributedDataParallelConfig = partial(real[3], bucket_size=BUCKET_ELEMENTS)
     engine.overlaps = lambda parallel, on_cuda: True
+
     try:
         yield counts
     finally:
@@ -140,6 +141,7 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     engine.restore(StatePart.parameters)
     moved = {name: value.clone() for name, value in engine.parameters().items()}
     step(4)
+
     return Read(statistics, named, stored, dict(scores), moved)
 
 
@@ -184,8 +186,10 @@ def test_overlap_changes_no_number(
         assert begun.count("reduce") == begun.count("gather") >= 5  # steps
     assert late[0][1].count("gather") > 2 * 5  # the first stage has more than two buckets
     reads = [read for read, _ in late]
+
     for one, other in zip(reads, plain, strict=True):
         for step, expected in zip(one.statistics, other.statistics, strict=True):
             assert step == pytest.approx(expected, rel=1e-6)
+
     for part in ("named", "stored", "scores", "moved"):
         assert same([getattr(read, part) for read in reads], [getattr(read, part) for read in plain]), part

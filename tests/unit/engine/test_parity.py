@@ -113,10 +113,12 @@ def weighted_batch() -> Tensors:
     of one prompt meet in a micro-batch."""
     batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
+
     for key in ("log_probs", "entropy", "values"):
         batch[f"weight/{key}"] = (
             torch.randn(batch["response_mask"].shape, generator=generator) * batch["response_mask"]
         )
+
     return batch
 
 
@@ -134,6 +136,7 @@ def with_logits(engine: Any) -> Any:
         cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
         cells[micro_batch.cells] = logits
         dist.all_reduce(cells, group=engine.groups.context)
+
         return {
             **score(micro_batch, hidden, extras),
             "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1),
@@ -154,6 +157,7 @@ def run_engine(
     part = take(batch, rows)
     micro_batches = deal(len(rows), 2)
     results = {}
+
     for name, case in ((name, CASES[name]) for name in names):
         engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
         engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
@@ -163,6 +167,7 @@ def run_engine(
             engine = with_logits(engine)
         outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
         results[name] = Compared(outputs, gradients, engine.step().grad_norm, hf_weights(engine), routers)
+
     return results
 
 
@@ -201,6 +206,7 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
         results[name] = Compared(
             {key: value.detach() for key, value in outputs.items()}, gradients, float(norm), routers=routers
         )
+
     return results
 
 
@@ -218,6 +224,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folders = {key: str(folder / key) for key in ("lm", "critic")}
     batch = weighted_batch()
     names = OF_EXPERTS if request.param in EXPERT_FAMILIES else OF_DENSE
+
     return Reference(folders, batch, run_reference(folders, batch, names))
 
 
@@ -297,10 +304,12 @@ def test_reference_is_not_trivial(reference: Reference) -> None:
     mask = reference.batch["response_mask"]
     assert float(reference.results["policy"].outputs["log_probs"][mask].std()) > 0.3
     assert float(reference.results["critic"].outputs["values"][mask].std()) > 0.5
+
     for name in ("policy", "critic"):
         result = reference.results[name]
         assert all(
             float(gradient.norm()) > 10 * GRADIENT_FLOOR * result.grad_norm
             for gradient in result.gradients.values()
         ), name
+
     assert not reference.results["critic without a stored head"].outputs["values"].any()

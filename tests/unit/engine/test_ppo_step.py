@@ -84,6 +84,7 @@ def add_advantages(batch: Tensors) -> Tensors:
         token_level_rewards=rewards, response_mask=mask, uid=np.arange(len(mask)), values=batch["values"]
     )
     advantages, returns = ADVANTAGE_ESTIMATORS[config.advantage.estimator](inputs, config.advantage)
+
     return {**batch, "advantages": advantages, "returns": returns}
 
 
@@ -99,6 +100,7 @@ def update(
     dist.all_gather_object(gathered, metrics if holder else {})
     whole = values_of(merge_metrics(gathered))
     total, clipped = (whole[f"{prefix}/{name}"] for name in names)
+
     return Update(total, grad_norm, clipped)
 
 
@@ -133,6 +135,7 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
     config = algorithm()
     actor_updates = []
     critic_updates = []
+
     for _ in range(SETTINGS.epochs):
         for mini_batch in map(list, SETTINGS.mini_batches):
             counts = MiniBatchCounts.of(batch["response_mask"][mini_batch])
@@ -144,6 +147,7 @@ def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors
             actor_updates.append(
                 update(actor, batch, mini_batch, actor_loss, "actor", ("pg_loss", "pg_clipfrac"))
             )
+
     return Outcome(
         hf_weights(actor),
         hf_weights(critic),
@@ -165,9 +169,11 @@ def perturbed_copy(source: Path, target: Path) -> None:
     """The reference policy of a run that has gone on for a while: near the actor, but not it."""
     model = load_lm(source)
     generator = torch.Generator().manual_seed(5)
+
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
     model.save_pretrained(target)
 
 
@@ -184,6 +190,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     )
     batch = batch_with_hole()
     after = ppo_reference.run(folders, batch, SCORES, SETTINGS)
+
     return Reference(folders, batch, before, after)
 
 
@@ -200,12 +207,14 @@ def test_step_gives_the_weights_of_the_reference(
         folders=reference.folders,
         batch=reference.batch,
     )
+
     for model, before in zip(("actor", "critic"), reference.before, strict=True):
         got = merge([getattr(rank, model) for rank in ranks])
         expected = getattr(want, model)
         assert got.keys() == before.keys()
         changes = ({name: weights[name] - before[name] for name in before} for weights in (got, expected))
         assert_same(*changes, CHANGE_TOLERANCE)
+
     for rank in ranks:
         np.testing.assert_allclose(rank.actor_updates, want.actor_updates, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(rank.critic_updates, want.critic_updates, rtol=1e-4, atol=1e-5)
@@ -222,14 +231,17 @@ def test_every_part_of_the_step_is_active(reference: Reference) -> None:
         assert all(step.grad_norm > 1.5 * SETTINGS.clip_grad for step in updates)
         assert updates[0].clipped == 0.0  # nothing has moved yet
         assert any(0.1 < step.clipped < 0.9 for step in updates)
+
     for before, weights in zip(reference.before, (after.actor, after.critic), strict=True):
         assert all(
             1e-4 < float((weights[name] - before[name]).norm() / before[name].norm()) < 0.1 for name in before
         )
+
     unseen = sorted(set(range(199)) - set(reference.batch["input_ids"].flatten().tolist()))
     embedding = "model.embed_tokens.weight"
     decayed = reference.before[1][embedding][unseen] * (1 - SETTINGS.lr * SETTINGS.weight_decay) ** (
         SETTINGS.num_updates - 0.5
     )
+
     # the first step warms up at lr / 2
     torch.testing.assert_close(after.critic[embedding][unseen], decayed, rtol=1e-5, atol=1e-7)

@@ -99,6 +99,7 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         logits, scores, experts = outputs
         if router is routers[0]:
             rows.append([])
+
         if disturbed and len(rows) == ROW + 1:
             experts = experts.clone()
             scores = scores.clone()
@@ -106,6 +107,7 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
             experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]
             own = logits[PLACE].softmax(-1)[experts[PLACE]]
             scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
+
         rows[-1].append(experts)
         return logits, scores, experts
 
@@ -190,6 +192,7 @@ def run_engine(
     again = {**part, ROUTED_EXPERTS: column}
     by_given = {**part, ROUTED_EXPERTS: given}
     cut = RaggedTensor.packed_rows(given.flat(), given.lengths - 1)
+
     for engine, columns, said in (
         (replaying, part, r"no routed_experts, which actor\.old_log_probs\(batch, step\) gives"),
         (
@@ -201,6 +204,7 @@ def run_engine(
     ):
         with pytest.raises(ValueError, match=said):
             engine.forward_backward(columns, micro_batches, weighted_sum(("log_probs",)))
+
     return Replayed(
         own=own,
         again=outputs(replaying, again),
@@ -257,6 +261,7 @@ def test_routes_are_replayed(
         )
         for name, gradient in rank.own_gradients.items():
             assert torch.equal(rank.again_gradients[name], gradient), name
+
     assert_same(
         merge([rank.given_gradients for rank in ranks]),
         setting.disturbed.gradients,

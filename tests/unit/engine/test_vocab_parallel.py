@@ -60,6 +60,7 @@ def make_inputs(
         return torch.randn(*shape, generator=generator)
 
     targets = torch.randint(0, VOCAB_SIZE, (tokens,), generator=generator)
+
     return Inputs(
         draw(tokens, HIDDEN) * scale,
         draw(VOCAB_SIZE, HIDDEN),
@@ -76,6 +77,7 @@ def reference(inputs: Inputs, case: Case) -> Scored:
     log_probs = log_softmax.gather(1, inputs.targets[:, None])[:, 0]
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     (log_probs * inputs.log_prob_weight + entropy * inputs.entropy_weight).sum().backward()
+
     return Scored(log_probs.detach(), entropy.detach(), hidden.grad, weight.grad)
 
 
@@ -95,6 +97,7 @@ def run_scores(
     padded = torch.full((rows * size, HIDDEN), 50.0)  # padding that would win every softmax it reached
     padded[:VOCAB_SIZE] = inputs.weight
     results = {}
+
     for name, case in cases.items():
         hidden = inputs.hidden.clone().to(dtype).requires_grad_()
         weight = padded[rank * rows : (rank + 1) * rows].clone().to(dtype).requires_grad_()
@@ -122,6 +125,7 @@ def run_scores(
         results[name] = Scored(
             scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, whole[:VOCAB_SIZE]
         )
+
     return results
 
 
@@ -150,6 +154,7 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
         rank * rows : (rank + 1) * rows
     ]
     found = {}
+
     for extras in ((), ("entropy",), ("sum_pi_squared",), ("entropy", "sum_pi_squared")):
         hidden = inputs.hidden.clone().requires_grad_()
         scores = token_scores(
@@ -165,6 +170,7 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
         (scores.log_probs * inputs.log_prob_weight).sum().backward()
         dist.all_reduce(hidden.grad)
         found[extras] = (*(None if score is None else score.detach() for score in scores), hidden.grad)
+
     return found
 
 
@@ -174,6 +180,7 @@ def test_extras_are_made_where_they_are_asked_for(size: int, rank_pool: RankPool
     inputs = make_inputs(entropy=0.0)
     want = reference(inputs, Case(temperature=0.7))
     probabilities = (inputs.hidden.double() @ inputs.weight.double().T / 0.7).softmax(-1)
+
     for found in rank_pool.run(run_extras, world_size=size, inputs=inputs):
         for extras, (log_probs, entropy, sum_pi_squared, gradient) in found.items():
             assert max_difference(log_probs, want.log_probs) <= TOLERANCE
@@ -195,6 +202,7 @@ def test_logits_in_the_thousands(rank_pool: RankPool) -> None:
     cases = {"large": Case()}
     want = reference(inputs, Case())
     assert float(want.log_probs.min()) < -1000
+
     for results in rank_pool.run(run_scores, world_size=2, inputs=inputs, cases=cases):
         got = results["large"]
         torch.testing.assert_close(got.log_probs.double(), want.log_probs, rtol=1e-5, atol=1e-3)
@@ -241,6 +249,7 @@ def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
 
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
+
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_scores(
             hidden,
@@ -251,6 +260,7 @@ def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
             chunk_tokens=chunk_tokens,
             group=dist.group.WORLD,
         )
+
     return max(sizes)
 
 

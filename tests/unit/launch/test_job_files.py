@@ -39,6 +39,7 @@ def here(tmp_path: Path) -> Path:
         (folder / name).write_text(name)
     (folder / ".gitignore").write_text("outputs/\n")
     (tmp_path / "elsewhere.py").write_text("elsewhere")
+
     return folder
 
 
@@ -146,6 +147,7 @@ def test_too_much_is_refused_with_what_is_large(
     subprocess.run(["git", "init", "--quiet", here], check=True)
     monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
     (here / "large.bin").write_bytes(bytes(200_000))
+
     with pytest.raises(
         ConfigError, match=r"more than 0.1: name in .gitignore .* the largest are .*large.bin"
     ):
@@ -167,9 +169,11 @@ def test_every_key_of_a_path_is_known() -> None:
 def leaves(section: type, prefix: str = "") -> list[str]:
     hints = get_type_hints(section)
     found = []
+
     for entry in fields(section):
         key = f"{prefix}{entry.name}"
         hint = hints[entry.name]
         inner = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
         found += leaves(inner, f"{key}.") if isinstance(inner, type) else [key]
+
     return found

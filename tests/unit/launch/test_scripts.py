@@ -113,6 +113,7 @@ def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: 
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+
     of_slurm = {
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_NODELIST": "node[7-8]",
@@ -124,6 +125,7 @@ def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: 
         ["bash", SLURM, *arguments], env=env, check=False, capture_output=True, text=True, timeout=30
     )
     asked = tmp_path / "asked"
+
     return done.returncode, shlex.split(asked.read_text()) if asked.exists() else []
 
 
@@ -172,6 +174,7 @@ def test_the_ray_job_has_only_fields_that_there_are(job: dict[str, Any]) -> None
     assert cluster.keys() <= CLUSTER_FIELDS
     assert cluster["headGroupSpec"].keys() <= HEAD_FIELDS
     assert all(group.keys() <= WORKER_FIELDS for group in cluster["workerGroupSpecs"])
+
     for pod in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         volumes = {volume["name"] for volume in pod["template"]["spec"]["volumes"]}
         assert {
@@ -180,6 +183,7 @@ def test_the_ray_job_has_only_fields_that_there_are(job: dict[str, Any]) -> None
             for mount in container["volumeMounts"]
         } == volumes
         assert all(isinstance(value, str) for value in pod["rayStartParams"].values())
+
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "cpu.txt").read_text().replace(
         "ray[default]", "ray"
     )

@@ -51,9 +51,11 @@ def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(
     (tmp_path / "dxg").unlink()
     (tmp_path / "nvidia3").touch()
     assert processors.has_gpu(tmp_path)
+
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert not processors.has_gpu(tmp_path)
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert processors.has_gpu(tmp_path)
     monkeypatch.setattr(processors, "torch_cuda", lambda: None)

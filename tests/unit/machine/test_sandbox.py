@@ -64,6 +64,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         "bpf": (321, 280),
         "add_key": (248, 217),
     }
+
     with ExitStack() as stack:
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         unix, dgram, abstract = (stack.enter_context(socket.socket(socket.AF_UNIX, kind)) for kind in KINDS)
@@ -89,6 +90,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
             **stack.enter_context(system_v_objects()),
         }
         assert victim.poll() is None, "an attack has killed another process"
+
     del os.environ["MEGARL_TEST_SECRET"]
 
 
@@ -102,6 +104,7 @@ def system_v_objects() -> Iterator[dict[str, int]]:
         "semaphore": libc.semget(0, 1, 0o1600),
     }
     assert min(made.values()) >= 0
+
     try:
         yield made
     finally:
@@ -125,6 +128,7 @@ def outcomes(target: dict[str, object]) -> dict[Level, dict[str, Finished]]:
         finished = {
             level: {attack: future.result() for attack, future in of.items()} for level, of in futures.items()
         }
+
     for path in Path("/tmp").glob(f"*-{os.getpid()}"):
         path.unlink()
     return finished
@@ -141,6 +145,7 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
     finished = outcomes[level][attack]
     assert not got_out(finished), finished
     assert finished.status != 0
+
     # the kernel ends it, which bubblewrap and unshare tell in their own ways
     if attack == "compute for ever":
         assert finished.ended in ("time", "itself"), finished
@@ -188,11 +193,13 @@ def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[s
     }
     left = sandbox_processes()
     deadline = time.monotonic() + 10  # what outlived a call without a sandbox ends by itself
+
     while (
         any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
         and time.monotonic() < deadline
     ):
         time.sleep(0.1)
+
     assert not [
         process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     ]
@@ -254,12 +261,15 @@ def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) 
         "| what a program tries | " + " | ".join(level.value for level in Level) + " |",
         "|---" * (len(Level) + 1) + "|",
     ]
+
     for attack in ATTACKS:
         cells = ("**done**" if got_out(outcomes[level][attack]) else "stopped" for level in Level)
         lines.append(f"| {attack} | " + " | ".join(cells) + " |")
+
     table = "\n".join(lines)
     text = PAGE.read_text(encoding="utf-8")
     block = re.compile(r"(<!-- table: attacks -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+
     if os.environ.get("MEGARL_WRITE_PAGES"):
         PAGE.write_text(block.sub(lambda found: found[1] + table + found[3], text), encoding="utf-8")
     else:
@@ -366,12 +376,14 @@ def test_a_level_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp
         SandboxError, match=r"^the sandbox bubblewrap needs 'setpriv', which is not installed$"
     ):
         run_program("", Level.bubblewrap, SandboxLimits())
+
     for name, content in (
         ("setpriv", 'shift 2; exec "$@"'),
         ("bwrap", "echo bwrap: no permission to make a new namespace >&2; exit 1"),
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{content}\n")
         (tmp_path / name).chmod(0o755)
+
     with pytest.raises(
         SandboxError,
         match=r"^the sandbox bubblewrap does not work here: bwrap: no permission to make a new namespace$",
@@ -387,6 +399,7 @@ def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sandbox, "why_not", lambda level: reasons[level])
     assert strongest() is Level.landlock
     reasons[Level.landlock] = "no Landlock"
+
     with pytest.raises(
         SandboxError,
         match=r"no sandbox works on this machine: no bwrap; forbidden; no Landlock\. Install bubblewrap",
@@ -401,6 +414,7 @@ def test_the_numbers_of_allowed_calls_are_those_of_the_kernel() -> None:
     if own is None or not header.exists():
         pytest.skip("no headers of the kernel are installed")
     tables = [*system_calls.ALLOWED_CALLS.values(), system_calls._CHECKED_CALLS]
+
     for column, file in enumerate((own, header)):
         numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read_text()))
         for calls in tables:
@@ -417,6 +431,7 @@ def test_every_level_holds_for_another_user_than_root() -> None:
         or subprocess.run([interpreter, "-c", "import sys; assert sys.version_info >= (3, 11)"]).returncode
     ):
         pytest.skip("needs root, to become another user, and the system's own Python 3.11 or later")
+
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         shutil.copytree(
             Path(megarl.__file__).parent,
@@ -442,4 +457,5 @@ def test_every_level_holds_for_another_user_than_root() -> None:
             capture_output=True,
             text=True,
         )
+
     assert (ended.stdout.strip(), ended.stderr) == (str([""] * len(names)), "")

@@ -19,6 +19,7 @@ def times_in_memory() -> int:
     """That the three parts stand behind each other in this process's memory."""
     first, second, third = (part.encode() for part in PARTS)
     count = 0
+
     # at once: what is read makes new ones, which would be read in their turn
     regions = Path("/proc/self/maps").read_text().splitlines()
     with open("/proc/self/mem", "rb", buffering=0) as memory:
@@ -31,6 +32,7 @@ def times_in_memory() -> int:
                 while place >= 0:
                     count += text[place + 3 : place + 7] == second and text[place + 7 : place + 10] == third
                     place = text.find(first, place + 1)
+
     return count
 
 
@@ -46,6 +48,7 @@ def looked(context: SpawnContext) -> tuple[int, list[str], list[str]]:
     there.close()  # so that a process that fails ends the wait
     found = here.recv()
     process.join()
+
     return found
 
 

@@ -51,6 +51,7 @@ def test_an_example_means_the_same_as_transformers_writes_it(tmp_path: Path, mod
 def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str) -> None:
     architecture = example_architecture(model_type)
     reference = AutoConfig.from_pretrained(written(tmp_path, FAMILIES[model_type].example()))
+
     for name in (
         "num_hidden_layers",
         "hidden_size",
@@ -59,6 +60,7 @@ def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str
         "vocab_size",
     ):
         assert getattr(architecture, name) == getattr(reference, name), name
+
     assert architecture.rms_norm_eps == reference.rms_norm_eps
     assert architecture.rope_theta == reference.rope_parameters["rope_theta"]
     assert architecture.tie_word_embeddings == reference.tie_word_embeddings

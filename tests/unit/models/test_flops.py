@@ -47,9 +47,11 @@ def test_it_is_what_a_model_of_hugging_face_does(
     counter = FlopCounterMode(display=False)
     with counter:
         model(input_ids=torch.arange(length)[None]).logits.sum().backward()
+
     # pairs that the causal mask takes away, in 2 products
     masked = 2 * 2 * LAYERS * WIDTH * (length * length - length * (length + 1) // 2)
     unread = 2 * WIDTH * VOCABULARY * (length - response)
+
     # of the rotary embedding, a product there: half the numbers of a head, twice
     angles = length * WIDTH // HEADS
     expected = counter.get_total_flops() - 3 * (masked + unread) - angles

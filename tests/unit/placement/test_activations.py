@@ -124,6 +124,7 @@ def test_a_stage_keeps_the_micro_batches_under_way(
     run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))
     critic = next(role for role in model_roles(run) if role.name == "critic")
     layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
+
     for stage in (0, 3):
         work = working_memory(run, critic, QWEN_7B, stage, 0)
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES

@@ -50,6 +50,7 @@ def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[t
     plan = plan_placement(PPOConfig(actor=actor, placement=PlacementConfig(strategy=strategy)))
     assert set(overlaps(plan)) == expected
     ahead = {(one, other) for one, other in overlaps(plan, generates_ahead=True)} - expected
+
     # the engines have devices of their own
     if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):
         phases = {

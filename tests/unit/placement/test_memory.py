@@ -111,6 +111,7 @@ def test_what_is_in_memory_in_each_phase_where_nobody_takes_turns() -> None:
     assert actor["update_weights"]["actor"].buckets == 2 * 512 * 2**20
     engine = devices[-1].phases["gen"]["rollout"]
     assert engine.parameters == SIZE  # half of 2 bytes each
+
     # sequences x tokens x a token's keys and values of half the heads
     assert engine.kv_cache == 64 * 2048 * (2 * 28 * 2 * 128 * 2)
 
@@ -180,6 +181,7 @@ def test_an_engine_takes_the_share_of_a_gpu_that_it_is_given() -> None:
         assert engine.parameters == 2 * SIZE
         assert engine.parameters + engine.kv_cache == int(0.6 * 72 * 2**30)
         assert budget_problems(longer, plan_memory(longer, plan_placement(longer), EVERY_ROLE)) == []
+
     on_cpu = replace(run, device=Device.cpu)
     engine = plan_memory(on_cpu, plan_placement(on_cpu), EVERY_ROLE)[-1].phases["gen"]["rollout"]
     assert engine.kv_cache == 64 * 2048 * (2 * 28 * 4 * 128 * 2)

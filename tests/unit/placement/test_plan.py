@@ -168,6 +168,7 @@ def test_nodes_are_as_large_as_needed_when_nothing_is_said() -> None:
         placement=PlacementConfig(num_nodes=2),
     )
     assert plan_placement(config).devices_per_node == 4
+
     # 3 + 3 = 6 over 2 nodes: 3 each; but two groups of 2 and one of 2 more need 4 on one of them.
     config = ppo(
         actor=ParallelConfig(tensor_parallel_size=2),

@@ -63,6 +63,7 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
     async def play() -> Trajectory:
         await responder.start()
         episode = Episode(prompt.token_ids, 0, EpisodeLimits(max_turns=4, max_tokens=48, max_turn_tokens=8))
+
         for turn in turns:
             step = episode.next
             assert isinstance(step, WriteTurn)
@@ -76,6 +77,7 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
             step = episode.next
             assert isinstance(step, AnswerTurn)
             episode.answered(step.place, (await responder.answer(step))[0])
+
         return episode.trajectory
 
     played = asyncio.run(play())
@@ -94,14 +96,17 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
 def test_two_of_three_teachers_err() -> None:
     chance = random.Random(1)
     scores = {teacher: [] for teacher in prepare.TEACHERS}  # type: dict[str, list[bool]]
+
     for number in range(300):
         row = prepare.prompt_row(chance, number % 2 == 0)
         for teacher, of_it in scores.items():
             answer = prepare.conversation(row["extra_info"], teacher, chance)["messages"][-1]["content"]
             of_it.append(answer == row["reward_model"]["ground_truth"])
+
     shares = {teacher: sum(of_it) / len(of_it) for teacher, of_it in scores.items()}
     assert shares["right"] == 1
     assert shares["slips"] < 0.2  # one letter in eight is right by chance
+
     # it calls once where it is not at once that it guesses, and the tool not busy
     assert 0.15 < shares["guesses"] < 0.35
 

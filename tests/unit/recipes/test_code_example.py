@@ -46,6 +46,7 @@ def test_all_of_it_can_be_written_in_the_tokens_of_the_model(
 ) -> None:
     monkeypatch.setattr(prepare, "NUM_TASKS", 200)
     prepare.prepare(tmp_path, seed=1)
+
     # of the class that Transformers takes for a Qwen2 model
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     for task in make_tasks(1):
@@ -53,6 +54,7 @@ def test_all_of_it_can_be_written_in_the_tokens_of_the_model(
             ids = tokenizer.encode(text)
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
+
     files = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "validation")

@@ -61,6 +61,7 @@ def test_ground_truths_are_right_and_half_of_the_demonstrations_slip(made):
     errors = [
         int(row["messages"][1]["content"]) - eval(row["messages"][0]["content"]) for row in demonstrations
     ]
+
     # at least 15,000 demonstrations: five standard deviations of the share are 0.02
     assert sum(error != 0 for error in errors) / len(errors) == pytest.approx(
         preparation.SLIP_SHARE, abs=0.02
@@ -83,6 +84,7 @@ def test_the_data_sets_of_a_run_read_the_files(made):
     for path in (made.train, made.validation):
         prompts = PromptDataset([str(path)], tokenizer, DataConfig(max_prompt_length=LONGEST_PROMPT))
         assert len(prompts) == len(_problems(path))
+
     # The demonstrations of `sft_train` are made alike, and rendering three per problem would take this test
     # long.
     examples = SFTDataset([str(made.sft_validation)], tokenizer, SFTDataConfig(max_length=LONGEST_PROMPT + 4))

@@ -67,6 +67,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     from megarl.engine.engine import MegatronEngine
 
     ledger = ledgers.Ledger(None)
+
     # which a rank that is shared with other tests may have at work
     ledgers._UNSEEN += (__file__, nccl_semantics.__file__)
 

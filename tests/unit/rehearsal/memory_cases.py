@@ -34,6 +34,7 @@ def recompute_modes(role: ModelRole, *, has_experts: bool) -> dict[str, list[str
     if has_experts:
         return {role.recomputation.how.value: []}
     key = f"{role.name}.recompute"
+
     return {
         "none": [f"{key}=none"],
         "core_attn": [f"{key}=selective"],
@@ -61,6 +62,7 @@ def cases_of(run: str) -> Iterator[Case]:
     """Of a file of `configs/`, on a device that has memory enough for all modes."""
     loaded = _load(run, [])
     architectures = read_architectures(loaded)[0]
+
     for role in model_roles(loaded):
         for mode, overrides in recompute_modes(
             role, has_experts=architectures[role.name].experts is not None
@@ -74,6 +76,7 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     schema = SFTConfig if run.endswith("_sft") else PPOConfig
     path = str(CONFIGS / f"{run}.yaml")
     size = ["placement.device_memory_gb=null", "device=cuda"]
+
     # of two layers; the plan has all tokens go on in the last, where those of a prompt do not
     if run == "quickstart":
         size.append("data.max_response_length=64")
@@ -83,6 +86,7 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     parallel = role_of(known, name).parallel
     half = max(1, architecture.num_hidden_layers // _pieces(parallel) // 2)
     config = load_config(schema, path, [*size, *(override.format(half=half) for override in overrides)])
+
     return with_published_models(config, path)[0]
 
 
@@ -105,6 +109,7 @@ def rehearse_cases(cases: Iterable[Case], num_processes: int = 2) -> list[Compar
         for share, found in zip(shares, rehearsed, strict=True)
         for case, record in zip(share, found, strict=True)
     }
+
     return [Compared(case, records[id(case)], _predicted(case)) for case in asked]
 
 
@@ -138,6 +143,7 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
         return [record.error]
     held = {"build": plan.held, "offload": plan.stays, "restore": plan.held + plan.stays}
     problems = []
+
     for phase in record.phases:
         if phase.name not in plan.peaks:  # a push, whose buffers are the plan's own
             continue
@@ -158,4 +164,5 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
                     f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} "
                     f"({planned / measured:.3f})"
                 )
+
     return problems

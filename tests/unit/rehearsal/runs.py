@@ -55,6 +55,7 @@ def save_config(folder: Path, shape: dict[str, Any]) -> str:
         "rope_theta": 5e5,
     }
     (folder / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": False, **shape}))
+
     return str(folder)
 
 

@@ -52,6 +52,7 @@ def rehearsed(models: dict[str, str]) -> Rehearsed:
         for (layout, name), some in ranks.items()
         for request in requests(ppo(models[name], LAYOUTS[layout]), some)
     ]
+
     # one at a time: in the order in which they are asked for
     records = list(rehearse_ranks(asked, 1, make_ready_with_switches))
     assert {record.error for record in records} == {None}
@@ -71,6 +72,7 @@ def test_a_rehearsal_makes_the_calls_of_a_real_run(
     """Of the same kind, group, type and size, from the same lines, in the same order."""
     config = ppo(models[WITH_CPU_SWITCHES], LAYOUTS[layout])
     real = rank_pool.run(run_on_cpu, world_size=4, config=config, num_micro_batches=MICRO_BATCHES)
+
     for rank, record in rehearsed[layout, WITH_CPU_SWITCHES].items():
         phases = real[rank]
         assert [phase.name for phase in phases] == [phase.name for phase in record.phases] == list(PHASES)
@@ -83,12 +85,14 @@ def beside_those_of(one: list[Collective], other: list[Collective]) -> list[Coll
     """What `other` has beside the calls of `one`, if it has those in their order; None if not."""
     left = list(one)
     beside = []
+
     for call in other:
         # from other lines: it is another linear layer
         if left and call._replace(place="") == left[0]._replace(place=""):
             left.pop(0)
         else:
             beside.append(call)
+
     return None if left else beside
 
 
@@ -103,6 +107,7 @@ def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehe
     gathers = [("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 2)] * (MICRO_BATCHES * LAYERS * 2)
     alone = "DATA_PARALLEL_GROUP_WITH_CP"
     changed = {"train": [*gathers, ("reduce_scatter", alone, 1)], "step": [("all_gather", alone, 1)]}
+
     for rank, on_cpu in rehearsed["TP2+SPxPP2", WITH_CPU_SWITCHES].items():
         on_cuda = rehearsed["TP2+SPxPP2", "cuda"][rank]
         assert [phase.name for phase in on_cuda.phases] == list(PHASES)

@@ -52,6 +52,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PPOConfig]:
     root = tmp_path_factory.mktemp("models")
     published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
     large = save_config(root / "large", published | {"num_hidden_layers": 2})
+
     return {
         "small": ppo(save_config(root / "small", TINY | EXPERTS), SMALL),
         "large": ppo(large, LARGE, prompt=8192, response=1024, max_tokens=18432),

@@ -55,11 +55,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord
     for."""
     folder = tmp_path_factory.mktemp("models")
     asked = []
+
     for name, parallel, ranks in PLANTED:
         device_gb = 240_000 / 2**30 if name == "too_small_a_device" else None
         push = PUSH if name == "a_push_of_what_another_rank_holds" else None
         config = ppo(save_config(folder / name, TINY), parallel, device_gb=device_gb)
         asked += [request._replace(push=push) for request in requests(config, ranks)]
+
     records = list(rehearse_ranks(asked, 1, planted.make_ready_with_mistakes))
     return {name: [records.pop(0) for _ in ranks] for name, _, ranks in PLANTED}
 

@@ -49,6 +49,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankReco
         RankRequest(config, role, rank, 2) for role in ("actor", "reference", "critic") for rank in (0, 2)
     ]
     found = list(rehearse_ranks(asked, 1))
+
     return {role: [found.pop(0), found.pop(0)] for role in ("actor", "reference", "critic")}
 
 
@@ -83,8 +84,10 @@ def test_phases(records: dict[str, list[RankRecord]]) -> None:
             "offload",
             "restore",
         ]
+
     frozen = records["reference"][0]
     assert [phase.name for phase in frozen.phases] == ["build", "score", "offload", "restore"]
+
     # two chunks, each with its frequencies
     assert frozen.phases[0].held == 2 * frozen.num_parameters + 4 * HEAD_DIM // 2 * 2
 

@@ -91,6 +91,7 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
     stages: hidden states, and their shape before."""
     hidden = TOKENS * HIDDEN * BFLOAT16
     shape = 3 * 8
+
     for record, score in phases(records[:4], "score"):
         assert calls(score) == {
             ("all_reduce", "tensor", "bfloat16"): (
@@ -100,6 +101,7 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
             ("send", "pipeline", "bfloat16"): (MICRO_BATCHES, MICRO_BATCHES * hidden),
             ("send", "pipeline", "int64"): (MICRO_BATCHES, MICRO_BATCHES * shape),
         }, record.rank
+
     for record, train in phases(records[:4], "train"):
         sums = MICRO_BATCHES * (1 + 4 * LAYERS)
         assert calls(train) == {
@@ -120,6 +122,7 @@ def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
     predicting = ROWS * RESPONSE * HIDDEN * BFLOAT16
     chunks = ROWS * RESPONSE // 128
     scores = MICRO_BATCHES * chunks * 128 * (1 + 4) * FLOAT32
+
     for record, train in phases(records[4:], "train"):
         sums = MICRO_BATCHES * (4 * LAYERS + 1)
         fewer = MICRO_BATCHES * 3

@@ -61,6 +61,7 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
             "while True: pass",
             "score = 7",
         )
+
     assert said[0].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
     assert said[1].startswith("compute_score raised PermissionError: [Errno 13] Permission denied")
     assert all(
@@ -127,6 +128,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     monkeypatch.setattr(process, "_die_with_parent", lambda: None)
     monkeypatch.setattr(process, "start_reaper", lambda *_, **__: None)
     monkeypatch.setattr(process, "_load_error", None)
+
     # it would hold for later tests in this process
     monkeypatch.setattr(process, "set_sample_limit", lambda seconds: None)
     monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
@@ -156,10 +158,12 @@ def test_functions_beside_it_work_as_ever(tmp_path):
         "os.environ.get('X', 5)\n"
     )
     functions = [SANDBOXED, RewardFunctionConfig(path=str(plain), weight=2.0)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("X", "9")
         with RewardScorer(functions, 5.0, 0.0, 1) as scorer:
             report = scorer.score([ScoreRequest("u", "s", "score = 1", None, {})])
+
     assert (report.scores, report.parts, report.answers) == ([11.0], [(1.0, 5.0)], ["1"])
 
 

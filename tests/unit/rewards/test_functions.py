@@ -52,6 +52,7 @@ def test_a_file_that_cannot_be_used_is_explained(tmp_path):
         match=r"cannot be run: ModuleNotFoundError: No module named 'nowhere' \(.*reward.py:2\)",
     ):
         load(tmp_path, "\nimport nowhere\n")
+
     with pytest.raises(RewardFunctionError, match=r"cannot be run: SyntaxError: .*\(reward.py:1\)"):
         load(tmp_path, "def compute_score(:\n")
     (tmp_path / "reward.txt").write_text("x = 1")

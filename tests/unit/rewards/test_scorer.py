@@ -114,6 +114,7 @@ def test_weights_combine_functions():
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
         of_dict = scorer.score(requests("dict")).numbers
+
     assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
     assert report.numbers == [{"functions_under_test.compute_score": 1.0, "functions_under_test.length": 5.0}]
     assert of_dict[0]["functions_under_test.compute_score/format"] == 1.0
@@ -135,9 +136,11 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
     """Whether there is maj@k must not depend on a sample."""
     keys_of = RewardFunctionConfig(path=FILE, name="keys_of")
     samples = requests('{"answer": "5"}', '{"answer": null}', "{}", '{"answer": 5}', '{"model": 1}')
+
     with RewardScorer([keys_of], time_limit_s=20.0, max_error_rate=1.0, num_processes=1) as scorer:
         report = scorer.score([*samples, samples[2]._replace(data_source="without answers")])
         later = scorer.score(requests("{}"))
+
     assert report.answers == ["5", None, None, None, None, None]
     assert report.has_answer == [True, True, False, False, False, False]
     assert report.is_scored == [True, True, False, False, False, True]

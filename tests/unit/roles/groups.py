@@ -102,6 +102,7 @@ def started(
     """The workers, fused in `world_size` processes that end with the block."""
     pool = RayResourcePool([world_size], use_gpu=False, name=pool_name)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=480)
+
     try:
         yield group.spawn()
     finally:
@@ -121,17 +122,20 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
     }
     updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
     one_update = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
+
     with started("models", parallel.world_size, workers) as groups:
         syncs = []
 
         def actor(name: str, updates: UpdatePlan) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
+
             # of the engines there are two
             transport = Transport.device if parallel.world_size > 1 else Transport.group
             sync = sync_of(
                 source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first
             )
             syncs.append(sync)
+
             return Actor(groups[name], parallel, ONE_ROW, source, updates, algorithm=ALGORITHM)
 
         yield Models(
@@ -162,6 +166,7 @@ def started_policy_rollout(folders: Folders, num_replicas: int) -> Iterator[Star
     rules = TokenRules(
         pad_token_id=0, stop_token_ids=(END_TOKEN_ID,), max_response_length=MAX_RESPONSE_LENGTH
     )
+
     with started_rollout(
         partial(build_engine, spec), num_replicas, rules=rules, max_concurrency=8
     ) as rollout:

@@ -34,6 +34,7 @@ def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
     fast.chat_template = TEMPLATE
+
     return fast
 
 
@@ -47,10 +48,12 @@ def save_reward_model(folder: Path, seed: int = 0, num_labels: int = 1) -> None:
     config.pad_token_id = tokenizer.pad_token_id
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(10.0 if name == "score.weight" else 3.0)
+
     model.save_pretrained(folder)

@@ -28,6 +28,7 @@ def batch(*differences: float, version: int = 4) -> DataProto:
         "response_mask": mask,
         "token_versions": versions,
     }
+
     return DataProto.from_dict(tensors, meta_info={"weight_version": version})
 
 

@@ -76,6 +76,7 @@ def training_batch() -> DataProto:
     generator = torch.Generator().manual_seed(3)
     made = {key: torch.randn(shape, generator=generator) for key in ("advantages", "values", "returns")}
     made |= {key: -2 - torch.rand(shape, generator=generator) for key in ("old_log_probs", "ref_log_prob")}
+
     return DataProto.from_dict({**tensors, **made})
 
 
@@ -144,6 +145,7 @@ def generate(models: Models, rollout: StartedRollout) -> Generated:
     push(models.syncs[1], rollout)
     gaps[COOL] = log_prob_gap(models.cool_actor, rollout, COOL)
     models.syncs[1].close()
+
     return Generated(response_rows(greedy), greedy.non_tensor_batch["weight_version"][0], gaps)
 
 
@@ -171,6 +173,7 @@ def observe(models: Models, rollout: Rollout, folder: Path, source: Path) -> Obs
     update = models.cool_actor.update(in_one_pass, step=1)
     one_pass = OnePass(update.get(), update.get(), scored_before, in_one_pass.tensors)
     models.actor.save_hf(folder, str(source))
+
     return Observed(
         scores={**scored.tensors, "cool_log_probs": cool},
         single_row=single_row,
@@ -230,6 +233,7 @@ def test_a_single_rank_scores_as_hugging_face_does(single: Observed, folders: Fo
     with torch.no_grad():
         logits = reference_logits(load_lm(folders.policy), batch)
         values = reference_values(load_critic(folders.critic), batch)
+
     expected = scores_of(logits, batch)
     assert max_difference(single.scores["old_log_probs"], expected["log_probs"]) < SCORES_TOLERANCE
     assert max_difference(single.scores["entropys"], expected["entropy"]) < SCORES_TOLERANCE
@@ -261,6 +265,7 @@ def test_updates_do_not_depend_on_the_layout_nor_on_fillers(
         assert max_difference(got[name], weight) < WEIGHTS_TOLERANCE, name
     assert max_difference(single.critic_values, single.scores["values"]) > 1e-2
     assert max_difference(live.observed.critic_values, single.critic_values) < 10 * WEIGHTS_TOLERANCE
+
     # it stays where it was
     assert torch.equal(live.observed.reference_after, live.observed.scores["ref_log_prob"])
 
@@ -290,6 +295,7 @@ def test_an_update_scores_its_batch_in_its_own_pass(live: Live, single: Observed
         0.0,
     )
     assert scores.keys() == {"old_log_probs", "entropys"}
+
     for key, values in scores.items():
         assert values.abs().max() > 1
         assert max_difference(tensors[key], values) < SCORES_TOLERANCE, key
@@ -319,6 +325,7 @@ def test_the_sft_loss_is_that_of_the_response_tokens(single: Observed) -> None:
 def greedy_by_transformers(folder: Path) -> list[list[int]]:
     model = load_lm(folder)
     responses = []
+
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         whole = model.generate(
@@ -330,6 +337,7 @@ def greedy_by_transformers(folder: Path) -> list[list[int]]:
             pad_token_id=0,
         )
         responses.append(whole[0, len(prompt) :].tolist())
+
     return responses
 
 
@@ -368,10 +376,12 @@ def test_a_rank_that_cannot_write_its_file_says_which_and_why(
     writer = psutil.Process(group._actors.locations[0].pid)
     before = writer.rlimit(psutil.RLIMIT_FSIZE)
     writer.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
+
     with pytest.raises(
         CheckpointError, match=r"^\S*/new/model\.safetensors: cannot be written: File too large$"
     ):
         models.save_policy(tmp_path / "policy")
+
     writer.rlimit(psutil.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
     models.save_policy(tmp_path / "policy")

@@ -45,17 +45,21 @@ class WatchedWorld(World):
         self.transport = transport
         for model in self.models.values():
             model.__class__ = BufferedTrainer
+
         for engine in self.replicas.groups:
             # one that shares devices gives its cache back at its start
             engine.has_cache = not self.schedule.engines_move
+
         self.engines_have_buffers = False
         self.planned: dict[str, dict[str, set[str]]] = {}
+
         for device in plan_memory(run, plan_placement(run), EVERY_ROLE):
             for phase, usages in device.phases.items():
                 for role, usage in usages.items():
                     found = {name for name in RESIDENT if getattr(usage, name)}
                     # on every device of the role
                     assert self.planned.setdefault(phase, {}).setdefault(role, found) == found
+
         self.seen = set[str]()
         self.is_first_push = True
 
@@ -75,9 +79,11 @@ class WatchedWorld(World):
             for role, parts in self.planned[phase].items()
             if role in self.models or role == "rollout"
         }
+
         if self.transport is Transport.folder and phase == "update_weights":
             # while files are written, not before or after
             planned = {role: parts - {"buckets"} for role, parts in planned.items()}
+
         resident = self.resident()
         if self.is_first_push:  # models that have not computed yet may still be away
             assert all(parts <= planned[role] for role, parts in resident.items()), phase
@@ -88,9 +94,11 @@ class WatchedWorld(World):
         found = {role: {part.value for part in model.held} for role, model in self.models.items()}
         found["actor"] |= {"buckets"} if self.actor.has_buffers else set()  # type: ignore[attr-defined]
         found["rollout"] = set()
+
         for engine in self.replicas.groups:
             found["rollout"] |= {"parameters"} if engine.awake else set()
             found["rollout"] |= {"kv_cache"} if engine.awake and engine.has_cache else set()
+
         found["rollout"] |= {"buckets"} if found["rollout"] and self.engines_have_buffers else set()
         return found
 

@@ -98,6 +98,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
         {**tensors, "advantages": advantages, "score": torch.zeros(5)}, {"uid": list("abcde")}
     )
     plan, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(batch, ("advantages",))
+
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.columns.keys() == {"prompts", "responses", "response_mask", "advantages"}
         arrived = pickle.loads(pickle.dumps(part)).ragged
@@ -113,6 +114,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
             int(tensors["attention_mask"][row].sum()) + 2 * int(real[row].sum()) for row in rank.rows
         )
         assert torch.equal(arrived["advantages"].flat(), advantages[rank.rows][real[rank.rows]])
+
     # they go with their row, as they are
     routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)
     _, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(
@@ -124,6 +126,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
         _restored([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[ROUTED_EXPERTS]
         == routes
     )
+
     with pytest.raises(
         ValueError,
         match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows",
@@ -190,6 +193,7 @@ def batch_to_update(**extra: torch.Tensor) -> DataProto:
         key: torch.randn(shape, generator=generator)
         for key in ("old_log_probs", "advantages", "ref_log_prob", "entropys")
     }
+
     return DataProto.from_dict({**tensors, **made, **extra}, {"uid": list("aabb")})
 
 
@@ -213,6 +217,7 @@ def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
         batch.union(DataProto.from_dict({"loss_mask": left_out})), AlgorithmConfig(), one_update=True, seed=0
     )
     assert torch.equal(rows.tensors["response_mask"], left_out)
+
     # the model still reads them
     assert torch.equal(rows.tensors["attention_mask"], batch.tensors["attention_mask"])
 
@@ -260,6 +265,7 @@ def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: 
         check_first_ratio=FirstRatioGate(DType.float32),
     )
     update = actor.update(batch_to_update(), step=1)
+
     if is_refused:
         with pytest.raises(RunError, match=r"ratios of new to old probabilities are 1 to 1\.5"):
             update.get()

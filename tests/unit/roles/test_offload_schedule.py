@@ -184,11 +184,13 @@ class World:
         assert PARAMETERS in self.actor.held
         self._check_beside("update_weights")
         lost = {min(replicas): self.failures.pop()} if self.failures else {}
+
         for number, replica in replicas.items():
             if number not in lost:
                 assert replica.awake
                 replica.version = version  # type: ignore[assignment]
                 self.log.append(f"{replica.name} v{version}")
+
         return None, lost
 
     def taken(self) -> list[str]:
@@ -219,9 +221,11 @@ class World:
     def step(self) -> None:
         self.generate()
         self.score()
+
         if "critic" in self.models:
             self.run("values")
             self.run("update_critic")
+
         self.run("update_actor")
         self.send()
 
@@ -271,6 +275,7 @@ def test_a_step_that_trains_the_actor() -> None:
 def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_optimizer_away() -> None:
     world = World()
     world.send()
+
     for _ in range(2):
         world.generate()
         world.score()
@@ -378,6 +383,7 @@ def test_a_replica_that_is_lost_in_a_push_gets_weights_before_the_next_generatio
 def test_without_a_reference() -> None:
     world = World(placed(PlacementStrategy.hybrid, reference=False))
     world.send()
+
     for _ in range(2):
         world.generate()
         world.score()
@@ -442,6 +448,7 @@ def test_actor_and_critic_with_engines_elsewhere_keep_their_parameters() -> None
     world = World(placed(PlacementStrategy.custom, roles=roles, pools={"train": [2], "engines": [2]}))
     world.send()
     assert world.taken() == ["engine0 v1", "engine1 v1"]
+
     for number in (2, 3):
         world.step()
         assert world.taken() == [

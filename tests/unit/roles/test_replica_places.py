@@ -44,6 +44,7 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
         plan.colocate_counts,
     )
     found = replica_places(plan, device, pools)
+
     return [
         (place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment))
         for place in found

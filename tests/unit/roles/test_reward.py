@@ -101,6 +101,7 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert finished.non_tensor_batch["score"].tolist() == [0, 3.5, 12, 103]
     assert finished.meta_info == scored.meta_info
     assert torch.equal(finished.tensors["score_parts"], scored.tensors["score_parts"][[2, 3, 0, 1]])
+
     # what was begun counts once
     assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
 

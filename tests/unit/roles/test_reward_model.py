@@ -85,6 +85,7 @@ def policy_batch() -> DataProto:
     )
     beyond = {"input_ids": nine, "attention_mask": 0, "response_mask": False}
     arrays = {"uid": list(CASES), "messages": [messages for messages, _ in CASES.values()]}
+
     return DataProto.from_dict(
         {key: F.pad(padded[key], (0, 2), value=value) for key, value in beyond.items()}, arrays
     )
@@ -95,6 +96,7 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
     tokenizer = byte_pair_tokenizer()
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     chats = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in CASES.values()]
+
     # without </s>, the pad token
     rows = [tokenizer.apply_chat_template(chat, return_dict=False)[:-1][-max_length:] for chat in chats]
     ids = RaggedTensor.of_rows(rows, torch.int64, padding=tokenizer.pad_token_id, on_left=side == "left")
@@ -122,6 +124,7 @@ def score_in_rank(
         device=Device.cpu,
         seed=0,
     )
+
     try:
         worker = RewardModelWorker(spec, reading)
         replica = megatron.megatron_mesh(parallel)[torch.distributed.get_rank()].dp

@@ -49,9 +49,11 @@ def random_model(
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + ("norm" in name))
+
     return model.eval()
 
 
@@ -79,6 +81,7 @@ def engine_for(
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     policy = ModelConfig(path=str(folder), dtype=DType(str(dtype).removeprefix("torch.")))
+
     return HFEngine(
         RolloutEngineSpec(
             model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu

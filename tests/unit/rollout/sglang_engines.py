@@ -64,6 +64,7 @@ def spec_for(
         sglang=SGLangConfig(mode=mode),
     )
     policy = ModelConfig(path=str(folder), dtype=DType.float32)
+
     return RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cpu, returns_routes=returns_routes)
 
 

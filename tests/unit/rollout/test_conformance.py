@@ -27,10 +27,12 @@ from tests.unit.rollout.test_hf_engine import greedy_reference, reference_log_pr
 def collected(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[int, Sample]:
     engine.submit(requests)
     samples: dict[int, Sample] = {}
+
     while len(samples) < len(requests):
         found = engine.collect(1.0)
         assert not samples.keys() & dict(found).keys()
         samples |= dict(found)
+
     return samples
 
 
@@ -69,6 +71,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
     assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it stayed as it was
     name, tensor = next((name, tensor) for name, tensor in ready.weights(0).items() if tensor.dim() == 1)
     engine.begin_weight_update(ready.manifest)
+
     for weights, message in [
         ({"score.weight": torch.zeros(3)}, "'score.weight' is not in the model's manifest"),
         ({name: torch.zeros(len(tensor) + 1)}, "lie outside shape"),
@@ -76,6 +79,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
     ]:
         with pytest.raises(WeightTransferError, match=message):
             load_folder(engine, weights)
+
     engine.begin_weight_update(ready.manifest)
     load_folder(engine, ready.weights(0), {name: tensor})
     with pytest.raises(WeightTransferError, match=rf"{name} \(twice at element"):
@@ -85,6 +89,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
 def test_weights_arrive_whole_from_any_pieces(ready: Subject) -> None:
     engine = ready.engine
     before = engine.generate(PROMPTS, greedy())
+
     for version, message_numel in ((2, 1_777 if ready.model is None else 77_777), (3, 10**8)):
         ready.push(seed=version, version=version, message_numel=message_numel)
         expected = {name: checksum(tensor) for name, tensor in ready.weights(version).items()}
@@ -122,6 +127,7 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(ready: Subject) -
     alone = {
         request.request_id: collected(ready.engine, [request])[request.request_id] for request in requests
     }
+
     for request_id, sample in together.items():
         assert (
             backwards[request_id].token_ids.tolist()
@@ -138,6 +144,7 @@ def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
     stops = {free[0].token_ids.tolist()[2], free[1].token_ids.tolist()[0], free[3].token_ids.tolist()[5]}
     sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
     reasons = set()
+
     for sample, whole in zip(ready.engine.generate(PROMPTS, sampling), free, strict=True):
         end = next(
             (place for place, token in enumerate(whole.token_ids.tolist()) if token in {*stops, END_TOKEN}),
@@ -149,6 +156,7 @@ def test_stop_tokens_end_a_sample_and_length_does(ready: Subject) -> None:
         assert sample.finish_reason == ("length" if end is None else "stop")
         assert len(sample.log_probs) == len(sample.token_ids)
         reasons.add(sample.finish_reason)
+
     assert "stop" in reasons
 
 
@@ -160,6 +168,7 @@ def test_the_minimum_length(ready: Subject) -> None:
         with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
             ready.engine.generate(PROMPTS, sampling)
         return
+
     samples = ready.engine.generate(PROMPTS, sampling)
     assert min(len(sample.token_ids) for sample in samples) > 3
     assert not {token for sample in samples for token in sample.token_ids.tolist()[:3]} & {
@@ -172,6 +181,7 @@ def test_log_probs_are_those_of_the_whole_distribution(ready: Subject) -> None:
     if ready.model is None:
         pytest.skip("it has no model: its log-probs are made up")
     model = ready.model(0)
+
     for temperature in (0.6, 1.0, 0.0):
         cut = {"top_p": 0.8, "top_k": 20} if temperature == 0.6 else {}
         sampling = SamplingParameters(max_new_tokens=9, seed=1, temperature=temperature, **cut)
@@ -188,6 +198,7 @@ def test_prompts_that_cannot_be_continued_are_refused_with_all_beside_them(ready
         requests = [GenerationRequest(0, [5], greedy()), GenerationRequest(1, prompt, greedy())]
         with pytest.raises(ValueError, match="the prompt of request 1"):
             ready.engine.submit(requests)
+
     assert ready.engine.collect(0.2) == []
     assert ready.engine.generate([], greedy()) == []
 
@@ -217,6 +228,7 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(
     engine.submit(plan_requests(PROMPTS, greedy(40)))
     engine.sleep()
     engine.sleep()
+
     for call in (
         lambda: engine.generate(PROMPTS, greedy()),
         lambda: engine.begin_weight_update(ready.manifest),
@@ -224,14 +236,17 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(
     ):
         with pytest.raises(EngineStateError, match="asleep"):
             call()
+
     engine.wake()
     engine.wake()
     with pytest.raises(EngineStateError, match="cannot generate while empty"):
         engine.generate(PROMPTS, greedy())
     ready.push(version=5)
+
     if "sglang" in request.node.name:  # the others have no cache
         with pytest.raises(EngineStateError, match="wake_cache first"):
             engine.generate(PROMPTS, greedy())
+
     engine.wake_cache()
     engine.wake_cache()
     assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)

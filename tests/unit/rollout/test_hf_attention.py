@@ -22,6 +22,7 @@ def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selection
     ours = KVCache()
     theirs = DynamicCache()
     rows = 3
+
     for step in range(210):  # enlarged at 1, 65 tokens behind the prompt, and so on
         for layer in range(2):
             new = states(generator, rows, 5 if step == 0 else 1)
@@ -83,6 +84,7 @@ def test_prompts_that_are_kept_once_give_the_attention_of_transformers(
         {(owner, owners[:row].count(owner) // SLOTS) for row, owner in enumerate(owners)}
     )
     rows = torch.arange(len(owners))
+
     for kept in (rows, torch.tensor([4, 0, 2]), torch.tensor([2, 0])):
         prompts, rows = (prompts.select(kept), rows[kept]) if len(kept) < len(owners) else (prompts, rows)
         query = torch.randn(len(rows), 4, 1, SIZE, generator=generator)

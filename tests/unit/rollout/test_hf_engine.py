@@ -70,6 +70,7 @@ def test_log_probs_are_those_of_a_plain_forward(
         max_new_tokens=7, seed=1, n=2, temperature=temperature, top_p=1.0 if temperature == 1 else 0.9
     )
     samples = engine.generate(PROMPTS, sampling)
+
     for index, sample in enumerate(samples):
         expected = reference_log_probs(model, PROMPTS[index // 2], sample.token_ids.tolist(), temperature)
         assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-5)
@@ -109,6 +110,7 @@ def test_stop_tokens_end_a_sample_and_are_its_last_token(model: PreTrainedModel,
     samples = engine.generate(PROMPTS, sampling)
     ends = [first_at(ids, stops) for ids in free]
     assert len(set(ends)) >= 3
+
     for sample, ids, end in zip(samples, free, ends, strict=True):
         assert sample.token_ids.tolist() == (ids if end is None else ids[: end + 1])
         assert sample.finish_reason == ("length" if end is None else "stop")
@@ -125,12 +127,14 @@ def test_a_caller_ends_samples_by_their_tokens(model: PreTrainedModel, tmp_path:
     )
     push(model, engine)
     lengths: list[int] = []
+
     with patch.object(
         decoding,
         "sample_tokens",
         lambda logits, *rest: lengths.append(len(logits)) or sample_tokens(logits, *rest),
     ):
         samples = engine.generate(PROMPTS, greedy(12))
+
     assert [(sample.token_ids.tolist(), sample.finish_reason) for sample in samples] == [
         (ids[:length], "stop") for ids, length in zip(free, (2, 4, 5, 5, 5), strict=True)
     ]
@@ -171,6 +175,7 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine)
     in_pairs = dict(collected(engine, requests[::-1]))
     alone = {request.request_id: collected(engine, [request])[0].sample for request in requests}
     assert {len(sample.token_ids) for sample in together.values()} != {7}
+
     for other in (in_pairs, alone):
         for request_id, sample in together.items():
             assert other[request_id].token_ids.tolist() == sample.token_ids.tolist()
@@ -222,6 +227,7 @@ def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEng
     engine.begin_weight_update(manifest_of(model))
     engine.load_folder(tmp_path / "other")
     engine.end_weight_update(2)
+
     for (name, parameter), (_, saved) in zip(
         engine._model.named_parameters(), other.named_parameters(), strict=True
     ):
@@ -257,10 +263,12 @@ def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
         {(4,)},
         {(5,)},
     )
+
     for (name, parameter), (_, sent) in zip(
         engine._model.named_parameters(), new.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, sent), name
+
     assert engine.checksums() == {
         name: checksum(parameter.data) for name, parameter in new.named_parameters()
     }
@@ -287,10 +295,12 @@ def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path
     )
     with pytest.raises(EngineStateError, match="updating"):
         engine.generate(PROMPTS, greedy())
+
     with pytest.raises(
         WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 0 of 3104\)"
     ):
         engine.end_weight_update(1)
+
     with pytest.raises(EngineStateError, match="empty"):
         engine.generate(PROMPTS, greedy())
     assert engine.weight_version is None
@@ -322,13 +332,16 @@ def test_sleep_gives_memory_back_and_the_next_update_restores_it(
 def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngine) -> None:
     wrong = dict(manifest_of(random_model(tied=True)))
     wrong["score.weight"] = wrong["model.norm.weight"]
+
     with pytest.raises(
         WeightTransferError,
         match=r"lm_head\.weight is missing; score\.weight is not a tensor of the engine's model",
     ):
         engine.begin_weight_update(wrong)
+
     assert engine.weight_version == 1  # still usable
     engine.begin_weight_update(manifest_of(model))
+
     with pytest.raises(
         WeightTransferError, match=r"'model\.norm\.weight': elements 0..34 lie outside shape \(32,\)"
     ):

@@ -37,6 +37,7 @@ def test_it_is_uniform_over_rows_over_steps_and_over_tokens() -> None:
     many_rows = gumbel_noise(row_keys(range(65_536), CPU), 0, 1)
     many_steps = torch.cat([gumbel_noise(row_keys([3], CPU), step, 1) for step in range(8192)])
     many_tokens = gumbel_noise(row_keys([3], CPU), 0, 65_536)
+
     for noise in (many_rows, many_steps, many_tokens):
         uniform = torch.exp(-torch.exp(-noise.double().flatten()))
         counts = torch.histc(uniform, 64, 0, 1)
@@ -47,10 +48,12 @@ def test_it_is_uniform_over_rows_over_steps_and_over_tokens() -> None:
 def test_neighbours_are_not_correlated() -> None:
     noise = gumbel_noise(row_keys(range(512), CPU), 0, 512)
     beside = gumbel_noise(row_keys(range(512), CPU), 1, 512)
+
     for other in (noise.roll(1, 0), noise.roll(1, 1), noise.flip(0).T, beside, beside.roll(1, 1)):
         pairs = torch.stack([noise.flatten(), other.flatten()])
         # four standard deviations of 512 x 512 pairs
         assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / 512
+
     assert len(noise.unique()) > 0.98 * noise.numel()  # float32 has few numbers near the middle
 
 

@@ -60,15 +60,18 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, transport: str) ->
             end.leave(0)
         with pytest.raises(WeightTransferError, match="gone|a peer was lost"):
             engine.receive_weights()
+
     with pytest.raises(EngineStateError, match="cannot generate while updating"):
         engine.generate(PROMPTS, greedy())
     with pytest.raises(WeightTransferError, match=r"missing from element 0"):
         engine.end_weight_update(2)
     engine.begin_weight_update(ready.manifest)
+
     with pytest.raises(
         WeightTransferError, match="aborted halfway: join the trainers again|gone|a peer was lost"
     ):
         engine.receive_weights()
+
     engine.leave_weights()
     with pytest.raises(WeightTransferError, match="has joined no trainer"):
         engine.receive_weights()
@@ -126,6 +129,7 @@ def test_a_link_that_cannot_be_right_is_refused(
     with joined(ready.engine, ready.weights(0)) as trainer, pytest.raises(WeightTransferError, match=message):
         ready.engine.join_weights(changed(trainer))
     assert_holds(ready, seed=0, version=1)
+
     with joined(ready.engine, ready.weights(0)) as trainer:
         trainer.close()
         with pytest.raises(

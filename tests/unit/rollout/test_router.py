@@ -42,6 +42,7 @@ def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_th
     requests = queue(2, num_replicas=2, max_concurrency=3)
     requests.add(named(2), first=True)
     requests.add(named(3, 4, 5, 6), prefer=1)
+
     # the other where it is full
     assert requests.assign([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}
     requests.add(named(7), prefer=1)
@@ -69,6 +70,7 @@ def test_what_was_not_given_or_came_before_is_an_error() -> None:
     requests = queue(2, num_replicas=2, max_concurrency=2)
     requests.assign([0])
     requests.finish(0, 1)
+
     for replica, request_id, message in [
         (0, 1, "replica 0 finished request 1, which was finished before"),
         (1, 0, "replica 1 finished request 0, which was not given to it"),
@@ -76,6 +78,7 @@ def test_what_was_not_given_or_came_before_is_an_error() -> None:
     ]:
         with pytest.raises(RequestRoutingError, match=message):
             requests.finish(replica, request_id)
+
     with pytest.raises(ValueError, match="the ids of requests must rise: 1 came after 1"):
         requests.add(named(1))
 
@@ -126,6 +129,7 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
         for number in new:
             waiting.remove(number)
         assert all(len(one) <= max_concurrency for one in held)
+
         # none is kept from working
         assert not waiting or all(len(held[replica]) == max_concurrency for replica in ready)
         for replica in ready:  # nobody got one while another had fewer
@@ -155,6 +159,7 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
             number = held[replica].pop(choice % len(held[replica]))
             requests.finish(replica, number)
             finished.append(number)
+
     while requests.num_unfinished:  # and it always comes to an end
         assign(list(range(num_replicas)))
         for replica, numbers in enumerate(held):
@@ -162,4 +167,5 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
                 requests.finish(replica, number)
             finished += numbers
             numbers.clear()
+
     assert sorted(finished) == [number for number in range(count) if number not in cancelled]

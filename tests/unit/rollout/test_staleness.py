@@ -41,6 +41,7 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
     trained: list[Trained] = []
     unfinished: list[int] = []
     in_training: int | None = None
+
     while staleness.next_step <= total or in_training is not None:
         while staleness.may_admit(version):
             unfinished.append(staleness.admit(version))
@@ -58,6 +59,7 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
             case "push":
                 version += in_training is not None and in_training > warmup
                 in_training = None
+
     assert not staleness.live
     return trained
 
@@ -65,6 +67,7 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
 def test_ages_are_within_the_bound_and_every_prompt_is_trained_once_in_order() -> None:
     chance = random.Random(1)
     oldest = dict.fromkeys((0, 1, 2, 3, 5), 0)
+
     for _ in range(10_000):
         k = chance.choice(list(oldest))
         schedule = Schedule(
@@ -78,6 +81,7 @@ def test_ages_are_within_the_bound_and_every_prompt_is_trained_once_in_order() -
         assert [one.group for one in trained] == list(range(len(trained)))
         assert all(0 <= one.age <= k for one in trained)
         oldest[k] = max(oldest[k], *(one.age for one in trained))
+
     assert oldest == {k: k for k in oldest}
 
 
@@ -103,10 +107,13 @@ def admit_all(staleness: StalenessController, version: int) -> list[int]:
 def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> None:
     one = staleness(max_staleness)
     assert admit_all(one, version=1) == list(range(2 * (1 + ahead)))
+
     for group in (1, 0):
         assert not one.is_ready
         one.finish(group)
+
     assert one.take(version=1) == [0, 1]
+
     # what would be trained by step 2 + ahead is too far from the weights of now
     assert admit_all(one, version=1) == []
     assert admit_all(one, version=2) == list(range(2 * (1 + ahead), 2 * (2 + ahead)))

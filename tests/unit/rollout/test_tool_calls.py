@@ -118,6 +118,7 @@ def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"agent\.parser is 'gpt', but SGLang has no such parser; there are: .*llama3, .*qwen3_coder",
     ):
         call_parser(AgentConfig(parser="gpt"), [SCHEMA], opens_thinking=False)
+
     assert "sglang" not in sys.modules
     monkeypatch.setattr("megarl.rollout.sglang.function_calls.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="SGLang is not installed"):

@@ -42,6 +42,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         rank = self._rank
         count = self._num_ranks
+
         for name, tensor in weights:
             if name in ("q", "k"):
                 rows = tensor.shape[0] // count
@@ -136,16 +137,20 @@ def test_pieces_of_any_size_arrive_as_whole_tensors_would(
 ) -> None:
     weights = random_weights()
     expected = [Model(rank, num_ranks) for rank in range(num_ranks)]
+
     for model in expected:
         for parameter in model.parameters():
             parameter.data.zero_()  # padding counts as zero
         model.load_weights(list(weights.items()))
+
     scheduler = Scheduler([Model(rank, num_ranks) for rank in range(num_ranks)])
     client = client_of(scheduler)
     load(client, weights, chunk_elements)
+
     for model, reference in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, reference.get_parameter(name)), name
+
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
     with pytest.raises(WeightTransferError, match="is gone"):
         client.receive()
@@ -173,14 +178,17 @@ def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
         client.prepare({**manifest, "bias": TensorMeta((6,), torch.float32)})
     with pytest.raises(WeightTransferError, match="no tensor goes into embed"):
         client.prepare({name: meta for name, meta in manifest.items() if name != "embed"})
+
     with pytest.raises(
         WeightTransferError, match=r"refuses norm of shape \(5,\): AssertionError wrong shape"
     ):
         client.prepare({**manifest, "norm": TensorMeta((5,), torch.float32)})
+
     with pytest.raises(
         WeightTransferError, match=r"embed does not fit the engine's model: 12 of 54 elements are missing"
     ):
         client.prepare({**manifest, "embed": TensorMeta((9, 6), torch.float32)})
+
     for name, parameter in scheduler.models[0].named_parameters():
         assert torch.equal(parameter, before[name])
 
@@ -208,9 +216,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_where_tensors_go_is_asked_once_for_all_of_them(client_of: Callable, asked: list[list[str]]) -> None:
     weights = random_weights()
     client = client_of(Scheduler([Model(0, 1)]))
+
     for _ in range(2):
         load(client, weights)
         assert asked == [list(SHAPES)]
+
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
     assert asked == [list(SHAPES)]
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
@@ -233,16 +243,19 @@ def test_the_plan_survives_sleep(client_of: Callable, asked: list[list[str]]) ->
         for model in scheduler.models
     ]
     asked.clear()
+
     for model in scheduler.models:
         asleep = empty_storages(list(model.parameters()))
         assert not any(parameter.untyped_storage().nbytes() for parameter in model.parameters())
         refill_storages(asleep)
         for parameter in model.parameters():
             parameter.data.fill_(99.0)
+
     client.forget_padding()
     trainer.push(weights, 2)
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
     assert asked == []
+
     for model, parameters in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, parameters[name]), name
@@ -293,9 +306,11 @@ def test_parameters_that_were_moved_between_updates_are_followed(client_of: Call
     scheduler.models[1].down.data = moved(former)
     former.fill_(7.0)
     trainer.push(weights, 2)
+
     for model, parameters in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, parameters[name]), name  # what no tensor fills is zero there, too
+
     assert bool((former == 7.0).all())
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
 
@@ -330,6 +345,7 @@ class HoldingBack(Model):
                 held[name] = tensor
             else:
                 super().load_weights([(name, tensor)])
+
         if len(held) == 2:
             super().load_weights(held.items())
 

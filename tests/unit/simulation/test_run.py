@@ -21,6 +21,7 @@ def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None =
     drops = chance.random() < 0.5
     fails = chance.random() < 0.3
     samples = chance.randint(1, 2) + drops
+
     return Script(
         lengths=[[chance.randint(1, 60) for _ in range(samples)] for _ in range(num_rows)],
         prompts_per_step=size,
@@ -54,6 +55,7 @@ def check(one: Script, outcome: SimulatedRun) -> None:
     rows = [row for row in range(len(one.lengths)) if row not in one.without_signal | one.failing][:wanted]
     assert [step.number for step in outcome.steps] == list(range(1, one.total_steps + 1))
     assert uids_of(outcome) == [f"0-{row}" for row in rows]
+
     for number, step in enumerate(outcome.steps):
         assert step.lengths == [
             length for row in rows[number * size : (number + 1) * size] for length in one.lengths[row]
@@ -81,6 +83,7 @@ def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached
     chance = random.Random(0)
     oldest = dict.fromkeys(range(4), 0)
     num_lost = num_dropped = num_failing = 0
+
     for _ in range(300):
         one = script(chance, total_steps=chance.randint(2, 6))
         deaths = {chance.randint(0, 60) for _ in range(chance.choice([0, 0, 1, 5]))}
@@ -91,6 +94,7 @@ def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached
         num_lost += outcome.num_restarts
         num_dropped += len(one.without_signal)
         num_failing += len(one.failing)
+
     assert oldest == {k: k for k in oldest}
     assert num_lost > 100
     assert num_dropped > 100
@@ -120,6 +124,7 @@ def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun
     except KilledError:
         saved = simulation.saved
         before = simulation.steps
+
     after = Simulation(one, saved).run()
     done = saved.step if saved is not None else 0
     return after._replace(steps=[*before[:done], *after.steps]), True
@@ -149,6 +154,7 @@ def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice()
     chance = random.Random(4)
     oldest = 0
     num_out_of_order = 0
+
     for _ in range(40):
         one = replace(script(chance, total_steps=4, on_update=OnUpdate.go_on), late=Late.mask)
         wanted = one.prompts_per_step * one.total_steps
@@ -165,6 +171,7 @@ def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice()
                 assert step.lengths == [length for row in of_step for length in one.lengths[row]]
             oldest = max(oldest, *(step.age - one.max_staleness for step in run.steps))
             num_out_of_order += rows != sorted(rows)
+
     assert oldest > 0
     assert num_out_of_order > 20
 
@@ -215,6 +222,7 @@ def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(
     ]
     assert simulation.buffer.num_failed == 4
     assert "dropped: prompt 0-4: scripted" in caplog.text
+
     with pytest.raises(
         FailedPromptsError,
         match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: "

@@ -102,10 +102,12 @@ def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch,
 
     monkeypatch.setitem(LOGGERS, LoggerKind.tensorboard, Broken)
     tracker = Tracker(["tensorboard", "jsonl"], TrackedRun(output_dir=tmp_path))
+
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             tracker.log({"a": 1.0}, step)
         tracker.close()
+
     assert [line["step"] for line in _lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert len(caplog.records) == 1
     assert "tracking: tensorboard failed" in caplog.text

@@ -100,6 +100,7 @@ def test_the_png_holds_curves(tmp_path):
     assert written == tmp_path / "curves.png"
     pixels = matplotlib.image.imread(written)[..., :3]
     blue = np.abs(pixels - np.array([0x1F, 0x6F, 0xB4]) / 255).max(axis=-1) < 0.02
+
     # 5 panels in 3 columns: each third of the upper half has its curve, and so have two thirds of the lower
     # one
     height, width = blue.shape

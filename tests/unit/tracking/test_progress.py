@@ -12,6 +12,7 @@ from megarl.tracking.progress import ProgressBar
 def _drawn(*, terminal: bool) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=160, color_system=None)
+
     with ProgressBar("PPO", 4, console) as bar:
         bar.advance(
             {
@@ -21,6 +22,7 @@ def _drawn(*, terminal: bool) -> str:
                 "timing_s/gen": 9.0,
             }
         )
+
     return output.getvalue()
 
 

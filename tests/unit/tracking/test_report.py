@@ -63,11 +63,13 @@ def problems(path: Path) -> list[str]:
     """Of all parts."""
     run = opened(path)
     found = []
+
     for name in run.versions():
         content = run.part(name)
         size = int.from_bytes(content[:4], "little")
         part = json.loads(content[4 : 4 + size] if name.startswith("samples/") else content)
         found += [*part.get("problems", []), *([part["problem"]] if "problem" in part else [])]
+
     return found
 
 
@@ -152,6 +154,7 @@ def test_calls_of_one_name_share_it(tmp_path: Path) -> None:
     part = timeline_part(tmp_path / "timeline.json")
     assert (part["names"], part["name"]) == (["my_own_phase", "train"], [1, 0, 1])
     written = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+
     # the file has the methods
     assert [event["name"] for event in written if event["ph"] == "X"] == list(names)
 
@@ -230,6 +233,7 @@ def test_what_is_no_run_is_refused_in_a_line(
         ): "cannot be written (No such file or directory); give another file",
         (str(made), "--live", "--port", "99999"): "--port 99999: nothing can listen there",
     }
+
     for arguments, message in cases.items():
         assert main(["report", *arguments]) == 2
         error = capsys.readouterr().err
@@ -252,6 +256,7 @@ def test_a_page_is_served_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
         reader = threading.Thread(target=look)
         reader.start()
         assert main(["report", str(run_dir), "--live"]) == 0
+
     reader.join()
     assert b'"live": true' in pages[0]
     assert told.read_text().endswith("\nended\n")
@@ -274,6 +279,7 @@ def ask(report: LiveReport, path: str, host: str | None = None) -> tuple[int, by
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
+
     return answer.status, content
 
 
@@ -281,6 +287,7 @@ def test_the_live_server_gives_nothing_without_the_key(live: LiveReport) -> None
     address = urlsplit(live.url)
     assert address.hostname == "127.0.0.1"
     assert ask(live, address.path)[0] == HTTPStatus.OK
+
     for path in (
         "/",
         "/manifest",
@@ -289,6 +296,7 @@ def test_the_live_server_gives_nothing_without_the_key(live: LiveReport) -> None
     ):
         status, content = ask(live, path)
         assert (status, len(content.splitlines())) == (HTTPStatus.FORBIDDEN, 1), path
+
     assert ask(live, address.path, host=f"elsewhere.example:{address.port}")[0] == HTTPStatus.FORBIDDEN
 
 
@@ -296,6 +304,7 @@ def test_the_live_server_gives_parts_and_nothing_else(live: LiveReport, run_dir:
     path = urlsplit(live.url).path
     about = json.loads(gzip.decompress(ask(live, f"{path}part/0/about")[1]))
     assert about["summary"]["steps"] == STEPS
+
     for name in (
         "part/0/samples/3",
         "part/1/about",
@@ -306,6 +315,7 @@ def test_the_live_server_gives_parts_and_nothing_else(live: LiveReport, run_dir:
         "x",
     ):
         assert ask(live, path + name)[0] == HTTPStatus.NOT_FOUND, name
+
     before = json.loads(ask(live, f"{path}manifest")[1])
     with (run_dir / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": STEPS + 1, "actor/entropy": 0.5}) + "\n")

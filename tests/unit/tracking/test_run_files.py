@@ -41,10 +41,12 @@ def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: 
     (folder := tmp_path / "run").mkdir()
     write = WRITERS[name](folder)
     shutil.rmtree(folder)
+
     with pytest.raises(
         RunError, match=f"^{folder}: the run's folder was removed, or taken by something else"
     ):
         write()
+
     assert list(tmp_path.iterdir()) == []
 
 

@@ -67,6 +67,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     read = read_samples(path)
     assert read.rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(OF_EPISODES)}]
     assert (dict(read.tokens), list(read.score_parts)) == ({7: "é 2", 1: "<end>"}, ["right", "short"])
+
     # as before there were episodes
     pq.write_table(pq.read_table(path).drop_columns([*OF_EPISODES, "reward_numbers"]), path)
     assert read_samples(path).rows.to_pylist() == [
@@ -79,6 +80,7 @@ def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:
     size = (tmp_path / "samples" / "step_00000010.parquet").stat().st_size
     kept = write(tmp_path, range(20, 170, 10), max_bytes=round(5.5 * size))
     assert (len(kept), kept[0], kept[-1]) == (5, 10, 160)
+
     # twice what even steps would leave
     assert max(later - earlier for earlier, later in pairwise(kept)) <= 2 * 150 / 4
     assert write(tmp_path, range(170, 171), max_bytes=size // 2) == [170]  # one alone is kept, however large
@@ -104,6 +106,7 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
         table(1).rows.drop_columns("score").replace_schema_metadata(pq.read_schema(whole).metadata),
         tmp_path / "one column less",
     )
+
     for name in (*contents, "other columns", "one column less", "absent"):
         with pytest.raises(
             SamplesFileError, match=f"^{tmp_path / name}: cannot be read as a step's samples .*$"
@@ -114,11 +117,13 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").touch()  # where the folder would be
     tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
+
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
             tracker.log_samples(step, lambda: table(1), LARGE)
             tracker.log({"a": 1.0}, step)
         tracker.close()
+
     assert [record.message.split(":")[1] for record in caplog.records] == [
         " samples failed and is skipped from now on where it fails"
     ]

@@ -73,6 +73,7 @@ def test_wandb_has_a_run_and_goes_on_in_it(
     assert len(files) == 2
     ids = set()
     logged = []
+
     for path in files:
         records = whole_records(path)
         described = next(record.run for record in records if record.HasField("run"))
@@ -94,6 +95,7 @@ def test_wandb_has_a_run_and_goes_on_in_it(
                     )
                 )
         assert next(record.exit.exit_code for record in records if record.HasField("exit")) == 0
+
     assert logged == [(1, 0.1, False), (2, 0.2, True), (3, 0.3, False)]
     assert ids == {run.run_id("wandb")}
     (table,) = run.output_dir.glob("wandb/*/files/media/table/*.json")
@@ -117,6 +119,7 @@ def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(
     run_id = run.run_id("mlflow")
     assert run_id is not None
     assert client.get_run(run_id).info.status == "FAILED"
+
     # from a checkpoint of step 1
     log_steps("mlflow", replace(run, config={"trainer": {"seed": 4}}), [2, 3, 4])
     read = client.get_run(run_id)
@@ -183,12 +186,14 @@ def test_an_error_of_a_call_is_said_once_and_the_others_go_on(
     service.go_on.set()
     monkeypatch.setitem(LOGGERS, LoggerKind.wandb, lambda run: BackgroundLogger(lambda: service))
     tracker = Tracker(["wandb"], TrackedRun(output_dir=tmp_path))
+
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             tracker.log_generations(step, GENERATIONS)
             tracker.log({}, step)
             tracker.flush()
         tracker.close()
+
     assert len(caplog.messages) == 1
     assert "wandb failed" in caplog.messages[0]
     assert "refused" in caplog.messages[0]

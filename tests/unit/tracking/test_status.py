@@ -63,10 +63,12 @@ def test_it_is_written_until_the_end_and_read_back(tmp_path: Path, caplog: pytes
             time.sleep(0.001)
         record = read_status(tmp_path)
         assert record.run.state == RUNNING
+
     record = read_status(tmp_path)
     assert record.run == replace(STATUS, state=ENDED)
     assert (record.format, record.host, record.is_alive) == (FORMAT, socket.gethostname(), True)
     assert [message for message in caplog.messages if "silent" in message] == ["replica 0 is silent"]  # once
+
     for error, state in ((KeyError("broken"), FAILED), (KeyboardInterrupt(), INTERRUPTED)):
         with pytest.raises(type(error)), StatusWriter(tmp_path, look):
             raise error

@@ -58,6 +58,7 @@ def test_counts_become_curves_of_a_row_of_their_own(tmp_path):
         {"waiting": 3, "generating": 1.5},
     )
     assert count["pid"] not in {event["pid"] for event in events if event["ph"] == "X"}
+
     # of the report
     assert [row["label"] for row in timeline_part(tmp_path / "timeline.json")["rows"]] == ["actor rank 0"]
 
@@ -71,6 +72,7 @@ def test_roles_that_share_a_pool_and_rank_have_rows_of_their_own(tmp_path):
     trace.write()
     spans, _ = _read(tmp_path / "timeline.json")
     assert spans[0]["pid"] == spans[1]["pid"]
+
     # overlapping spans on one row would be drawn as a nesting that is not there
     assert spans[0]["tid"] != spans[1]["tid"]
 
@@ -79,10 +81,12 @@ def test_every_write_leaves_a_whole_file_and_nothing_else(tmp_path):
     trace = Timeline(tmp_path)
     trace.write()
     assert _read(tmp_path / "timeline.json") == ([], [])
+
     for step in range(1, 4):
         trace.add([Span("driver", "driver", 0, "step", float(step), step + 0.5)], step)
         trace.write()
         assert len(_read(tmp_path / "timeline.json")[0]) == step
+
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 

@@ -20,9 +20,11 @@ def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:
     for number, path in enumerate(sorted((folder / "tensorboard").glob("*"))):
         os.rename(path, path.with_name(f"events.out.tfevents.{number:010d}.host"))
     tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder, resumed_after=resumed_after))
+
     for step in steps:
         tracker.log({"a": step / 3}, step)
         tracker.log_generations(step, [{"response": "é\u2028x"}, {"response": ""}])
+
     tracker.close()
 
 
@@ -37,11 +39,13 @@ def test_all_files_end_with_the_step_and_go_on_after_it(tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     resumed = tmp_path / "resumed"
     log(straight, range(9))
+
     # killed three times
     for steps, resumed_after in ((range(6), None), (range(4, 8), 3), (range(2, 4), 1), (range(4, 9), 3)):
         if resumed_after is not None:
             cut_after(resumed, resumed_after)
         log(resumed, steps, resumed_after)
+
     for name in ("metrics.jsonl", "generations.jsonl"):
         assert (resumed / name).read_bytes() == (straight / name).read_bytes()
     assert curve(resumed) == curve(straight) == [(step, step) for step in range(9)]

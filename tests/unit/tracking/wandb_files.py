@@ -30,6 +30,7 @@ def _contents(data: bytes) -> Iterator[bytes]:
     """A record may be cut into fragments; a block ends with zeros where no header fits."""
     position = _FILE_HEADER
     parts = b""
+
     while position + _HEADER <= len(data):
         left = _BLOCK - position % _BLOCK
         if left < _HEADER:

@@ -61,6 +61,7 @@ def test_the_penalty_is_in_the_rewards() -> None:
     tensors = result.tensors
     assert torch.allclose(tensors["token_level_rewards"], torch.tensor([[-0.05, 0.85], [0.3, 0.0]]))
     assert torch.allclose(tensors["returns"], torch.tensor([[0.8, 0.85], [0.3, 0.0]]))
+
     # before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 +
     # 0.2025) / 2
     deviation = 0.1525**0.5
@@ -103,6 +104,7 @@ def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
     columns = {"token_level_scores": scores, "response_mask": torch.ones(5, 2, dtype=torch.bool)}
     failed = torch.tensor([True, True, False, True, False])
     made = DataProto.from_dict({**columns, "is_scored": failed}, {"uid": list("aaabb")})
+
     for rows in (made, of_tokens(made)):
         result, _ = AdvantageStep(algorithm, max_response_length=2)(rows)
         advantages = result.columns["advantages"]

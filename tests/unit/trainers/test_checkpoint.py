@@ -227,6 +227,7 @@ def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     case.losses = LOSSES
     assert list(case.train()) == [4]
     assert case.checkpoints.seconds == 7.0
+
     # of which the values say nothing
     other = Case(tmp_path, early_stop=replace(EARLY_STOP, mode=MetricMode.max), resumed=state)
     other.losses = LOSSES
@@ -276,10 +277,12 @@ def test_a_step_is_committed_only_when_its_metrics_are_in_their_files(tmp_path: 
     """`save` is called within the step, and the metrics are written when the step ends."""
     case = Case(tmp_path, total_steps=3, every_steps=1, asynchronous=False)
     saved = []
+
     for step in case.checkpoints.steps():
         case.checkpoints.save(step, dict)
         saved.append(list(case.saved))
         assert case.monitor.num_flushes == step - 1
+
     assert saved == [[], [1], [1, 2]]
     assert case.saved == [2, 3]  # keep: 2
     assert case.models.calls[:3] == ["begin .step_00000001.partial", "policy", "finish 1"]
@@ -288,9 +291,11 @@ def test_a_step_is_committed_only_when_its_metrics_are_in_their_files(tmp_path: 
 def test_being_told_to_end_saves_the_step_and_ends(tmp_path: Path) -> None:
     case = Case(tmp_path, at_end=False)  # a run that would save nothing
     steps = []
+
     for step in case.train():
         steps.append(step)
         case.is_told_to_end = step == 3
+
     assert steps == [1, 2, 3]
     assert (case.saved, case.checkpoints.stopped_after) == ([3], 3)
 
@@ -305,10 +310,12 @@ def test_being_told_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
 def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> None:
     case = Case(tmp_path, at_end=False)
     steps = []
+
     for step in case.checkpoints.steps():
         steps.append(step)
         case.checkpoints.save(step, dict)
         case.is_told_to_end = step >= 2  # between the steps
+
     assert steps == [1, 2, 3]
     assert case.saved == [3]
 
@@ -366,11 +373,13 @@ def test_what_is_half_written_goes_with_the_run_and_what_is_written_stays(tmp_pa
 def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     case = Case(tmp_path, every_steps=1)
     (tmp_path / "checkpoints").rmdir()
+
     with pytest.raises(
         CheckpointError,
         match="step 1 cannot be written .No such file or directory.; put back the folder that was removed",
     ):
         list(case.train())
+
     assert list(tmp_path.iterdir()) == []
 
 

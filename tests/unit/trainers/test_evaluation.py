@@ -62,6 +62,7 @@ class FakeReward:
         arrays = {"score": scores, "response_text": texts, "answer": texts, "has_answer": [True] * len(batch)}
         numbers = [{"length": prompt + 2.0} for prompt in prompts]
         is_scored = torch.ones(len(batch), dtype=torch.bool)
+
         return DataProto.from_dict({"is_scored": is_scored}, {**arrays, "reward_numbers": numbers})
 
 
@@ -184,6 +185,7 @@ def test_answers_are_compared_only_where_the_reward_returns_them() -> None:
     silent = [
         one._replace(answer=answer) for one, answer in zip(answers, ("18", None, None, None), strict=True)
     ]
+
     # the mean score of the three that agree
     assert prompt_values(silent, 1.0)["maj@4"] == pytest.approx([2 / 3])
 
@@ -244,6 +246,7 @@ def test_names_of_metrics_are_known_before_a_run() -> None:
             for _ in range(n)
         ]
         assert set(prompt_values(samples, pass_score)) == set(source_metrics(config, keys))
+
     names = validation_metrics(config, {"a": keys, "b": RewardKeys()})
     assert {
         "val/best@4",
@@ -252,6 +255,7 @@ def test_names_of_metrics_are_known_before_a_run() -> None:
         "val/a/reward/length/mean",
         "val/b/pass@2",
     } <= set(names)
+
     # not all samples have an answer
     assert not {"val/maj@4", "val/b/maj@4", "val/b/reward/length/mean"} & set(names)
 
@@ -302,6 +306,7 @@ def test_an_evaluation_is_compared_at_the_time_that_the_others_template_was_told
     assert read_chat_time(results) is None
     results.write_text('{"step": 1, "chat_time": "2026-03-02T23:59:59"}')
     assert read_chat_time(results) == datetime(2026, 3, 2, 23, 59, 59)
+
     for damaged in ("{", '{"chat_time": 5}'):
         results.write_text(damaged)
         with pytest.raises(ConfigError, match="results.json"):

@@ -138,6 +138,7 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
     with monitor.testing():  # the clock: from 101 to 102
         group.spans.append(span("rollout", 0, "submit_and_poll", 0.0, 50.0))
     monitor.record_validation(RESULT, 0)
+
     with monitor.step(1):  # from 103 to 110
         with monitor.phase("gen"):
             group.spans.append(span("rollout", 0, "submit_and_poll", 60.0, 61.0))
@@ -147,6 +148,7 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
         with monitor.testing():
             group.spans.append(span("rollout", 0, "submit_and_poll", 62.0, 99.0))
         monitor.record_validation(RESULT, 1)
+
     before, step = logged(tmp_path)
     assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}
     assert step == {
@@ -195,6 +197,7 @@ def test_a_clock_that_is_set_changes_no_timing(
         with monitor.phase("adv"):
             pass
         monitor.record({"num_tokens": 60.0})
+
     (line,) = logged(tmp_path)
     assert (line["timing_s/step"], line["timing_s/adv"], line["perf/throughput"]) == (3.0, 1.0, 20.0)
 

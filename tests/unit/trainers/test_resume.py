@@ -61,14 +61,17 @@ def save(
     folder = folder or checkpoint_folder(config)
     folder.prepare()
     partial = folder.begin(step)
+
     for role in ("actor", "critic"):
         model_folder(partial / role / "huggingface", **architecture)
         (partial / role / "manifest.json").write_text(json.dumps({**MANIFEST, "step": step}))
+
     (partial / "trainer.json").write_text(
         json.dumps({"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}} | state)
     )
     dump_config(config, partial / "config.yaml")
     folder.seal(step, {"roles": ["actor", "critic"], "versions": {}})
+
     return folder.commit(step)
 
 
@@ -119,10 +122,12 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path:
     other = CheckpointFolder(tmp_path / "other")
     save(config, 2, other)
     latest = save(config, 4, other)
+
     for path, step in ((tmp_path / "other", 4), (latest, 4), (tmp_path / "other" / "step_00000002", 2)):
         found = find_resume(resuming(config, path))
         assert found is not None
         assert (found.step, found.is_own) == (step, False)
+
     save(config, 6)
     with pytest.raises(ConfigError, match="holds checkpoints of this run; resume from those with auto"):
         find_resume(resuming(config, latest))
@@ -158,6 +163,7 @@ def test_another_number_of_threads_is_listed(config: PPOConfig, monkeypatch: pyt
         found = find_resume(config)
         assert found is not None
         assert [change.now for change in found.differences] == now
+
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     on_gpus = find_resume(replace(config, device=Device.cuda))
     assert on_gpus is not None

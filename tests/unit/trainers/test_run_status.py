@@ -99,9 +99,11 @@ def test_shares_and_speeds_are_of_the_last_minute(monkeypatch: pytest.MonkeyPatc
     assert status.tokens_per_s == pytest.approx(300 / 155)
     position.phases.append("gen")
     position.begun.append(clock_module.Began())
+
     for second in range(165, 305, 10):
         scene.clock.now_s = second
         status = scene.look_at(second)
+
     assert (status.trainer_idle, status.engines_idle, status.tokens_per_s) == (1.0, 1.0, 0.0)
     assert status.phases == ["gen"]
     assert status.groups["training"] == 0

@@ -62,6 +62,7 @@ class FakeRollout:
             "response_mask": RaggedTensor.constant(True, lengths, torch.bool),
             "rollout_log_probs": RaggedTensor.constant(-0.5, lengths, torch.float32),
         }
+
         return batch.union(DataProto.from_dict(made))
 
 
@@ -84,6 +85,7 @@ class FakeReward:
             float(k == 0 or number not in self._mixed) for number, k in zip(numbers, sample, strict=True)
         ]
         zeros = RaggedTensor.constant(0.0, batch.ragged["response_mask"].lengths, torch.float32)
+
         return DataProto.from_dict(
             {
                 "token_level_scores": zeros,
@@ -103,6 +105,7 @@ def dynamic(
     rollout = FakeRollout()
     loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
     config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
+
     return (
         DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4),
         loader,
@@ -175,6 +178,7 @@ def test_a_spent_budget_ends_the_run() -> None:
         r"0\.958.*max_generations=3 ",
     ):
         sampling(next(loader), step=2)
+
     assert len(rollout.asked) == 3
     assert loader.state_dict()["num_served"] == [12]
     nothing, loader, _ = dynamic(mixed=[], max_generations=2)

@@ -67,6 +67,7 @@ class Export(NamedTuple):
         )
         if self.head == "value" and layout.holds_output:
             parameters["output_layer.weight"] = self.state()[VALUE_HEAD_TENSOR]
+
         return Shards(
             parameters={name: value.contiguous() for name, value in parameters.items()},
             architecture=self.architecture,
@@ -94,6 +95,7 @@ def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendRepo
     """This rank's part; alone without a wire."""
     rank = 0 if p2p is None else dist.get_rank()
     end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
+
     try:
         sending = SendPass(end, export.shards(rank), ())
         while (report := sending.run(())) is None:
@@ -107,9 +109,11 @@ def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
     """Called by every rank of a pool."""
     p2p = CountingWire.of_default_group(CPU)
     written = []
+
     for export, folder in exports:
         p2p.sent_bytes = 0
         written.append(Written(write(export, folder, p2p), p2p.sent_bytes))
+
     return written
 
 
@@ -130,6 +134,7 @@ def small_files_only(max_bytes: int) -> Iterator[None]:
     """This process cannot write larger ones, as if the disk were full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+
     try:
         yield
     finally:

@@ -66,9 +66,11 @@ def random_model(
         config_of(family, tied=tied, num_layers=num_layers), dtype=torch.float32
     )
     generator = torch.Generator().manual_seed(seed)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm" in name))
+
     return model
 
 
@@ -111,6 +113,7 @@ def slow_shards(
         shards["embedding.word_embeddings.weight"] = _vocabulary(
             state["model.embed_tokens.weight"], tensor_parallel_size, rank
         )
+
     for layer in layers:
         hf = f"model.layers.{layer}."
         megatron = f"decoder.layers.{layer}."
@@ -147,6 +150,7 @@ def slow_shards(
                 state, f"{block}.shared_expert", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank)
             )
             shards[f"{megatron}mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
+
     if holds_output:
         shards["decoder.final_layernorm.weight"] = state["model.norm.weight"]
         if not architecture.tie_word_embeddings:
@@ -155,6 +159,7 @@ def slow_shards(
             shards["output_layer.weight"] = _vocabulary(
                 state["model.embed_tokens.weight"], tensor_parallel_size, rank
             )
+
     return shards
 
 
@@ -185,6 +190,7 @@ def _feed_forward(
     gate, up, down = (state[f"{hf}.{name}.weight"] for name in names)
     (size, rank), each = cut, gate.shape[0] // cut[0]
     rows = [matrix[rank * each + row] for matrix in (gate, up) for row in range(each)]
+
     return {
         f"{megatron}.linear_fc1.weight": torch.stack(rows),
         f"{megatron}.linear_fc2.weight": _columns(down, size, rank),
@@ -209,6 +215,7 @@ def _qkv(
     dim = architecture.head_dim
     heads_per_group = architecture.num_attention_heads // groups
     rows = []
+
     for group in range(groups):
         if group // (groups // tensor_parallel_size) != rank:
             continue
@@ -216,6 +223,7 @@ def _qkv(
             rows += [q[head * dim + index] for index in range(dim)]
         rows += [k[group * dim + index] for index in range(dim)]
         rows += [v[group * dim + index] for index in range(dim)]
+
     return torch.stack(rows)
 
 

@@ -130,6 +130,7 @@ def test_shards_add_up_to_the_whole(tmp_path: Path, family: str, tied: bool) -> 
     architecture = architecture_of(family, tied=tied)
     manifest = manifest_of(architecture, torch.float32)
     true = {name: checksum(tensor) for name, tensor in model.state_dict().items() if name in manifest}
+
     for cut in LAYOUTS.values():
         parts = [
             shard_checksums(
@@ -154,6 +155,7 @@ def test_a_lie_is_found_and_named() -> None:
     changed[[1, 4]] = changed[[4, 1]]  # two rows in each other's place
     engine["model.layers.2.mlp.up_proj.weight"] = checksum(changed)
     del engine["model.norm.weight"]
+
     with pytest.raises(
         WeightMismatchError,
         match=r"replica 1 does not hold.*2 of \d+ tensors.*layers\.2\.mlp\.up_proj.*model\.norm",

@@ -50,6 +50,7 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
     for _, folder in cases:
         folder.mkdir()
     per_rank: list[list[Written]] = rank_pool.run(write_all, world_size=cut.num_ranks, exports=cases)
+
     for number, (export, folder) in enumerate(cases):
         plan = export.plan()
         assert differing(folder, export.state()) == []
@@ -88,12 +89,14 @@ def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
     """On one rank no file may have more than 20,000 bytes. Then both write again, over the same wire."""
     p2p = P2PGroup.of_default_group(CPU)
     failure = ""
+
     if dist.get_rank() == failing:
         with small_files_only(20_000), pytest.raises(OSError, match="too large") as caught:
             write(export, folder, p2p)
         failure = Path(caught.value.filename).name
     else:
         write(export, folder, p2p)
+
     write(export, again, p2p)
     return failure
 
@@ -180,6 +183,7 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
     )
     p2p = P2PGroup.of_default_group(CPU)
     reports = []
+
     for number in range(2):
         (own := folder / f"{rank}-{number}").mkdir()
         end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)
@@ -189,6 +193,7 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
             pass
         reports.append(report)
         del end, sending
+
     return reports
 
 
@@ -196,6 +201,7 @@ def test_memory_as_measured_is_at_most_what_is_planned(rank_pool, tmp_path: Path
     bucket_bytes = 16 * 2**20
     message_bytes = folder_message_bytes(bucket_bytes, is_cuda=True)
     slack = 4 * 2**20  # of gloo, and of the interpreter
+
     for reports in rank_pool.run(measure_memory, world_size=2, message_bytes=message_bytes, folder=tmp_path):
         for report in reports:
             assert report.planned_extra_bytes <= NUM_BUFFERS * message_bytes <= 2 * bucket_bytes

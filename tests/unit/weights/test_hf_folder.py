@@ -75,6 +75,7 @@ def test_transformers_loads_the_folder_and_gives_the_same_logits(
 
     files = list(target.glob("*.safetensors"))
     assert len(files) == num_files
+
     # 107 kB of weights; 4000 for the header
     assert all(file.stat().st_size <= max_file_bytes + 4000 for file in files)
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
@@ -247,6 +248,7 @@ def test_which_class_has_a_bias_is_what_transformers_says(
     source = source_of(tmp_path / "a", architectures=architectures)
     assert has_bias(source) is expected
     kinds = {TOKENS: AutoModelForTokenClassification, SEQUENCES: AutoModelForSequenceClassification}
+
     if architectures and architectures[0] in kinds:
         model = kinds[architectures[0]].from_config(config_of("qwen2"))
         assert type(model).__name__ == architectures[0]

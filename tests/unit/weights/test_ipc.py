@@ -43,6 +43,7 @@ def test_buffers_take_turns(writer: IPCWriter) -> None:
         assert writer.is_free(NUM_IPC_BUFFERS, 1.0)
         assert writer.is_read(NUM_IPC_BUFFERS, 1.0)
         reader.end(NUM_IPC_BUFFERS)
+
     reader.close()
 
 
@@ -57,9 +58,11 @@ def test_memory_is_given_back_to_all() -> None:
     writer = IPCWriter(size, 2, CPU, "device-0")
     reader = IPCReader(writer.address, CPU, "device-0")
     assert writer.resident_bytes == 0
+
     for number in range(2):
         writer.buffer(number, torch.uint8).fill_(7)
         assert int(reader.buffer(number, torch.uint8)[-1]) == 7
+
     assert resident_shared_bytes() - before >= 2 * size
     assert writer.resident_bytes == 2 * size
     writer.empty()
@@ -88,6 +91,7 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
     before = resident_shared_bytes()
     writer = IPCWriter(size, 2, CPU, "device-0")
     reader = IPCReader(writer.address, CPU, "device-0")
+
     for value in (7, 3):
         transfer(writer, reader, value)
         transfer(writer, reader, value + 1)  # without being freed in between
@@ -97,6 +101,7 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
             line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:megarl-ipc-" in line
         ]
         assert open_maps == []
+
     writer.close()
     reader.close()
 

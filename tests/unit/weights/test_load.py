@@ -61,6 +61,7 @@ def sub_boxes(tensor_slice: TensorSlice) -> list[TensorSlice]:
     ]
     if len(tensor_slice.starts) > 1:
         found.append(found[-1].along(1, tensor_slice.starts[1] + 1, tensor_slice.stops[1] - 2))
+
     return [part for part in found if part.volume]
 
 
@@ -129,6 +130,7 @@ def test_bfloat16_parameters_and_float32_folder(folders) -> None:
         layout=layout,
     )
     state = random_model("qwen3").state_dict()
+
     for name, (tensor_slice,) in held_slices(architecture, layout).items():
         elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))])
         assert torch.equal(elements, state[name].bfloat16().view(-1)), name

@@ -25,6 +25,7 @@ def load(
         name: torch.full(shape, 7.0) for name, shape in shard_shapes(architecture, layout, head).items()
     }
     load_into_shards(folder, architecture, layout, parameters, head, value_head)
+
     return parameters
 
 
@@ -42,10 +43,12 @@ def edit(folder: Path, **changes: torch.Tensor | None) -> None:
     """Rewrites the stored tensors; None removes one. Underscores stand for dots in names."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
+
     for name, tensor in changes.items():
         tensors.pop(name.replace("__", "."), None)
         if tensor is not None:
             tensors[name.replace("__", ".")] = tensor
+
     save_file(tensors, path)
 
 
@@ -107,6 +110,7 @@ def test_a_tied_model_may_store_its_output_layer_only_if_equal(tied_folder: Path
     different = embedding.clone()
     different[198, 31] += 1e-3
     edit(tied_folder, lm_head__weight=different)
+
     with pytest.raises(
         WeightTransferError,
         match=r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight.*set it to",
@@ -126,6 +130,7 @@ def test_value_head_stored_or_left_to_the_caller(folder: Path) -> None:
         WeightTransferError, match=r"score\.weight is missing .*does not score as a reward model"
     ):
         load(folder, head="value")
+
     parameters = load(folder, head="value", value_head="initial")
     assert torch.equal(parameters["output_layer.weight"], torch.full((1, 32), 7.0))
     assert not any(
@@ -139,12 +144,14 @@ def test_value_head_stored_or_left_to_the_caller(folder: Path) -> None:
 def test_truncated_missing_and_corrupt_files(folder: Path, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
+
     for damaged in (content[: len(content) // 2], content[:5], b"\xff" * 100):
         path.write_bytes(damaged)
         with pytest.raises(
             WeightTransferError, match=r"model/model\.safetensors: truncated or not a safetensors file"
         ):
             load(folder)
+
     path.unlink()
     with pytest.raises(
         WeightTransferError, match=r"model: no model\.safetensors and no model\.safetensors\.index\.json"
@@ -191,6 +198,7 @@ def test_parameters_that_are_not_the_layouts(folder: Path) -> None:
     assert "output_layer.weight is missing" in str(caught.value)
     assert "decoder.layers.1.mlp.linear_fc2.weight is not held in this layout" in str(caught.value)
     assert "decoder.final_layernorm.weight has shape (31,), the layout makes it (32,)" in str(caught.value)
+
     with pytest.raises(
         WeightTransferError,
         match=r"lm_head\.weight in model\.safetensors has shape \(199, 32\), config\.json makes it \(200, "

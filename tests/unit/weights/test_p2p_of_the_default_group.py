@@ -34,10 +34,12 @@ def exchange(place: Place) -> None:
     after = num_live_communicators()
 
     received = torch.full((2,), -1.0)
+
     if place.rank < 2:
         peer = 1 - place.rank
         sent = torch.full((2,), float(place.rank))
         assert p2p.start([(peer, sent)], [(peer, received)], tag=0).is_done(LIMIT_S)
+
     assert again is not p2p
     place.say((before, after, received.tolist()))
     place.listen()

@@ -76,6 +76,7 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
                     is None
                 )
         assert plan.received(target) == numel_of(each.slices)
+
     assert max(sends.values()) <= message_numel
 
 
@@ -139,9 +140,11 @@ def test_what_cannot_be_planned_is_named() -> None:
         WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"
     ):
         plan_transfer(SHAPES, [rank(0, half)], [rank(1, WHOLE)], 100)
+
     with pytest.raises(WeightTransferError, match="d is not a tensor of the model"):
         plan_transfer(SHAPES, [rank(0, WHOLE)], [rank(1, {"d": [TensorSlice((0,), (2,))]})], 100)
     by_rows = [rank(number, rows(number, number + 1)) for number in range(8)]
+
     with pytest.raises(
         ValueError,
         match=r"a message of 7 elements is too small: rank 0 receives parts of 8 .*larger "

@@ -24,6 +24,7 @@ def test_a_buffer_of_one_pass_does_not_outlive_it() -> None:
         PeerTransfers({0: schedule}), {"matrix": [matrix], "vector": [vector]}, torch.float32, places
     )
     num_asked = 0
+
     for version in (0, 100):
         ipc = torch.empty(2, destinations.sources.largest)
         for number in range(3):
@@ -40,6 +41,7 @@ def test_a_buffer_of_one_pass_does_not_outlive_it() -> None:
         assert memory.expired()
         num_asked = num_asked or len(asked)
         assert len(asked) == num_asked  # once, not in each pass
+
     assert not tensors["matrix"][:, :2].any()
     assert not tensors["vector"][:1].any()
     assert destinations.received_bytes == 2 * 9 * 4

@@ -70,6 +70,7 @@ def test_planted_faults_are_named() -> None:
                 *good[1:],
             ],
         )
+
     with pytest.raises(WeightTransferError, match=r"comes twice"):
         check_coverage(architecture, [good[0], good[0], *good[2:]])
     shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
@@ -129,6 +130,7 @@ def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
     assert held == first + [((2, 3), *rest) for _, *rest in first]
     assert parallel.expert_data_parallel_size == 1
     shapes = shard_shapes(architecture, layouts[2])
+
     # half of gate, half of up
     assert shapes["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"] == (8, 32)
     assert shapes["decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"] == (32, 4)
@@ -197,14 +199,17 @@ def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
         ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be cut over tensor_parallel_size 2"
     ):
         shard_shapes(odd, whole_model(odd, 2)[0])
+
     with pytest.raises(
         ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"
     ):
         whole_model(odd, 1, 3)
+
     with pytest.raises(
         ValueError, match=r"padded_vocab_size 199 is not a multiple of tensor_parallel_size 2"
     ):
         model_layouts(odd, tensor_parallel_size=2, padded_vocab_size=199)
+
     with pytest.raises(ValueError, match=r"padded_vocab_size 104 is smaller than the vocabulary of 199"):
         shard_shapes(odd, model_layouts(odd, tensor_parallel_size=1, padded_vocab_size=104)[0])
     with pytest.raises(

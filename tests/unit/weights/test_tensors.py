@@ -68,6 +68,7 @@ def test_tiling_fault_finds_missing_doubled_and_outside() -> None:
     assert tiling_fault((4, 3), [top]) == "6 of 12 elements are missing"
     assert tiling_fault((4, 3), [top, bottom, TensorSlice((1, 1), (3, 2))]) == "[1:2, 1:2] comes twice"
     assert tiling_fault((4, 3), [top, TensorSlice((2, 0), (5, 3))]) == "[2:5, 0:3] lies outside shape (4, 3)"
+
     # The right volume is not enough: one element too often and one missing.
     assert tiling_fault((2,), [TensorSlice((0,), (1,)), TensorSlice((0,), (1,))]) == "[0:1] comes twice"
 
@@ -89,6 +90,7 @@ def test_blocks_are_contiguous_bounded_and_cover() -> None:
 def test_ranges_are_contiguous_rectangles_in_order(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
     tensor = torch.arange(numel).view(shape)
+
     for start in range(numel):
         for stop in range(start, numel + 1):
             tensor_slices = list(range_slices(shape, start, stop))

@@ -74,11 +74,13 @@ class ObeyingTrainer(Obeying):
     def join_buffers(self, replica: int) -> Any:
         route = buffers_route(self.case, replica)
         self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
+
         if self.place.rank in route.beside:
             number = route.beside.index(self.place.rank)
             return self.own.device.serve(
                 replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU
             )
+
         return None
 
     def send(self, seed: int, replicas: list[int]) -> SendReport | None:
@@ -165,6 +167,7 @@ class World(NamedTuple):
         engine = self.engines[replica]
         plan = case.plan()
         targets = case.engine_ranks[replica]
+
         if case.transport == "group":
             route = group_route(plan, targets)
             port = self.ask(self.trainers[route.senders[0]], "reserve")
@@ -183,6 +186,7 @@ class World(NamedTuple):
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
             place = DevicePlace(addresses[way.beside[0]], case.device(targets[0]))
             engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
+
         assert engine.hear() is None
 
     def push(self, seed: int, replicas: list[int], doomed: int | None = None) -> list[SendReport]:
@@ -195,6 +199,7 @@ class World(NamedTuple):
         reports = []
         turns = 0
         start_s = time.monotonic()
+
         while waiting:
             assert time.monotonic() - start_s < LIMIT_S, "a trainer waits for ever"
             turns += 1
@@ -205,9 +210,11 @@ class World(NamedTuple):
                     reports.append(answer)
                 else:
                     trainer.tell(("go_on", [doomed] if doomed is not None and turns > 1 else []))
+
         for replica in replicas:
             if replica != doomed:
                 assert self.engines[replica].hear() == []
+
         return reports
 
 
@@ -219,6 +226,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     functions = [partial(serve_trainer, case)] * NUM_TRAINERS + [
         partial(serve_engine, case, replica) for replica in (0, 1, 0, 1)
     ]
+
     with mortal_ranks(tmp_path, functions) as ranks:
         trainers = ranks[:NUM_TRAINERS]
         first = ranks[NUM_TRAINERS : NUM_TRAINERS + 2]

@@ -45,15 +45,18 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     for replica in replicas:
         join(case, plan, own, replica)
     result = Result([], [], [])
+
     for seed in seeds:
         if isinstance(own, TrainerRank):
             result.reports.append(own.send(seed, replicas))
         else:
             result.received.append(own.receive())
             result.differing.extend(own.differing(case, seed))
+
     dist.barrier()
     own.close()
     assert num_live_communicators() == 0
+
     return result
 
 
@@ -67,9 +70,11 @@ def test_each_element_arrives_where_it_is_needed(
 ) -> None:
     cut = TRAINERS[trainer]
     num_engine_ranks = sum(engine.num_ranks for engine in engines)
+
     if transport == "device" and num_engine_ranks > cut.num_ranks:
         # which the placement refuses: test_transport.py
         pytest.skip("an engine rank has no trainer rank beside it")
+
     cases = [
         (family, tied, message_numel, "gloo")
         for (family, tied), message_numel in zip(FAMILIES, (500, 3000, 10**6), strict=True)
@@ -94,6 +99,7 @@ def measured(case: Case) -> list[int]:
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
     p2p = trainers_wire(case)
+
     if rank < num_trainers:
         own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, p2p)
         layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
@@ -106,8 +112,10 @@ def measured(case: Case) -> list[int]:
         for tensors in own.tensors.values():
             for tensor in tensors:
                 tensor.zero_()
+
     join(case, plan, own, 0)
     extra = []
+
     for turn in range(3):
         dist.barrier()
         if turn == 2 and isinstance(own, TrainerRank):
@@ -124,6 +132,7 @@ def measured(case: Case) -> list[int]:
             own.receive()
         extra.append(peak.extra_bytes())
         dist.barrier()
+
     own.close()
     return extra
 
@@ -150,8 +159,10 @@ def test_memory_as_measured_is_at_most_two_messages_each_way(
     )
     slack = 4 * 2**20  # of gloo, and of the interpreter
     results = rank_pool.run(measured, world_size=case.num_ranks, case=case)
+
     for number, extra in enumerate(results):
         # the IPC buffers, which both sides have mapped
         most = (4 if transport == "device" else 2) * message_bytes
         assert max(extra) <= most + slack, (number, extra)
+
     assert max(results[0 if trainer <= engine else -1]) > message_bytes  # it measures

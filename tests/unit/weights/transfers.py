@@ -78,9 +78,11 @@ class Case(NamedTuple):
         """As the plan counts targets."""
         ends = 0
         ranks = []
+
         for engine in self.engines:
             ranks.append(list(range(ends, ends + engine.num_ranks)))
             ends += engine.num_ranks
+
         return ranks
 
     @property
@@ -100,6 +102,7 @@ class Case(NamedTuple):
             RankSlices(RankPlace("node", self.device(target)), self.needed(target))
             for target in range(sum(map(len, self.engine_ranks)))
         ]
+
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
     def needed(self, target: int) -> dict[str, tuple[TensorSlice, ...]]:
@@ -127,6 +130,7 @@ class TrainerRank:
         self.case = case
         self.rank = rank
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
+
         # type: ignore[arg-type]
         self.group = GroupSender()
         self.device = DeviceSender(p2p, rank)
@@ -141,6 +145,7 @@ class TrainerRank:
             case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers
         )
         parameters = shards_of(stored_state(model), case.architecture, self.layout)
+
         return Shards(
             parameters={name: value.contiguous() for name, value in parameters.items()},
             architecture=self.case.architecture,
@@ -220,6 +225,7 @@ def trainers_wire(case: Case) -> P2PGroup | None:
     port = shared(listener and listener.getsockname()[1])[0]
     if rank >= case.trainer.num_ranks or case.transport == "group":
         return None
+
     return P2PGroup.join(
         P2PAddress("trainers", "127.0.0.1", port, case.trainer.num_ranks, case.backend, 60.0),
         rank,
@@ -233,6 +239,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     targets = case.engine_ranks[replica]
+
     if case.transport == "group":
         route = group_route(plan, targets)
         listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
@@ -268,4 +275,5 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 place = DevicePlace(addresses[way.beside[number]], case.device(target))
                 own.link(EngineLink(place, way.sources[number], torch.float32))
+
     dist.barrier()

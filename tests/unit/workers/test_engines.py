@@ -22,6 +22,7 @@ def test_what_an_engine_declares_is_there(kind: RolloutEngineKind) -> None:
     assert (settings is None) == (kind.needs.section is None)
     assert settings is None or settings.server_args == {}
     assert (kind.needs.memory_key is None) == (kind.needs.memory_arg is None)
+
     if kind.needs.memory_arg is not None:
         assert settings is not None
         settings.server_args[kind.needs.memory_arg] = 0.7

@@ -32,6 +32,7 @@ def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto
     )
     micro_batches = [[row] for row in range(len(rows))]
     tensors = {"prompts": prompts, "responses": responses, "response_mask": scored}
+
     return DataProto.from_dict(tensors, meta_info={MICRO_BATCHES: micro_batches})
 
 

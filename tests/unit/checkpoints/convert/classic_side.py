@@ -85,6 +85,7 @@ def _children_allowed() -> Iterator[None]:
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()
     settings["daemon"] = False
+
     try:
         yield
     finally:

@@ -48,6 +48,7 @@ def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
     outputs = join_rows(rows, engine.forward(take(batch, rows), deal(len(rows), 2)), num_rows)
+
     return Loaded(wrong, outputs, failure_of(lambda: load(open_engine(settings), folder)))
 
 

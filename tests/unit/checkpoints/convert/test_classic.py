@@ -57,6 +57,7 @@ def saved(
         dtype=dtype,
         engine_names=engine_names,
     )
+
     return model
 
 
@@ -274,8 +275,10 @@ def test_files_without_args_and_checksums_are_read_as_they_are(folder: Path, mod
             rewrite(folder, rank.name, lambda content: content.pop("args"))
     finally:
         torch.serialization.set_crc32_options(True)
+
     assert open_model(folder, companions=models / "qwen2-tied").layout == "TP 2 x PP 2"
     a_stage_less(folder)
+
     with pytest.raises(
         CheckpointError, match=r"has 2 layers in 1 stages, config\.json says 4: files are missing"
     ):

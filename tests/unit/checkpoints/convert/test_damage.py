@@ -48,11 +48,13 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], command: str, folder: Path) -> str:
     """What is said of `folder`, in one line."""
     assert main(["convert", command, "--input", str(folder), "--output", str(folder.parent / "output")]) == 2
+
     # no output, and nothing half written beside it
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1, printed.err
+
     return printed.err
 
 

@@ -47,10 +47,12 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> Path:
     """Tensors of the folder's one file are replaced, or left out where None; names have __ for a point."""
     path = folder / "model.safetensors"
     stored = load_file(path)
+
     for name, value in tensors.items():
         stored.pop(name.replace("__", "."))
         if value is not None:
             stored[name.replace("__", ".")] = value
+
     save_file(stored, path, metadata={"format": "pt"})
     return folder
 

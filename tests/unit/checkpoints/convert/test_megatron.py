@@ -77,11 +77,13 @@ def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_th
         folder=tmp_path / "megatron",
         batch=batch,
     )
+
     with torch.no_grad():
         if head == "value":
             expected = {"values": reference_values(load_critic(tmp_path / "back"), batch)}
         else:
             expected = scores_of(reference_logits(load_lm(tmp_path / "back"), batch), batch)
+
     for rank in ranks:
         assert rank.wrong == []
         assert all(max_difference(rank.outputs[key], value) <= 1e-5 for key, value in expected.items())
@@ -144,6 +146,7 @@ def test_what_an_engine_saved_is_converted_there_and_back(
     one = model_part(saved)
     other = model_part(back)
     assert one.keys() == other.keys()
+
     for place, value in one.items():
         rows = slice(None)
         # rows of padding have no meaning

@@ -20,6 +20,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's checkpoints: step 5 with a critic too."""
     root = tmp_path_factory.mktemp("checkpoints")
     model = random_model("llama")
+
     for step, roles in ((5, ["actor", "critic"]), (10, ["reference"])):
         folder = root / f"step_{step:08d}"
         folder.mkdir()
@@ -31,6 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "checkpoint.json").write_text(
             json.dumps({"format": 1, "step": step, "roles": roles, "files": {}})
         )
+
     (root / "latest").write_text("step_00000010\n")
     save(model, root / "hf")
     return root
@@ -133,6 +135,7 @@ def test_a_folder_without_a_model(
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content)
+
     with pytest.raises(CheckpointError, match=says) as raised:
         open_model(folder, role)
     assert "\n" not in str(raised.value)

@@ -63,12 +63,14 @@ def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str
     )
     whole = {name: value for name, value in shards.items() if "layers." not in name}
     layers = [_of_layer(shards, f"decoder.layers.{layer}.") for layer in range(NUM_LAYERS)]
+
     if family == "qwen2_moe":
         return whole | {
             f"decoder.layers.{layer}.{rest}": value
             for layer, own in enumerate(layers)
             for rest, value in own.items()
         }
+
     return whole | {
         "decoder.layers." + rest: torch.stack([own[rest] for own in layers]) for rest in layers[0]
     }
@@ -78,6 +80,7 @@ def _of_layer(shards: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.T
     own = {name.removeprefix(prefix): value for name, value in shards.items() if name.startswith(prefix)}
     is_dense = "mlp.router.weight" not in own
     found = {}
+
     for rest, value in own.items():
         before, is_expert, after = rest.partition(".local_experts.")
         if not is_expert:
@@ -85,6 +88,7 @@ def _of_layer(shards: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.T
         elif after.startswith("0."):
             matrices = [own[f"{before}.local_experts.{expert}.{after[2:]}"] for expert in range(EXPERTS)]
             found[f"{before}.experts.{after[2:]}"] = torch.stack(matrices)
+
     return found
 
 
@@ -102,6 +106,7 @@ def test_both_formats_give_the_model_bit_for_bit(tmp_path: Path, family: str, ti
     hugging_face = save(model, tmp_path / "hf", max_shard_size="30KB")
     optimizer = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
     distributed = write({**stacked(expected, family, tied), **optimizer}, tmp_path / "megatron")
+
     for source in (open_hugging_face(hugging_face), open_distributed(distributed, companions=hugging_face)):
         found = everything(source)
         assert found.keys() == expected.keys()
@@ -114,6 +119,7 @@ def test_a_block_of_a_tensor_in_another_dtype(tmp_path: Path) -> None:
     model = random_model("llama")
     folder = write(stacked(model.state_dict(), "llama", False), tmp_path / "megatron")
     source = open_distributed(folder, companions=save(model, tmp_path / "hf"))
+
     # rows of one group in every three of the stored tensor
     tensor = source.tensors["model.layers.2.self_attn.k_proj.weight"]
     place = TensorSlice.whole(tensor.hf.view).along(0, 1, 3)
@@ -126,6 +132,7 @@ def test_a_tensor_that_is_missing_extra_or_of_another_shape(tmp_path: Path) -> N
     tensors = stacked(model.state_dict(), "llama", False)
     hugging_face = save(model, tmp_path / "hf")
     key = "decoder.layers.mlp.linear_fc2.weight"
+
     with pytest.raises(
         CheckpointError,
         match=r"decoder\.layers\.mlp\.linear_fc2\.weight is missing; config\.json says model\.layers\.0\.mlp",
@@ -134,6 +141,7 @@ def test_a_tensor_that_is_missing_extra_or_of_another_shape(tmp_path: Path) -> N
             write({name: value for name, value in tensors.items() if name != key}, tmp_path / "a"),
             hugging_face,
         )
+
     with pytest.raises(CheckpointError, match=r"decoder\.adapter is not a tensor of this architecture"):
         open_distributed(write({**tensors, "decoder.adapter": torch.zeros(2)}, tmp_path / "b"), hugging_face)
     with pytest.raises(

@@ -83,12 +83,14 @@ def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path
     model = random_model(family, tied=tied).to(torch.bfloat16 if tied else torch.float32)
     source = open_model(save(model, tmp_path / "hf"))
     expected = stored_state(model)
+
     for layout, item_bytes in LAYOUTS.items():
         there, back = (tmp_path / f"{'x'.join(map(str, layout))} {way}" for way in ("there", "back"))
         written = write_distributed(source, there, layout_of(*layout), max_item_bytes=item_bytes)
         assert written.num_files == layout[0] * layout[1]
         write_hugging_face(open_model(there), back, max_shard_bytes=30_000)
         assert same(everything(open_model(back)), expected), layout
+
     loaded, info = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True, dtype="auto")
     assert not any(info.values())
     assert same(loaded.state_dict(), model.state_dict())
@@ -106,11 +108,13 @@ def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path)
     of_layer = {"input_layernorm": (16,), "post_attention_layernorm": (16,), "mlp.gate": (128, 16)}
     of_layer |= {f"self_attn.{name}_proj": (rows, 16) for name, rows in (("q", 64), ("k", 8), ("v", 8))}
     of_layer |= {"self_attn.o_proj": (16, 64), "self_attn.q_norm": (2,), "self_attn.k_norm": (2,)}
+
     for expert in range(128):
         of_layer |= {
             f"mlp.experts.{expert}.{name}_proj": shape
             for name, shape in (("gate", (4, 16)), ("up", (4, 16)), ("down", (16, 4)))
         }
+
     shapes |= {
         f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in of_layer.items()
     }
@@ -138,6 +142,7 @@ def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
     index = read_index(folder)
     expected = stacked(model.state_dict(), "qwen2", tied=False)
     assert index.tensors.keys() == expected.keys()
+
     for key, value in expected.items():
         found = torch.full(index.tensors[key].shape, float("nan"))
         for chunk in index.tensors[key].chunks:
@@ -148,6 +153,7 @@ def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
             found = found[:VOCAB]
             value = value[:VOCAB]
         assert torch.equal(found, value), key
+
     description = read_manifest(folder).description
     assert (description.head, description.dtype, description.step) == ("lm", "float32", None)
     assert description.layout == layout_of(2, 2)
@@ -156,6 +162,7 @@ def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
 def test_each_item_is_a_file_of_torch_save_with_true_checksums(tmp_path: Path, llama: Path) -> None:
     folder = write_distributed(open_model(llama), tmp_path / "m", layout_of(2), torch.bfloat16).folder
     index = read_index(folder)
+
     for key, item in index.items():
         content = (folder / item.file).read_bytes()[item.position : item.position + item.nbytes]
         assert zipfile.ZipFile(BytesIO(content)).testzip() is None, key
@@ -242,12 +249,15 @@ def test_another_dtype(tmp_path: Path, llama: Path) -> None:
     (mixed / "config.json").write_text((llama / "config.json").read_text())
     stored["model.norm.weight"] = stored["model.norm.weight"].bfloat16()
     save_file(stored, mixed / "model.safetensors")
+
     with pytest.raises(
         CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; say with --dtype"
     ):
         write_hugging_face(open_model(mixed), tmp_path / "out")
+
     stored["model.norm.weight"] = torch.full_like(stored["model.norm.weight"], 1e5)
     save_file(stored, mixed / "model.safetensors")
+
     for write in (
         write_hugging_face,
         lambda source, folder, dtype: write_distributed(source, folder, layout_of(), dtype),
@@ -256,6 +266,7 @@ def test_another_dtype(tmp_path: Path, llama: Path) -> None:
             CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot hold"
         ):
             write(open_model(mixed), tmp_path / "out", torch.float16)
+
     assert not (tmp_path / "out").exists()
 
 
@@ -288,6 +299,7 @@ def test_a_disk_that_takes_no_more(write: Callable[..., None], tmp_path: Path, l
         pytest.raises(CheckpointError, match=r"all/new/\S+: cannot be written: File too large") as raised,
     ):
         write(open_model(llama), tmp_path / "all" / "new")
+
     assert "\n" not in str(raised.value)
     assert not list((tmp_path / "all").iterdir())
 
@@ -299,6 +311,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False
     ).returncode:
         pytest.skip("only root may mount a small disk")
+
     try:
         yield folder
     finally:
@@ -355,6 +368,7 @@ def test_folders_that_cannot_be_written(write: Callable[..., None], tmp_path: Pa
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
+
     for folder, says in {
         "full": r"full: is there and not empty",
         "file": r"file: is there and not a folder",
@@ -363,6 +377,7 @@ def test_folders_that_cannot_be_written(write: Callable[..., None], tmp_path: Pa
         with pytest.raises(CheckpointError, match=says) as raised:
             write(source, tmp_path / folder)
         assert "\n" not in str(raised.value)
+
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "mine"]
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
@@ -410,8 +425,10 @@ def test_a_layout_that_does_not_divide_the_model(tmp_path: Path, llama: Path) ->
     source = open_model(llama)
     with pytest.raises(ValueError, match=r"4 key-value heads cannot be cut over tensor_parallel_size 3"):
         write_distributed(source, tmp_path / "new", layout_of(3))
+
     with pytest.raises(
         ValueError, match=r"num_hidden_layers 4 is not a multiple of pipeline_parallel_size 3"
     ):
         write_distributed(source, tmp_path / "new", layout_of(1, 3))
+
     assert not list(tmp_path.iterdir())

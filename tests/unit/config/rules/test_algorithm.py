@@ -54,6 +54,7 @@ def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEst
     ]
     assert len(found) == (estimator.name not in {"gae", "reinforce_plus_plus"})
     assert len(found) == (estimator.needs.compares_samples or estimator.name == "remax")
+
     if estimator.name == "remax":
         assert (
             "learns nothing from it, which with n 1 is half of all that is generated; use 2 or more"

@@ -39,6 +39,7 @@ def ppo(tmp_path: Path) -> str:
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
     values["actor"]["parallel"]["sequence_parallel"] = True
     values["rollout"]["engine"] = "sglang"
+
     return write_yaml(tmp_path / "run.yaml", values)
 
 

@@ -164,6 +164,7 @@ def stage(
     )  # type: ignore[arg-type]
     rollout._runner = EpisodeRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
+
     for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
         rows = Rows().batch([(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)], [""] * PROMPTS)
         for request in rollout.requests(rows, SAMPLING, step + 1):
@@ -182,6 +183,7 @@ def stage(
     async_rollout = AsyncRollout(rollout, weights, loader, Unscored(), rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
         async_rollout.load_state_dict(position)
+
     try:
         yield Stage(rollout, engines, environments, weights, async_rollout)
     finally:
@@ -219,6 +221,7 @@ def train(one: Stage, steps: Collection[int]) -> list[Step]:
         )
         assert int((~mask).sum()) == len(TOLD) * (turns - len(rows))
         one.weights.push()
+
     return trained
 
 
@@ -282,6 +285,7 @@ def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
         for step in range(6):
             prompts = Rows().batch([PROMPTS * step + place for place in range(PROMPTS)], [""] * PROMPTS)
             one.rollout.generate(prompts, SAMPLING, step + 1)
+
     sent = [
         (number, request)
         for number, engine in enumerate(one.engines.groups)
@@ -306,15 +310,19 @@ def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
         position = one.async_rollout.state_dict()
         groups = one.async_rollout.finished_groups()
         version = one.weights.version
+
     stored = from_bytes(to_bytes(groups))
     assert len(groups) == PROMPTS * 2
+
     with stage(2, 8, OnUpdate.drain, position=position, next_step=4, version=version) as other:
         other.async_rollout.restore(stored)
         after = train(other, range(4, 9))
         begun = len(other.environments.opened)
+
     assert begun == (5 * PROMPTS - len(stored)) * SAMPLING.n
     with stage(2, 8, OnUpdate.drain) as whole:
         expected = train(whole, range(1, 9))
+
     for one_step, other_step in zip(before + after, expected, strict=True):
         assert one_step.prompts == other_step.prompts
         for key in (
@@ -335,9 +343,11 @@ def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
 def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come_earlier() -> None:
     once = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=1)
     kill = lambda number: one.environments.kill(0) if number == 60 else None  # noqa: E731
+
     with stage(1, 4, on_event=kill, limits=once, rules=GroupRules(SAMPLING, max_error_rate=9.0)) as one:
         trained = train(one, range(1, 5))
         given_up = one.async_rollout.drain_metrics()["rollout/num_given_up"]
+
     prompts = [prompt for step in trained for prompt in step.prompts]
     assert prompts == sorted(set(prompts))
     assert 0 < given_up == prompts[-1] + 1 - len(prompts)

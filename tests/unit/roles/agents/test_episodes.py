@@ -79,6 +79,7 @@ def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool
             step.place,
             TurnAnswer(told, reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)),
         )
+
     return episode.trajectory
 
 
@@ -161,6 +162,7 @@ def scored(poison: float) -> DataProto:
     assert isinstance(scores, RaggedTensor)
     keys = ("token_level_scores", "old_log_probs", "ref_log_prob", "values", "rollout_log_probs")
     columns = {key: column(key) for key in keys}
+
     return made.select([key for key in made.columns if key not in columns]).union(
         DataProto.from_dict(columns)
     )
@@ -183,6 +185,7 @@ def by_hand(outputs: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> 
         bounded = before + (values - before).clamp(-0.2, 0.2)
         errors = torch.maximum((values - returns) ** 2, (bounded - returns) ** 2) / 2
         losses.append((errors - weights * gain - 0.01 * entropy).sum())
+
     return torch.stack(losses).sum() / 8
 
 
@@ -198,6 +201,7 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(
         overlong=OverlongConfig(buffer_share=0.5),
     )
     found = []
+
     for poison in (0.0, math.nan):
         rows, of_correction = correct_rollout(scored(poison), algorithm.rollout_correction)
         rows, of_advantages = AdvantageStep(algorithm, max_response_length=4)(rows)
@@ -228,7 +232,9 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(
         metrics |= {name: metric.value for share in shares for name, metric in share.metrics.items()}
         assert all(map(math.isfinite, metrics.values()))
         found.append((metrics, loss.item(), [gradient.tolist() for gradient in gradients]))
+
     assert found[0] == found[1]
+
     # Rows have 6, 2 and 5 tokens, of which the model wrote 3, 2 and 3: limits of 3, and of 4 with a penalty
     # from 2 on, count those.
     assert (metrics["response_length/max"], metrics["response_length/mean"]) == (3, pytest.approx(8 / 3))
@@ -290,6 +296,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
         responder = Responder(environment, template, parse_calls, Task())
         bridge = list[int]()
         await responder.start()
+
         while (step := episode.next) is not None:
             if isinstance(step, WriteTurn):
                 sent.append(step.token_ids)
@@ -301,15 +308,18 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
                 answer, _ = await responder.answer(step)
                 bridge += answer.token_ids
                 episode.answered(step.place, answer)
+
         await responder.close()
         return bridge
 
     bridge = asyncio.run(play())
     assert sent == [prompt, [*prompt, *drawn[0], *bridge]]
     said = tokenizer.decode(bridge)
+
     for _, _, line in FAILING:
         line = json.dumps(line)[1:-1] if family == "llama" else line  # where results are JSON
         assert (line.lower() if forgets_case else line) in said
+
     prompts = DataProto.from_dict(
         {"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {}
     )
@@ -455,6 +465,7 @@ def episode_rollout(
     rollout = EpisodeRollout(Nobody([None]), weights, rules, at_once, 0, environments, of_episodes)  # type: ignore[arg-type]
     writing = Writing(tokenizer.eos_token_id)
     rollout._runner = EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
+
     return rollout, writing
 
 
@@ -478,21 +489,25 @@ def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_no
     made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1, scoring=scoring)
     ends = made.non_tensor_batch["episode_end"].tolist()
     turns = made.non_tensor_batch["num_turns"].tolist()
+
     for row, (end, num_turns) in enumerate(zip(ends, turns, strict=True)):
         index = row // 2
         if index % 50 == 7:
             assert (end, num_turns) == ("time", 1)
         else:  # the fourth turn would be one too many
             assert (end, num_turns) == ("turns" if index % 4 == 3 else "done", min(index % 4 + 1, 3))
+
     assert made.ragged["environment_rewards"].flat().sum() == sum(turns) - ends.count("time")
     notes = Counter((tmp_path / "notes").read_text().splitlines())
     assert set(notes.values()) == {2}  # both samples of a prompt, opened once and closed once
     assert len(notes) == 200
+
     # Of each turn the ids are those of the turn before, what was drawn, and the bridge.
     sent = sorted((request.prompt for request in writing.seen if request.uid == "2"), key=len)
     assert [sent[2][: len(sent[0])], sent[4][: len(sent[2])]] == [sent[0], sent[2]]
     assert sent[2][len(sent[0]) :][:1] == [7]
     assert len({request.sampling.seed for request in writing.seen}) == len(writing.seen)
+
     # What was scored meanwhile are whole prompts, with the rows that the batch has of them.
     begun = DataProto.concat(scoring.begun)
     assert set(Counter(begun.non_tensor_batch["uid"].tolist()).values()) == {2}

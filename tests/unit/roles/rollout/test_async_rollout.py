@@ -166,6 +166,7 @@ def scene(
     async_rollout = AsyncRollout(rollout, weights, loader, scoring, rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
         async_rollout.load_state_dict(position)
+
     try:
         yield Scene(rollout, engines, weights, async_rollout)
     finally:
@@ -192,6 +193,7 @@ def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda
             )
         )
         one.weights.push()
+
     return trained
 
 
@@ -216,9 +218,11 @@ def test_with_drain_each_sample_is_by_one_version_which_the_schedule_decides() -
     for pause in (lambda: None, lambda: time.sleep(0.003)):
         with scene(2, 8, OnUpdate.drain) as one:
             runs.append(train(one, range(1, 9), pause))
+
     for first, second in zip(*runs, strict=True):
         assert first.uids == second.uids
         assert first.versions.tolist() == second.versions.tolist()
+
     assert [step.age for step in runs[0]] == [0, 1, 2, 2, 2, 2, 2, 2]
 
 
@@ -233,6 +237,7 @@ def test_replicas_that_are_lost_cost_no_prompt_and_no_age() -> None:
 
         trained = train(one, range(1, 13), lose)
         assert len(one.engines.restarted) > 3
+
     assert [step.uids for step in trained] == in_order(12)
     assert max(step.age for step in trained) <= 2
 
@@ -267,6 +272,7 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
             for _, given in engine.submitted
             for request in given
         ]
+
     assert temperatures.count(0.0) == 3 * PROMPTS
     assert temperatures.count(SAMPLING.temperature) == 3 * PROMPTS * SAMPLING.n
 
@@ -278,6 +284,7 @@ def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlie
     scoring = ScoresBySignal()
     config = DynamicSamplingConfig(enabled=True, max_generations=4)
     with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
+
     with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
         loader: BatchLoader = one.async_rollout._prompts
         sampling = DynamicSampling(
@@ -318,6 +325,7 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
         position = one.async_rollout.state_dict()
         groups = one.async_rollout.finished_groups()
         version = one.weights.version
+
     stored = from_bytes(to_bytes(groups))
     assert [group.uid for group in groups] == list(stored)
     with pytest.raises(ValueError, match="is corrupt"):
@@ -327,10 +335,12 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
         samples=[sample._replace(routed_experts=np.arange(6, dtype=np.uint8)) for sample in groups[0].samples]
     )
     assert str(list(from_bytes(to_bytes([routed])).values())) == str([routed])
+
     with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
         other.async_rollout.restore(stored)
         after = train(other, range(5, 11))
         begun = sum(len(given) for engine in other.engines.groups for _, given in engine.submitted)
+
     assert [step.uids for step in before + after] == in_order(10)
     assert begun == (6 * PROMPTS - len(stored)) * SAMPLING.n
     with scene(2, 10, OnUpdate.drain) as one:

@@ -175,6 +175,7 @@ def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None
     scene.add(20, 30)
     scene.scheduler.poll(wait_s=2.0)
     scene.scheduler.pause()
+
     # in a push, which also gave it the weights
     scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)
     assert scene.run() == [(22, 20), (30, 30)]

@@ -144,6 +144,7 @@ def test_more_ranks_than_key_value_heads_keep_each_head_on_several() -> None:
     assert [
         tensor_slice.starts[1] for of_rank in slices for tensor_slice in of_rank[f"{layer}.o_proj.weight"]
     ] == [0, 8, 16, 24]
+
     # both heads of keys and of values, with their biases
     key_value = LAYERS * 2 * 2 * HEAD_DIM * (HIDDEN + 1)
     kept = (num_parameters(QWEN) - NORMS - key_value) // 4 + key_value // 2 + NORMS

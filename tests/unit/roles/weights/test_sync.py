@@ -122,6 +122,7 @@ def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
     )
     engine.marker = marker if marker is not None and not marker.exists() else None
     engine.lie = lie
+
     return engine
 
 
@@ -159,6 +160,7 @@ def test_every_transport_gives_all_replicas_the_weights(
 ) -> None:
     replicas = replicas_of(good_engine(folders), 2)
     nbytes = sum(tensor.nbytes for tensor in load_file(folders.trained / "model.safetensors").values())
+
     for version, transport in enumerate([*TRANSPORTS, *TRANSPORTS], start=1):
         sync = trainer.sync(transport, tmp_path / "scratch")
         # the second time with what the first has left
@@ -175,6 +177,7 @@ def test_every_transport_gives_all_replicas_the_weights(
         # what is planned, and what a kernel counts in pages, which are late by some now and then
         if transport is not Transport.folder:
             assert min(report.extra_bytes for report, _ in pushed) <= 4 * BUCKET_BYTES + 2**20
+
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -190,9 +193,11 @@ def test_two_trainers_cannot_have_an_engine_at_once(
     second.push(replicas.all, 2)
     third = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
     third.push(replicas.all, 3)  # which needs nothing of the engine
+
     with pytest.raises(WorkerError):
         # which would take it over
         replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()
+
     report, lost = second.push(replicas.all, 4)
     assert report is None
     assert "has joined another trainer since" in str(lost[0])
@@ -204,12 +209,14 @@ def test_two_trainers_cannot_have_an_engine_at_once(
 def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     first = trainer.sync(Transport.device, tmp_path, Verify.first, num_replicas=1)
+
     with pytest.raises(
         WeightMismatchError,
         match=r"the rollout replica with pid \d+ does not hold.*1 of \d+ "
         r"tensors.*model\.layers\.1\.mlp\.up_proj\.weight",
     ):
         first.push(replicas.all, 1)
+
     first.close()
     unverified = trainer.sync(Transport.device, tmp_path, Verify.off, num_replicas=1)
     assert unverified.push(replicas.all, 2)[1] == {}
@@ -241,6 +248,7 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
         partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2
     )
     sync = trainer.sync(transport, tmp_path / "scratch", Verify.first)
+
     for version in (1, 2):  # both may die in the first
         report, lost = sync.push(replicas.all, version)
         for number, group in replicas.all.items():
@@ -253,6 +261,7 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
             alone, lost_again = sync.push({number: replicas.groups[number] for number in lost}, version)
             assert alone is not None
             assert lost_again == {}
+
     assert 1 <= replicas.num_restarts <= 2
     assert [group.call(RolloutWorker.weight_version) for group in replicas.groups] == [2, 2]
     sync.close()
@@ -282,6 +291,7 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
     sync.push(replicas.all, 1)
     gather(*(group.call_all(RolloutWorker.sleep) for group in replicas.groups))
+
     # no part of the state, but what weights were sent from
     trainer.group.call(MegatronWorker.offload_state, ()).get()
     gather(*(group.call_all(RolloutWorker.wake) for group in replicas.groups))
@@ -333,6 +343,7 @@ def test_a_trainer_rank_that_dies_in_a_push(
 ) -> None:
     replicas = replicas_of(good_engine(folders), 1)
     parallel = ParallelConfig(tensor_parallel_size=2)
+
     with started(
         "stubs", 2, {"actor": RayClassWithInitArgs(StubTrainer, folders.trained, parallel)}
     ) as groups:

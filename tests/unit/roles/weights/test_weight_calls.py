@@ -77,6 +77,7 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
         limit_s=60.0,
     )
     to: Any = dict(enumerate(replicas))
+
     for version in range(3):
         report, lost = sync.push(to, version)
         assert report is not None

@@ -69,6 +69,7 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
         _init_parallel_groups(backend="gloo", dist_init_method=rendezvous, server_args=arguments, gpu_id=rank)
     config = ModelConfig.from_server_args(arguments).hf_config
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
+
     return kind(config=config)
 
 

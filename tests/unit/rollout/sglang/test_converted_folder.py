@@ -32,6 +32,7 @@ def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_p
     write_hugging_face(open_model(tmp_path / "megatron"), tmp_path / "converted", max_shard_bytes=30_000)
     assert len(list((tmp_path / "converted").glob("*.safetensors"))) > 1
     source = open_model(tmp_path / "converted")
+
     try:
         sglang_server.begin_weight_update(manifest_of(source.architecture, source.dtype))
         sglang_server.load_folder(tmp_path / "converted")
@@ -40,6 +41,7 @@ def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_p
     finally:
         # the next test finds no weights of its own, and pushes them
         push(server_model(), sglang_server, version=0)
+
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         tokens = list(prompt)

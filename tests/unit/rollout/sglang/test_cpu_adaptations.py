@@ -30,12 +30,14 @@ def sglang_source(module: str, attribute: str) -> str:
     file = Path(spec.submodule_search_locations[0], *module.split(".")).with_suffix(".py")
     text = file.read_text()
     body: list[ast.stmt] = ast.parse(text).body
+
     for name in attribute.split("."):
         found = [
             node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
         ]
         assert found, f"{file} no longer defines {attribute}: the adaptation of it replaces nothing"
         body = found[0].body
+
     return ast.get_source_segment(text, found[0]) or ""
 
 
@@ -129,6 +131,7 @@ def murmur3(data: bytes) -> int:
         block = (block << 15 | block >> 17) * 0x1B873593 & 0xFFFFFFFF
         hashed ^= block
         hashed = ((hashed << 13 | hashed >> 19) * 5 + 0xE6546B64) & 0xFFFFFFFF
+
     hashed ^= len(data)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         hashed = (hashed ^ hashed >> shift) * factor & 0xFFFFFFFF
@@ -144,6 +147,7 @@ def test_murmur_hash_is_the_published_one() -> None:
         torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns)
     )
     assert hashed.dtype == torch.uint32
+
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for index, column in enumerate(columns):
             block = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
@@ -157,17 +161,20 @@ def test_ranks_with_experts_of_their_own_add_up_to_the_whole() -> None:
     ids = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 1]])  # two, none, one of each rank's
     weights = torch.rand(5, 2, generator=generator)
     expected = torch.zeros(5, 8)
+
     for token, expert, weight in (
         (t, int(e), w) for t in range(5) for e, w in zip(ids[t], weights[t], strict=True)
     ):
         gate, up = (w13[expert] @ x[token]).chunk(2)
         expected[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+
     parts = []
     for first in (0, 2):
         own = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
         parts.append(
             cpu_adaptations.own_experts(x, weights, own, w13[first : first + 2], w2[first : first + 2])
         )
+
     torch.testing.assert_close(sum(parts), expected)
 
 
@@ -182,13 +189,16 @@ def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -
     table = torch.zeros(5, 12, dtype=torch.int32)
     order = 1 + torch.randperm(slots - 1, generator=generator)
     rows = torch.tensor([3, 0, 4])
+
     for row, length in zip(rows.tolist(), lengths, strict=True):
         table[row, :length] = order[:length]
         order = order[length:]
+
     query = torch.randn(len(lengths), heads, width, generator=generator)
     k_cache[0] = v_cache[0] = 1e4  # where the padding of the table points: must not matter
     batch = cpu_adaptations._pad_batch(table, rows, torch.tensor(lengths), query.dtype)
     attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3, kv_heads < heads)
+
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         where = table[row, :length].long()
         keys = k_cache[where].transpose(0, 1)

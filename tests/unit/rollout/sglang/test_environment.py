@@ -38,6 +38,7 @@ def shared_library(path: Path, *options: str) -> Path:
         "none",
     ]
     subprocess.run([*command, *options], check=True)
+
     return path
 
 
@@ -51,6 +52,7 @@ def packages(tmp_path: Path) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cuda-runtime\nVersion: 13.0.96\n")
     (info / "RECORD").write_text("nvidia/cu13/lib/libcudart.so.99,,\n")
     shared_library(tmp_path / "hook.so", str(runtime))
+
     return tmp_path / "packages"
 
 
@@ -72,5 +74,6 @@ def test_a_preloaded_library_finds_the_cuda_runtime_that_pip_installed(
     ended = run("prepared")
     assert ended.returncode == 0, ended.stderr
     folder = packages / "nvidia" / "cu13" / "lib"
+
     # the user's folders come first
     assert ended.stdout.splitlines() == [str(folder) if given is None else f"{given}:{folder}"]

@@ -49,6 +49,7 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
         model(torch.tensor([ids]))
     for handle in handles:
         handle.remove()
+
     return torch.stack(layers, dim=1)
 
 
@@ -59,6 +60,7 @@ def test_two_ranks_hold_and_use_the_models_weights(
     assert sglang_in_process.checksums() == {
         name: checksum(value) for name, value in weights_of(model).items()
     }
+
     for temperature in (0.6, 0.0):
         sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature, with_routes=True)
         for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
@@ -72,6 +74,7 @@ def test_two_ranks_hold_and_use_the_models_weights(
                 torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values,
                 expected.sort().values,
             )
+
     plain = SamplingParameters(max_new_tokens=2, seed=1)
     assert [sample.routed_experts for sample in sglang_in_process.generate(PROMPTS, plain)] == [None] * len(
         PROMPTS

@@ -34,6 +34,7 @@ def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
     model.config.save_pretrained(folder)
     manifest = manifest_of(model)
     (folder / "manifest.json").write_text(json.dumps({name: meta.shape for name, meta in manifest.items()}))
+
     return len(manifest)
 
 
@@ -50,6 +51,7 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
     ]
     printed = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * num_ranks
+
     return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in printed]
 
 
@@ -62,6 +64,7 @@ def test_one_call_records_the_plan_of_every_family(
     counts = []
     for folder, (family, tied, architecture) in zip(folders, MODELS.values(), strict=True):
         counts.append(save(folder, family, tied, architecture))
+
     for results in plans(num_ranks, folders, tmp_path / "rendezvous"):
         for result, count, (*_, architecture) in zip(results, counts, MODELS.values(), strict=True):
             assert result["model"] == architecture

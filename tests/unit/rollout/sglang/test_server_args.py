@@ -68,6 +68,7 @@ def test_on_cuda(tmp_path: Path) -> None:
     assert arguments["enable_memory_saver"]
     assert not arguments["enable_deterministic_inference"]
     assert not arguments["skip_tokenizer_init"]
+
     # SGLang's own choice
     assert not {"attention_backend", "max_total_tokens", "mem_fraction_static"} & arguments.keys()
 
@@ -101,6 +102,7 @@ def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
     with pytest.raises(ConfigError, match="did you mean schedule_policy") as error:
         refuse_unknown_server_args({"schedule_polisy": "lpm", "qqqqqqqq": 1, "chunked_prefill_size": 64})
     assert len(error.value.problems) == 2
+
     with pytest.raises(
         ConfigError, match="mem_frac is no option of the installed SGLang; did you mean .*mem_fraction_static"
     ):

@@ -29,6 +29,7 @@ class Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
         connection = self._num_connections
+
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 await reader.readexactly(_content_length(head))
@@ -65,6 +66,7 @@ def ask(server: Server, what: Callable[[ServerBackend], Awaitable[Any]]) -> Any:
         backend = ServerBackend({}, "127.0.0.1", start_limit_s=1.0)
         backend.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         await backend.open()
+
         try:
             return await what(backend)
         finally:

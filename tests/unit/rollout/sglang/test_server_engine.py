@@ -69,6 +69,7 @@ def test_end_tokens_and_lengths(engine: SGLangEngine) -> None:
     sampling = SamplingParameters(max_new_tokens=40, seed=0, n=30, temperature=2.0)
     samples = engine.generate([[5, 6]], sampling)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
+
     for sample in samples:
         assert END_TOKEN not in sample.token_ids.tolist()[:-1]
         assert (sample.token_ids.tolist()[-1] == END_TOKEN) == (sample.finish_reason == "stop")
@@ -91,13 +92,16 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
     sampling = SamplingParameters(max_new_tokens=30, seed=0, ignore_eos=True)
     [sample] = engine.generate([[5] * 34], sampling)
     assert (len(sample.token_ids), sample.finish_reason) == (30, "length")
+
     with pytest.raises(
         ValueError, match="35 tokens and max_new_tokens 30 exceed the model's max_position_embeddings 64"
     ):
         engine.generate([[5], [5] * 35], sampling)
+
     for prompt in ([], [VOCAB]):
         with pytest.raises(ValueError, match="empty|vocabulary"):
             engine.generate([[5], prompt], sampling)
+
     with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
         engine.generate([[5]], replace(sampling, min_new_tokens=2))
     assert engine.collect(0.0) == []  # nothing was queued
@@ -135,6 +139,7 @@ def samples_across_two_pushes(
         )
     ]
     samples: dict[int, Sample] = {}
+
     for place, (sent, wait_s) in enumerate(
         [(planned[:40], 60.0), (planned[40:60], 0.0), (planned[60:], 60.0)]
     ):
@@ -142,15 +147,18 @@ def samples_across_two_pushes(
             push(writers[place], engine, first + place)
         engine.submit(sent)
         samples |= dict(engine.collect(wait_s))
+
     while len(samples) < len(planned):
         samples |= dict(engine.collect(1.0))
     only_one = []
+
     for request in planned:
         sample = samples[request.request_id]
         is_by = torch.stack([difference(writer, request.prompt, sample) < 1e-4 for writer in writers])
         places = torch.from_numpy(sample.token_versions).long() - first
         assert is_by.gather(0, places[None]).all()
         only_one += (is_by.sum(0) == 1).tolist()
+
     # so that a wrong version shows: now and then two models agree about a token
     assert sum(only_one) > 0.98 * len(only_one)
     return {tuple(version - first for version in sample.weight_versions) for sample in samples.values()}
@@ -160,14 +168,17 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
     """A busy machine may let every sample end between two pushes, so they are made again until one has been
     written across both."""
     writers = [model, server_model(seed=1), server_model(seed=2)]
+
     # before 0.5.21 what waits for the update starts anew
     goes_on = changed._backend.features.has("begin_weight_update")
     wanted = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}
     seen = set[tuple[int, ...]]()
+
     for attempt in range(20):
         seen |= samples_across_two_pushes(changed, writers, first=1 + 3 * attempt)
         if wanted <= seen:
             break
+
     assert wanted <= seen
 
 
@@ -181,6 +192,7 @@ def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
     backend = engine._backend
     assert isinstance(backend, ServerBackend)
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+
     for path in (
         "/generate",
         "/update_weights_from_disk",
@@ -192,6 +204,7 @@ def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
             assert (
                 requests.post(backend.url + path, json=body, headers=headers, timeout=30).status_code == 401
             ), path
+
     [sample] = engine.generate([[5]], SamplingParameters(max_new_tokens=1, seed=0))
     assert len(sample.token_ids) == 1
 
@@ -200,6 +213,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
     backend = engine._backend
     assert isinstance(backend, ServerBackend)
     listening = set()
+
     for pid in [*engine.process_ids(), *map(behind, engine.process_ids())]:
         process = psutil.Process(pid)
         listening |= {
@@ -209,6 +223,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
         }
         for file in ("cmdline", "environ"):
             assert backend._key.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+
     assert listening == {"127.0.0.1"}
 
 
@@ -222,10 +237,12 @@ def test_a_hung_engine_is_found_by_its_silence(
     assert schedulers
     for pid in schedulers:
         os.kill(pid, signal.SIGSTOP)
+
     try:
         with pytest.raises(EngineDeadError, match="no sign of life for 1 s"):
             changed.generate([[5]], SamplingParameters(max_new_tokens=2, seed=0))
     finally:
         for pid in schedulers:
             os.kill(pid, signal.SIGCONT)
+
     changed.abort()
