@@ -186,17 +186,17 @@ class PPOTrainer:
         batch = batch.union(
             *scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch)
         )
+
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
-        updates = [critic.update(batch, step)]
 
+        updates = [critic.update(batch, step)]
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
             with phase("update_actor"):
                 weights.await_actor()  # the critic may go on
             with phase("update_weights"):
                 weights.push()
-
         results = gather(*updates)
 
         parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
