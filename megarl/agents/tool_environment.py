@@ -175,7 +175,8 @@ class ToolEnvironment:
             return CallError(
                 CallErrorKind.timed_out, f"{call.name}: {str(error)[:200] or 'it took too long'}"
             )
-        except Exception as error:  # noqa: BLE001  (the tool's code may raise anything, and the model is told of it)
+        except Exception as error:  # noqa: BLE001
+            # The tool's code may raise anything, and the model is told of it.
             return CallError(
                 CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}"
             )

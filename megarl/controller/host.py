@@ -137,7 +137,8 @@ class WorkerHost:
         try:
             with self._activity.call(method), _output_flushed():
                 result = call()
-        except BaseException as error:  # noqa: BLE001  (the boundary of a process: the driver gets it, sys.exit included)
+        except BaseException as error:  # noqa: BLE001
+            # The boundary of a process: the driver gets it, sys.exit included.
             failure = _failure_of(error)
 
         return result, CallRecord(self._location, self._activity.spans(), failure)

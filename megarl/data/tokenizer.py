@@ -55,7 +55,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # noqa: BLE001  (the libraries have no kind of their own for a file that they cannot use)
+    except Exception as error:  # noqa: BLE001
+        # The libraries have no kind of their own for a file that they cannot use.
         reason = f"{one_line(error)} ({type(error).__name__})"
         raise ValueError(
             f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "

@@ -62,7 +62,8 @@ class _File:
         """Raises OSError that names the folder where the bytes do not fit."""
         folder = _disk_folder()
         try:
-            file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=folder))  # noqa: SIM115  (open until `take`)
+            # Open until `take`.
+            file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=folder))  # noqa: SIM115
             for storage in storages:
                 _all_of(storage, file.write)
         except OSError as error:

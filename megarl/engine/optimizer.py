@@ -120,7 +120,8 @@ class Optimizer:
         parameters themselves."""
         for group in self._optimizer.param_groups:
             yield from group["params"]
-        for _, state in self._optimizer.state.items():  # noqa: PERF102  (of several optimizers it is Megatron's own type, with no more)
+        # Of several optimizers it is Megatron's own type, with no more.
+        for _, state in self._optimizer.state.items():  # noqa: PERF102
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
     def slices(self) -> list[OptimizerSlice]:

@@ -100,7 +100,8 @@ def _without_wandb() -> Iterator[None]:
     nothing, and folders in TMPDIR that stay when the process is killed, as worker processes are."""
     hidden = "wandb" not in sys.modules
     if hidden:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it raises ImportError, which Megatron takes for its absence
+        # Importing it raises ImportError, which Megatron takes for its absence.
+        sys.modules["wandb"] = None  # type: ignore[assignment]
 
     try:
         yield

@@ -73,7 +73,8 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
 
     # what their names begin with, which the system puts `sem.` before
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
-    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]  # there is no other way
+    # There is no other way.
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]

@@ -108,7 +108,8 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 def _sealed_file(name: str, content: bytes) -> IO[bytes]:
     """A file in memory at its beginning, which nobody can change: as one that is written to, it would be
     memory without a limit."""
-    file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115  (the caller closes it)
+    # The caller closes it.
+    file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115
     file.write(content)
     file.seek(0)
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

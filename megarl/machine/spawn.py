@@ -77,7 +77,8 @@ class BareContext(SpawnContext):
                 f"TMPDIR to a folder that is not"
             )
 
-    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802  (multiprocessing's name)
+    # Multiprocessing's name.
+    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802
         process = BareProcess(*arguments, **named)
         process.launcher = str(self.launcher)
         return process

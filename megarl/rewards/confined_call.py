@@ -108,7 +108,8 @@ def _answer(
         said = json.dumps(("value", call()))
     except ConfinedCallError as error:
         said = json.dumps(("error", str(error)))
-    except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
+    except BaseException as error:  # noqa: BLE001
+        # The boundary of the process: the user's code may raise anything, SystemExit too.
         said = json.dumps(("error", f"raised {last_line(error)}"))
 
     with contextlib.suppress(OSError):  # the parent has closed its end: more was said than it reads

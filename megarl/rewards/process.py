@@ -180,7 +180,8 @@ def score(request: ScoreRequest) -> Outcome:
                 values, answer = _evaluate(function, request)
         except ConfinedCallError as error:
             return Outcome(0.0, {}, f"{name} {error}")
-        except BaseException as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything, SystemExit too)
+        except BaseException as error:  # noqa: BLE001
+            # The boundary of the process: the user's code may raise anything, SystemExit too.
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
         score = values.pop("score")
         total += function.config.weight * score

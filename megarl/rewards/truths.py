@@ -160,7 +160,8 @@ def as_response(request: ScoreRequest) -> Response:
             continue
         try:
             derived = shown(truth)
-        except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
+        except Exception as error:  # noqa: BLE001
+            # The boundary of the process: the user's code may raise anything.
             return Response(refusal=f"answer_from_truth, defined next to {label}, raised {last_line(error)}")
         if derived is None:
             return Response(form_of=position)
@@ -187,7 +188,8 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
         check(truth)
     except ValueError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001  (the boundary of the process: the user's code may raise anything)
+    except Exception as error:  # noqa: BLE001
+        # The boundary of the process: the user's code may raise anything.
         return f"check_truth, defined next to {label}, raised {last_line(error)}"
 
     return None

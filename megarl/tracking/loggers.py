@@ -158,7 +158,8 @@ class Tracker:
     exist, and for a service whose package is not installed."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]  # by value, not how a member is made
+        # By value, not how a member is made.
+        kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]
         if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,8 @@ class Tracker:
     def _guarded(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001  (the boundary to other people's services: training goes on without them)
+        except Exception as error:  # noqa: BLE001
+            # The boundary to other people's services: training goes on without them.
             if name not in self._failed:
                 _log.warning("tracking: %s failed and is skipped from now on where it fails: %r", name, error)
             self._failed.add(name)

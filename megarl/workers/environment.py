@@ -134,7 +134,8 @@ class EnvironmentWorker(Worker):
     async def _work(self, what: Coroutine[Any, Any, None]) -> None:
         try:
             await what
-        except Exception as error:  # noqa: BLE001  (the boundary of the thread: the next `exchange` raises it)
+        except Exception as error:  # noqa: BLE001
+            # The boundary of the thread: the next `exchange` raises it.
             self._reports.put(error)
 
     async def _answer(self, order: TurnOrder) -> None:

@@ -55,7 +55,8 @@ class McpServer:
         if self._schemas is None:
             try:
                 self._schemas = self._in_loop(self._list()).result(START_LIMIT_S)
-            except Exception as error:  # noqa: BLE001  (whatever comes of a server that is not what it should be)
+            except Exception as error:  # noqa: BLE001
+                # Whatever comes of a server that is not what it should be.
                 raise ValueError(
                     f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}"
                 ) from error

@@ -204,7 +204,8 @@ class AsyncRollout:
                     self._run_once(self._buffer)
                 # Without a pause the thread would take the lock again before anybody else can.
                 time.sleep(_REST_S)
-        except BaseException as error:  # noqa: BLE001  the boundary of the thread: the next call of `next` raises it
+        except BaseException as error:  # noqa: BLE001
+            # The boundary of the thread: the next call of `next` raises it.
             self._failure = error
 
         with self._condition:

@@ -80,7 +80,8 @@ class SGLangParser:
         try:
             has_call = parser.has_tool_call(text)
             _, items = parser.parse_non_stream(text)
-        except Exception as error:  # noqa: BLE001  (they raise whatever comes of a text that they do not expect)
+        except Exception as error:  # noqa: BLE001
+            # They raise whatever comes of a text that they do not expect.
             return [
                 unreadable(
                     f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"

@@ -143,7 +143,8 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
     except WeightTransferError as error:
         answer = {"failure": str(error)}
-    except Exception:  # noqa: BLE001  (the boundary of a process that must live: the engine's worker is told all of it)
+    except Exception:  # noqa: BLE001
+        # The boundary of a process that must live: the engine's worker is told all of it.
         answer = {"failure": traceback.format_exc()}
 
     path = Path(message["answers"]) / f"{message['number']}.{rank}.json"

@@ -134,4 +134,5 @@ class _Constexpr:
 
 
 language.constexpr = _Constexpr  # type: ignore[attr-defined]
-language.dtype = type("dtype", (), {"__module__": "triton.language"})  # type: ignore[attr-defined]  torch asks isinstance of it
+# Torch asks isinstance of it.
+language.dtype = type("dtype", (), {"__module__": "triton.language"})  # type: ignore[attr-defined]
