@@ -4,7 +4,6 @@ and the completing itself."""
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 
 import argcomplete
@@ -42,13 +41,9 @@ def _configs(prefix: str, **_: object) -> Iterator[str]:
 
 
 def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
-    """Of the kind of run that the file describes, as far as it can be read."""
+    """Yield the keys of the kind of run that the file describes, of PPO if it cannot be read."""
     try:
-        schema = (
-            schema_of(parsed_args.config)
-            if parsed_args.config and os.path.exists(parsed_args.config)
-            else PPOConfig
-        )
+        schema = schema_of(parsed_args.config) if parsed_args.config else PPOConfig
     except ConfigError:
         schema = PPOConfig
 

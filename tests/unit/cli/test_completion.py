@@ -34,7 +34,11 @@ def test_commands_files_and_keys_are_completed(tmp_path: Path) -> None:
     assert completed("megarl train configs/quickstart.yaml trainer.total_s", tmp_path) == [
         "trainer.total_steps="
     ]
-    assert completed("megarl check mine.yaml trainer.samples_per", tmp_path) == ["trainer.samples_per_step="]
+    for sft in ("mine.yaml", "configs/quickstart_sft.yaml"):
+        assert completed(f"megarl check {sft} trainer.samples_per", tmp_path) == ["trainer.samples_per_step="]
+    assert completed("megarl check absent.yaml trainer.prompts_per", tmp_path) == [
+        "trainer.prompts_per_step="
+    ]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
