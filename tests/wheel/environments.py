@@ -39,21 +39,15 @@ class Environment(NamedTuple):
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of this repository, in `folder`."""
-    _run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "--wheel-dir",
-            str(folder),
-            str(ROOT),
-        ]
-    )
+    """Build the wheel of this repository in `folder`.
+
+    setuptools keeps what it built before in `build/` of the repository, and would put files that have moved since into the wheel.
+    """
+    config = folder / "build.cfg"
+    config.write_text(f"[build]\nbuild_base = {folder / 'build'}\n")
+
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    _run([*pip, "--wheel-dir", str(folder), str(ROOT)], DIST_EXTRA_CONFIG=str(config))
     (wheel,) = folder.glob("megarl-*.whl")
     return wheel
 
@@ -127,8 +121,9 @@ def variables(folder: Path, home: Path) -> dict[str, str]:
     }
 
 
-def _run(command: Sequence[str]) -> str:
-    environment = {
+def _run(command: Sequence[str], **variables: str) -> str:
+    inherited = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
+    environment = {**inherited, **variables}
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
