@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ _START_PROCESSES = (
     "init",
 )
 GOOD = 0
+READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that was ended by it
 FAILED = 1
 USER_ERROR = 2
 
@@ -64,8 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except RunFailedError as failed:
         return _end(failed.error, parsed.command, failed.context)
+    except BrokenPipeError as error:
+        return READER_GONE if _reader_is_gone() else _end(error, parsed.command, None)
     except Exception as error:  # noqa: BLE001  (the boundary of the process)
         return _end(error, parsed.command, None)
+
+
+def _reader_is_gone() -> bool:
+    """Return whether the program that read the standard output has ended, as `head` does.
+
+    If it has, the rest of the output is discarded.
+    """
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are reported, whatever else is asked for
+    is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_gone
 
 
 @contextmanager

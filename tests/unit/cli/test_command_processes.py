@@ -4,6 +4,7 @@ about who is whose child."""
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.cli.main import READER_GONE
 from tests.command import Command
 from tests.processes import gone_within
 from tests.unit.rehearsal.runs import TINY, save_config
@@ -123,3 +125,14 @@ def test_a_recipe_passes_signals_on_to_its_stage(number: signal.Signals, tmp_pat
 
     assert ("saved" in command.said()) == (number is signal.SIGTERM)
     assert "second" not in command.said()
+
+
+def test_a_reader_that_ends_early_is_no_failure() -> None:
+    """As in `megarl schema | head`."""
+    command = [sys.executable, "-m", "megarl", "schema", "ppo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == READER_GONE
