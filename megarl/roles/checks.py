@@ -34,7 +34,7 @@ class LogProbMismatchError(RunError):
     likely causes."""
 
 
-class LogProbGate:
+class LogProbCheck:
     """Looks at the first batch that has tokens drawn by the weights of now; later ones are followed by
     `training/rollout_log_probs_diff_mean`. Of tokens that older weights drew it can say nothing."""
 
@@ -127,7 +127,7 @@ class FirstRatioError(RunError):
     likely causes."""
 
 
-class FirstRatioGate:
+class FirstRatioCheck:
     """Looks at the first update of a process whose `old_log_probs` were stored; none has come before, so they
     are its own."""
 

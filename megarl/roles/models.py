@@ -32,7 +32,7 @@ from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import RemoteMethod
 from megarl.data.packing import BatchPlan, RowPrompt, plan_micro_batches
-from megarl.roles.checks import FirstRatioGate, LogProbGate
+from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weights.source import WeightSource
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, CriticWorker, Loss, PolicyWorker, ScoredUpdate
@@ -334,8 +334,8 @@ class Actor(MegatronRole):
         updates: UpdatePlan,
         schedule: OffloadSchedule | None = None,
         algorithm: AlgorithmConfig | None = None,
-        check_first_ratio: FirstRatioGate | None = None,
-        check_log_probs: LogProbGate | None = None,
+        check_first_ratio: FirstRatioCheck | None = None,
+        check_log_probs: LogProbCheck | None = None,
         *,
         share_prompts: bool = False,
     ) -> None:

@@ -25,7 +25,7 @@ from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport, joins_weight_groups
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
-from megarl.roles.checks import FirstRatioGate, LogProbGate
+from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, UpdatePlan
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
@@ -235,8 +235,8 @@ def _actor(
         updates,
         schedule,
         config.algorithm,
-        FirstRatioGate(config.model.dtype),
-        LogProbGate(config.resharding.max_log_prob_difference),
+        FirstRatioCheck(config.model.dtype),
+        LogProbCheck(config.resharding.max_log_prob_difference),
         share_prompts=_shares_prompts(config),
     )
 

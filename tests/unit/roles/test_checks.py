@@ -10,7 +10,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import DType
 from megarl.machine.errors import RunError
-from megarl.roles.checks import FirstRatioError, FirstRatioGate, LogProbGate, LogProbMismatchError
+from megarl.roles.checks import FirstRatioCheck, FirstRatioError, LogProbCheck, LogProbMismatchError
 
 NAN = float("nan")
 
@@ -33,9 +33,9 @@ def batch(*differences: float, version: int = 4) -> DataProto:
 
 
 def test_the_mean_over_response_tokens_counts() -> None:
-    LogProbGate(0.2)(batch(0.0, -0.3, 0.29))
+    LogProbCheck(0.2)(batch(0.0, -0.3, 0.29))
     with pytest.raises(LogProbMismatchError) as caught:
-        LogProbGate(0.2)(batch(0.0, -0.5, 0.4))
+        LogProbCheck(0.2)(batch(0.0, -0.5, 0.4))
     message = str(caught.value)
     assert "difference| 0.3 over 3 tokens" in message
     assert "resharding.max_log_prob_difference=0.2" in message
@@ -44,25 +44,25 @@ def test_the_mean_over_response_tokens_counts() -> None:
 
 
 def test_only_the_first_batch_is_looked_at() -> None:
-    gate = LogProbGate(0.2)
-    gate(batch(0.1, 0.1, 0.1))
-    gate(batch(9.0, 9.0, 9.0))
+    check = LogProbCheck(0.2)
+    check(batch(0.1, 0.1, 0.1))
+    check(batch(9.0, 9.0, 9.0))
 
 
 def test_tokens_by_older_weights_are_not_compared() -> None:
-    gate = LogProbGate(0.2)
+    check = LogProbCheck(0.2)
     old = batch(9.0, 9.0, 9.0, version=5)
-    assert not gate.wants(old)
-    gate(old)
-    assert not gate.passed  # it has seen nothing
+    assert not check.wants(old)
+    check(old)
+    assert not check.passed  # it has seen nothing
     old.tensors["token_versions"][1, 0] = 5
     with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 tokens"):
-        gate(old)
+        check(old)
 
 
 def test_a_nan_does_not_pass() -> None:
     with pytest.raises(LogProbMismatchError, match="largest nan at sample 1, token 0"):
-        LogProbGate(0.2)(batch(0.0, 0.0, NAN))
+        LogProbCheck(0.2)(batch(0.0, 0.0, NAN))
 
 
 def first_update(low: float = 1.0, high: float = 1.0, mean: float = 0.0) -> dict[str, float]:
@@ -82,15 +82,15 @@ def first_update(low: float = 1.0, high: float = 1.0, mean: float = 0.0) -> dict
 )
 def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> None:
     with pytest.raises(RunError, match="the policy has not changed since it was scored"):
-        FirstRatioGate(DType.float32)(wrong)
+        FirstRatioCheck(DType.float32)(wrong)
 
 
-def test_the_gate_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
-    """Later ones are of a policy that has moved; one without a token has no ratios, and the gate waits for
+def test_the_check_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
+    """Later ones are of a policy that has moved; one without a token has no ratios, and the check waits for
     the next."""
-    gate = FirstRatioGate(DType.float32)
-    gate({"actor/pg_loss": 0.0})
+    check = FirstRatioCheck(DType.float32)
+    check({"actor/pg_loss": 0.0})
     with pytest.raises(FirstRatioError):
-        FirstRatioGate(DType.float32)(first_update(high=1.5))
-    gate(first_update(low=1 - 1e-6, high=1 + 1e-6, mean=1e-7))
-    gate(first_update(low=0.5, high=2.0, mean=0.3))
+        FirstRatioCheck(DType.float32)(first_update(high=1.5))
+    check(first_update(low=1 - 1e-6, high=1 + 1e-6, mean=1e-7))
+    check(first_update(low=0.5, high=2.0, mean=0.3))

@@ -28,7 +28,7 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 from megarl.machine.errors import RunError
-from megarl.roles.checks import FirstRatioGate
+from megarl.roles.checks import FirstRatioCheck
 from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _restored, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
@@ -262,7 +262,7 @@ def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: 
         None,  # type: ignore[arg-type]
         updates,
         algorithm=AlgorithmConfig(),
-        check_first_ratio=FirstRatioGate(DType.float32),
+        check_first_ratio=FirstRatioCheck(DType.float32),
     )
     update = actor.update(batch_to_update(), step=1)
 
