@@ -265,7 +265,7 @@ def _start_rehearse(parsed: argparse.Namespace) -> int:
 def _add_doctor(commands: Commands) -> None:
     summary = (
         "examine this machine, the cluster and what a run reads: each line ok, a warning or an error "
-        "with the remedy"
+        "with a hint"
     )
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument(

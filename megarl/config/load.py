@@ -195,8 +195,8 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         problems.append(f"{key}: {problem}")
 
     if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
-        remedy = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
-        raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {remedy}"])
+        hint = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
+        raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {hint}"])
 
     return PartialConfig(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
 

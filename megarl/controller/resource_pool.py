@@ -269,7 +269,7 @@ def check_fits(pools: Sequence[RayResourcePool]) -> None:
     nodes = living_nodes()
     if not fits(node_demands(pools), nodes):
         raise InsufficientResourcesError(
-            explain(pools, nodes, "more than the cluster has", _remedy(pools, nodes))
+            explain(pools, nodes, "more than the cluster has", _hint(pools, nodes))
         )
 
 
@@ -395,7 +395,7 @@ def free_nodes() -> list[NodeResources]:
 _SMALLER = "Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."
 
 
-def _remedy(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResources]) -> str:
+def _hint(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResources]) -> str:
     wants_gpus = any(_GPU in pool.resources_per_process() for pool in pools)
     if wants_gpus and not any(node.resources.get(_GPU) for node in whole_nodes):
         return "No node has a GPU: join a cluster whose nodes have some, or run on CPUs with device=cpu."
@@ -403,7 +403,7 @@ def _remedy(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResource
 
 
 def explain(
-    pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, remedy: str = _SMALLER
+    pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, hint: str = _SMALLER
 ) -> str:
     requested = [
         f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
@@ -412,7 +412,7 @@ def explain(
     ]
     available = [f"  node {node.node}: {_amounts(node.resources)}" for node in nodes]
     return "\n".join(
-        [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, remedy]
+        [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, hint]
     )
 
 

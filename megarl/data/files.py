@@ -84,8 +84,8 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
         parquet = pyarrow.parquet.ParquetFile(path)
         columns = parquet.schema_arrow.names
     except _DAMAGED as error:
-        remedy = "convert it, for example with pandas.DataFrame.to_parquet"
-        raise DataError(f"{path}: not a parquet file ({one_line(error)}); {remedy}") from error
+        hint = "convert it, for example with pandas.DataFrame.to_parquet"
+        raise DataError(f"{path}: not a parquet file ({one_line(error)}); {hint}") from error
 
     batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
     return OpenTable(columns, _rows_of(path, batches), parquet.metadata.num_rows)

@@ -155,20 +155,20 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
     except _FAILED as error:
         of_kind = " --repo-type dataset" if kind == "dataset" else ""
         named = "DIR" if kind == "model" else "the files in DIR"
-        remedy = (
+        hint = (
             f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and "
             f"set {key} to {named}"
         )
         if kind == "model":
             folder = f"models/{name.rpartition('/')[2]}/"
-            remedy += (
+            hint += (
                 f"; to check or plan a run, its config.json in {folder} next to the configuration is enough"
             )
         problem = (
             f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: "
             f"{one_line(error).split('. ')[0]})"
         )
-        raise _NotFoundError(f"{key}: {problem}; {remedy}") from error
+        raise _NotFoundError(f"{key}: {problem}; {hint}") from error
 
 
 def _changed(section: Any, key: Sequence[str], value: Any) -> Any:

@@ -152,12 +152,12 @@ def _refuse_unsaid(
         if found is None:
             raise ValueError(
                 f"message {index}: the chat template does not write its {key} ({_short(text)}); "
-                f"{_remedy(tokenizer, key)}"
+                f"{_hint(tokenizer, key)}"
             )
         left = left.replace(found, "\0", 1)
 
 
-def _remedy(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
+def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
     template = tokenizer.chat_template
     source = template if isinstance(template, str) else "".join(map(str, (template or {}).values()))
     if key == "function_call":

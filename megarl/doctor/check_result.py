@@ -24,38 +24,38 @@ class CheckResult:
     check: str
     status: Status
     message: str
-    remedy: str | None = None
+    hint: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        assert (self.remedy is None) == (self.status is Status.ok), (
-            "what is not good has a remedy, and what is good has none"
+        assert (self.hint is None) == (self.status is Status.ok), (
+            "what is not good has a hint, and what is good has none"
         )
 
     def __str__(self) -> str:
         """One line, with what to do."""
-        return self.message if self.is_whole or self.remedy is None else f"{self.message}; {self.remedy}"
+        return self.message if self.is_whole or self.hint is None else f"{self.message}; {self.hint}"
 
 
 def good(check: str, message: str, **facts: Any) -> CheckResult:
     return CheckResult(check=check, status=Status.ok, message=message, facts=facts)
 
 
-def doubtful(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
-    return CheckResult(check=check, status=Status.warning, message=message, remedy=remedy, facts=facts)
+def doubtful(check: str, message: str, hint: str, **facts: Any) -> CheckResult:
+    return CheckResult(check=check, status=Status.warning, message=message, hint=hint, facts=facts)
 
 
-def wrong(check: str, message: str, remedy: str, **facts: Any) -> CheckResult:
-    return CheckResult(check=check, status=Status.error, message=message, remedy=remedy, facts=facts)
+def wrong(check: str, message: str, hint: str, **facts: Any) -> CheckResult:
+    return CheckResult(check=check, status=Status.error, message=message, hint=hint, facts=facts)
 
 
-def refused(check: str, key: str, error: Exception, remedy: str, **facts: Any) -> CheckResult:
+def refused(check: str, key: str, error: Exception, hint: str, **facts: Any) -> CheckResult:
     """`error`: what a run would end with; it says what to do. `key`: of the configuration, unless the message
-    names it. remedy: shorter."""
+    names it. hint: shorter."""
     message = str(error) if str(error).startswith(key) else f"{key}: {error}"
     return CheckResult(
-        check=check, status=Status.error, message=message, remedy=remedy, facts=facts, is_whole=True
+        check=check, status=Status.error, message=message, hint=hint, facts=facts, is_whole=True
     )
 
 
@@ -69,7 +69,7 @@ def as_json(finding: CheckResult) -> dict[str, Any]:
         "check": finding.check,
         "status": finding.status.value,
         "message": finding.message,
-        "remedy": finding.remedy,
+        "remedy": finding.hint,
         "facts": dict(finding.facts),
     }
 

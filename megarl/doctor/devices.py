@@ -143,18 +143,18 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
             f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} carries CUDA "
             f"{found.driver_cuda} at most"
         )
-        remedy = f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}"
-        yield wrong(CHECK, message, remedy, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
+        hint = f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}"
+        yield wrong(CHECK, message, hint, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
 def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
     if len(gpus) < max(needed, 1):
         message = f"there are {len(gpus)} GPUs here, and the placement has {needed} on a node"
-        remedy = (
+        hint = (
             "set placement.devices_per_node to what a node has, with smaller parallel sizes or more "
             "nodes; or device=cpu"
         )
-        yield wrong(CHECK, message, remedy, gpus=len(gpus), needed=needed)
+        yield wrong(CHECK, message, hint, gpus=len(gpus), needed=needed)
     if len({gpu.name for gpu in gpus}) > 1:
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
         yield doubtful(
@@ -178,11 +178,11 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
     smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and 0 < smallest.memory < peak:
         message = f"the plan puts {size(peak)} on one GPU, which has {size(smallest.memory)}"
-        remedy = (
+        hint = (
             "see `megarl plan` for what is in it: larger parallel sizes, smaller micro-batches, "
             "recompute=full, or another placement"
         )
-        yield wrong(CHECK, message, remedy, peak=peak, memory=smallest.memory)
+        yield wrong(CHECK, message, hint, peak=peak, memory=smallest.memory)
 
 
 def _numbers(version: str) -> list[int]:

@@ -86,11 +86,11 @@ def findings(
             tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
-            remedy = (
+            hint = (
                 "copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into "
                 "its folder"
             )
-            yield refused(TOKENIZERS, role.path_key, error, remedy, folder=role.path)
+            yield refused(TOKENIZERS, role.path_key, error, hint, folder=role.path)
             continue
         if role.name == "actor":
             tools = None
@@ -157,16 +157,14 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
             f"the model's "
             f"generation_config.json or config.json with {named}: each of them ends a sample"
         )
-        remedy = (
-            "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
-        )
-        return doubtful(TOKENIZERS, message, remedy, **facts)
+        hint = "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
+        return doubtful(TOKENIZERS, message, hint, **facts)
 
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
-        remedy = (
+        hint = (
             "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
         )
-        return doubtful(TOKENIZERS, f"{role.path}: {problem}", remedy, **facts)
+        return doubtful(TOKENIZERS, f"{role.path}: {problem}", hint, **facts)
 
     template = "has a chat template"
     if reads_clock(tokenizer):
@@ -220,8 +218,8 @@ def data(
                     if isinstance(config, PPOConfig)
                     else "each a chat that ends with the assistant's answer"
                 )
-                remedy = f"write the file again with the columns that are named, {example}"
-                results.append(refused(DATA, key, error, remedy, file=file))
+                hint = f"write the file again with the columns that are named, {example}"
+                results.append(refused(DATA, key, error, hint, file=file))
                 continue
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
@@ -315,9 +313,7 @@ def judge_agent(
     agent = config.agent
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    remedy = (
-        f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
-    )
+    hint = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
     first = None if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
 
@@ -328,14 +324,12 @@ def judge_agent(
             if agent.parser is not None:
                 pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
         except EnvironmentFailedError as error:
-            return wrong(AGENT, f"agent: {error}{of_row}", remedy, files=files), None
+            return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
         except ValueError as error:
-            return refused(AGENT, "agent", error, remedy, files=files), None
+            return refused(AGENT, "agent", error, hint, files=files), None
         except (ProcessExpired, TimeoutError) as error:
             ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            return wrong(
-                AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", remedy, files=files
-            ), None
+            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", hint, files=files), None
 
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
@@ -398,7 +392,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
     if not references:
         return
     names = " and ".join(references)
-    remedy = (
+    hint = (
         "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result "
         "of such a function"
     )
@@ -408,9 +402,9 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         try:
             tried.result()
         except UserFunctionError as error:
-            yield refused(FUNCTIONS, "algorithm", error, remedy, names=names)
+            yield refused(FUNCTIONS, "algorithm", error, hint, names=names)
         except (ProcessExpired, TimeoutError) as error:
             ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended}, on two samples", remedy, names=names)
+            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended}, on two samples", hint, names=names)
         else:
             yield good(FUNCTIONS, f"{names} loads, and gives values for two samples", names=names)

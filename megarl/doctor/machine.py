@@ -55,7 +55,7 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
     gib = max(1, -(-2 * needed // 2**30))
-    remedy = (
+    hint = (
         f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
     )
     facts = {"total": total, "free": free, "needed": needed}
@@ -64,12 +64,12 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Chec
         message = (
             f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
         )
-        return wrong("shared memory", message, remedy, **facts)
+        return wrong("shared memory", message, hint, **facts)
 
     if free < needed:
         message = f"{folder} has {size(free)} free of {size(total)}, and the run needs {size(needed)}"
         return doubtful(
-            "shared memory", message, f"remove what others have left in {folder}, or: {remedy}", **facts
+            "shared memory", message, f"remove what others have left in {folder}, or: {hint}", **facts
         )
 
     return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
@@ -80,7 +80,7 @@ def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def judge_open_files(soft: int, hard: int) -> CheckResult:
-    remedy = (
+    hint = (
         "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in "
         "/etc/security/limits.conf or docker"
     )
@@ -92,7 +92,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
         return wrong(
             "open files",
             f"a process may have {soft:,} files open (hard limit {hard:,}); Ray needs more",
-            remedy,
+            hint,
             **facts,
         )
 
@@ -100,7 +100,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
         return doubtful(
             "open files",
             f"a process may have {soft:,} files open; many workers need {FEW_FILES:,} or more",
-            remedy,
+            hint,
             **facts,
         )
 
@@ -148,7 +148,7 @@ def _cgroup_limit() -> int | None:
 
 def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     facts = {"total": total, "available": available, "planned": planned}
-    remedy = (
+    hint = (
         "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
         "the container"
     )
@@ -157,7 +157,7 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
         return wrong(
             "memory",
             f"the plan needs about {size(planned)}, and this machine has {size(total)}",
-            remedy,
+            hint,
             **facts,
         )
 
@@ -165,7 +165,7 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
         message = (
             f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
         )
-        return doubtful("memory", message, f"end what uses it, or {remedy}", **facts)
+        return doubtful("memory", message, f"end what uses it, or {hint}", **facts)
 
     needs = f", about {size(planned)} planned" if planned else ""
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
@@ -178,12 +178,12 @@ def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
     facts = {level.value: reason for level, reason in reasons.items()}
 
     if not holds:
-        remedy = (
+        hint = (
             "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
             "seccomp=unconfined)"
         )
         yield doubtful(
-            "sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", remedy, **facts
+            "sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", hint, **facts
         )
     else:
         yield good("sandbox", f"{holds[0]}, for programs that a model wrote", **facts)
@@ -286,12 +286,12 @@ def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
             **facts,
         )
 
-    remedy = (
+    hint = (
         "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are "
         "put in order by their clocks"
     )
     return doubtful(
-        "clock", "the kernel does not know of anything that keeps this clock right", remedy, **facts
+        "clock", "the kernel does not know of anything that keeps this clock right", hint, **facts
     )
 
 
@@ -312,10 +312,10 @@ def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
     if "expandable_segments:True" in variables.get(
         "PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")
     ):
-        remedy = "unset PYTORCH_CUDA_ALLOC_CONF where rollout and actor share devices"
+        hint = "unset PYTORCH_CUDA_ALLOC_CONF where rollout and actor share devices"
         message = (
             "torch's expandable segments are on, and SGLang cannot give the memory of its weights back then"
         )
-        yield doubtful("environment", message, remedy, name="PYTORCH_CUDA_ALLOC_CONF")
+        yield doubtful("environment", message, hint, name="PYTORCH_CUDA_ALLOC_CONF")
     elif not slow:
         yield good("environment", "no variable that is known to slow a run down")

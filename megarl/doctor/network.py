@@ -119,7 +119,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
         "interface": found.interface,
         "interfaces": list(found.interfaces),
     }
-    remedy = (
+    hint = (
         f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of "
         f"{', '.join(found.interfaces)}"
     )
@@ -128,15 +128,13 @@ def judge_loopback(found: Loopback) -> CheckResult:
         return wrong(
             LOOPBACK,
             f"{what} failed: {found.error}",
-            f"{remedy}; a firewall must let processes of the cluster speak",
+            f"{hint}; a firewall must let processes of the cluster speak",
             **facts,
         )
 
     if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
         message = f"{what}: 1 MiB took {found.seconds:.2f} s"
-        return doubtful(
-            LOOPBACK, message, f"{remedy}; or the machine is busy", seconds=found.seconds, **facts
-        )
+        return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=found.seconds, **facts)
 
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
 
@@ -150,12 +148,12 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
     message = (
         f"{VARIABLE[backend]}={name}, and this machine has no such interface: {backend} would fail or hang"
     )
-    remedy = (
+    hint = (
         f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the "
         f"one of the node's address"
     )
 
-    return wrong(LOOPBACK, message, remedy, backend=backend, interface=name, interfaces=list(interfaces))
+    return wrong(LOOPBACK, message, hint, backend=backend, interface=name, interfaces=list(interfaces))
 
 
 def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -230,12 +228,12 @@ def judge_port(port: Port) -> CheckResult:
     facts = {"port": port.number, "purpose": port.purpose, "used_by": port.user}
     if port.user is None:
         return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
-    remedy = "end that process, or choose another port"
+    hint = "end that process, or choose another port"
     if port.purpose.startswith("Ray"):
-        remedy += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
+        hint += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
 
     return wrong(
-        PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", remedy, **facts
+        PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", hint, **facts
     )
 
 

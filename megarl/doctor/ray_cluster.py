@@ -128,29 +128,29 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
 def _unreachable(where: str, error: Exception, address: str | None) -> CheckResult:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if address is not None:
-        remedy = (
+        hint = (
             "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the "
             "others), or unset RAY_ADDRESS to "
         )
         return wrong(
-            RAY, f"{where} cannot be joined: {reason}", remedy + "run on this machine", address=address
+            RAY, f"{where} cannot be joined: {reason}", hint + "run on this machine", address=address
         )
 
-    remedy = (
+    hint = (
         "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may "
         "processes listen on 127.0.0.1?"
     )
-    return wrong(RAY, f"{where} does not start: {reason}", remedy)
+    return wrong(RAY, f"{where} does not start: {reason}", hint)
 
 
 def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
-        remedy = (
+        hint = (
             "start Ray on it again, if the run is to have it; its logs are in "
             "/tmp/ray/session_latest/logs there"
         )
-        faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", remedy, node=address))
+        faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", hint, node=address))
 
     yield from faults
     if not faults:
@@ -161,11 +161,11 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
 
 def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
     if node.software is None:
-        remedy = (
+        hint = (
             f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the "
             f"worker said is in its node's Ray logs"
         )
-        yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", remedy, **_facts(node))
+        yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", hint, **_facts(node))
         return
     for name in Software._fields:
         there = getattr(node.software, name)
@@ -214,11 +214,11 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
 
     if apart - known > _SKEW_S:
         message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
-        remedy = (
+        hint = (
             "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put "
             "in order by their clocks"
         )
-        return doubtful(CLOCKS, message, remedy, apart_s=round(apart, 3))
+        return doubtful(CLOCKS, message, hint, apart_s=round(apart, 3))
 
     return good(
         CLOCKS,
@@ -230,17 +230,17 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
 def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> CheckResult:
     demands = node_demands(pools)
     facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
-    remedy = (
+    hint = (
         "start nodes with more (ray start --num-cpus N counts one for each process, --num-gpus), add nodes, "
         "or choose smaller parallel "
     )
-    remedy += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
+    hint += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
 
     if not fits(demands, report.whole):
         return wrong(
             RESOURCES,
             explain(pools, report.whole, "more than the cluster has").rpartition("\n")[0],
-            remedy,
+            hint,
             **facts,
         )
 

@@ -107,16 +107,16 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
     """Load the functions, and try the ground truths of the rows and empty responses. Without rows they are
     only loaded."""
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
-    remedy = f"correct {files}; `megarl score` runs it on a file of responses"
+    hint = f"correct {files}; `megarl score` runs it on a file of responses"
 
     try:
         trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
-        return Judgement([refused(REWARDS, "reward.functions", error, remedy, files=files)], {})
+        return Judgement([refused(REWARDS, "reward.functions", error, hint, files=files)], {})
 
     results = [
         *_refusals(trials, files),
-        *_failures(reward, trials, remedy, files),
+        *_failures(reward, trials, hint, files),
         *_doubts(reward, trials, files),
     ]
     if not results:
@@ -187,9 +187,7 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
         )
 
 
-def _failures(
-    reward: RewardConfig, trials: Sequence[Trial], remedy: str, files: str
-) -> Iterator[CheckResult]:
+def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: str) -> Iterator[CheckResult]:
     """Ground truths and empty responses that a function has no score for."""
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
@@ -202,7 +200,7 @@ def _failures(
         yield doubtful(
             REWARDS,
             message,
-            f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {remedy}",
+            f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {hint}",
             files=files,
         )
         failed = [trial for trial in failed if trial not in slow]
@@ -210,10 +208,10 @@ def _failures(
     if failed:
         problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
         if len(failed) > reward.max_error_rate * len(trials):
-            yield wrong(REWARDS, problem, remedy, files=files)
+            yield wrong(REWARDS, problem, hint, files=files)
         else:
             allowed = f"at most reward.max_error_rate={reward.max_error_rate:g} may fail"
-            yield doubtful(REWARDS, problem, f"{remedy}; {allowed}", files=files)
+            yield doubtful(REWARDS, problem, f"{hint}; {allowed}", files=files)
     elif not slow and (silent := [trial for trial in trials if trial.empty_error is not None]):
         problem = (
             f"reward.functions: for an empty response to row {silent[0].row.number} of "

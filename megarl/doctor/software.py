@@ -85,11 +85,11 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
                 f"{name} {found} (tested {tested.oldest} to {tested.newest})"
                 for name, found, tested in untested
             )
-            remedy = "requirements/cpu.txt has versions that are tested together"
+            hint = "requirements/cpu.txt has versions that are tested together"
             yield doubtful(
                 CHECK,
                 f"{message}: untested with {what}",
-                remedy,
+                hint,
                 untested=[name for name, _, _ in untested],
                 **facts,
             )
@@ -113,8 +113,8 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
     if not _within(installed.python, PYTHON):
-        remedy = "make the virtual environment with another Python, as 3.11"
-        yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", remedy, python=installed.python)
+        hint = "make the virtual environment with another Python, as 3.11"
+        yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
 
     for required, versions in {**REQUIRED, **of_engine}.items():
         name = Requirement(required).name
@@ -152,8 +152,8 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
                     f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} "
                     f"{found} is installed"
                 )
-                remedy = f"pip install '{other}{versions}', or another version of {name}"
-                yield wrong(CHECK, message, remedy, name=other, found=found)
+                hint = f"pip install '{other}{versions}', or another version of {name}"
+                yield wrong(CHECK, message, hint, name=other, found=found)
 
 
 def _within(version: str, versions: str) -> bool:
@@ -175,9 +175,9 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     )
 
     if choice.layers is Layers.transformer_engine and not installed:
-        remedy = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
+        hint = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
         yield wrong(
-            "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", remedy
+            "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", hint
         )
         return
 

@@ -143,16 +143,16 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
 
 
 def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
-    remedy = "lower checkpoint.keep, raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
+    hint = "lower checkpoint.keep, raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
     if disk.free < one:
         message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
-        yield wrong(CHECK, message, remedy, **facts)
+        yield wrong(CHECK, message, hint, **facts)
     elif disk.free < most * one:
         message = (
             f"{disk.folder} has {size(disk.free)} free, and {counted(most, 'checkpoint')} of "
             f"{size(one)} will be there at a time"
         )
-        yield doubtful(CHECK, message, remedy, **facts)
+        yield doubtful(CHECK, message, hint, **facts)
 
 
 def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[CheckResult]:

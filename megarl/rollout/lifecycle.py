@@ -24,7 +24,7 @@ class LifecycleState(Enum):
     CLOSED = "closed"
 
 
-_REMEDY = {
+_HINT = {
     LifecycleState.EMPTY: "it has no complete weights: run a weight update to its end",
     LifecycleState.UPDATING: "its weights are half loaded: end the weight update, or start it again",
     LifecycleState.READY: "it has complete weights: begin a weight update first",
@@ -101,5 +101,5 @@ class EngineLifecycle:
     def require(self, action: str, *states: LifecycleState) -> None:
         if self.state not in states:
             raise EngineStateError(
-                f"the engine cannot {action} while {self.state.value}: {_REMEDY[self.state]}"
+                f"the engine cannot {action} while {self.state.value}: {_HINT[self.state]}"
             )

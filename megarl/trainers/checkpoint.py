@@ -273,12 +273,12 @@ class Checkpointer:
                 place = error.filename2 or error.filename if isinstance(error, OSError) else None
                 why = (error.strerror if isinstance(error, OSError) else None) or error
                 is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                remedy = f"{'make room' if is_full else 'make it writable'}, or give another checkpoint.dir"
+                hint = f"{'make room' if is_full else 'make it writable'}, or give another checkpoint.dir"
                 if gone:
-                    remedy = "put back the folder that was removed meanwhile"
+                    hint = "put back the folder that was removed meanwhile"
                 raise CheckpointError(
                     f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written "
-                    f"({why}); {remedy}",
+                    f"({why}); {hint}",
                     hint=UNWRITTEN,
                 ) from error
             raise

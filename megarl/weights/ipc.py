@@ -31,7 +31,7 @@ _READ_BYTES = 4096
 # among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
 _COUNTER = 11
 _NO_COUNTER = b"/megarl-no-counter"
-_REMEDY = (
+_HINT = (
     "trainer and engine must run on one node, in one container and as one user; else set "
     "resharding.transport=folder"
 )
@@ -159,13 +159,13 @@ class IPCReader:
         try:
             if not _is_memory_file(address.handle):
                 raise WeightTransferError(
-                    f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_REMEDY}"
+                    f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_HINT}"
                 )
             self._heard = _Ear(os.open(address.reader_pipe, os.O_RDONLY | os.O_NONBLOCK))
             self._told = os.open(address.writer_pipe, os.O_WRONLY)
         except OSError as error:
             raise WeightTransferError(
-                f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}"
+                f"the trainer's IPC buffers for weights are gone ({error}); {_HINT}"
             ) from error
 
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,7 +184,7 @@ class IPCReader:
             )
         except OSError as error:
             raise WeightTransferError(
-                f"the trainer's IPC buffers for weights are gone ({error}); {_REMEDY}"
+                f"the trainer's IPC buffers for weights are gone ({error}); {_HINT}"
             ) from error
 
     def is_written(self, number: int, patience_s: float) -> bool:
@@ -280,7 +280,7 @@ def _is_memory_file(path: str) -> bool:
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
     if not _is_memory_file(path) or os.stat(path).st_size != nbytes:
-        raise WeightTransferError(f"{path} is not the trainer's memory of {nbytes} bytes; {_REMEDY}")
+        raise WeightTransferError(f"{path} is not the trainer's memory of {nbytes} bytes; {_HINT}")
     with Path(path).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
 

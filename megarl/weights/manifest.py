@@ -215,7 +215,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
     for name, meta in manifest.items():
         stored = index.tensors.get(name)
         if stored is None:
-            faults.append(f"{name} is missing" + _remedy_for_missing(name))
+            faults.append(f"{name} is missing" + _hint_for_missing(name))
         elif stored.shape != meta.shape:
             faults.append(
                 f"{name} in {stored.file.name} has shape {stored.shape}, config.json makes it {meta.shape}"
@@ -236,7 +236,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
         )
 
 
-def _remedy_for_missing(name: str) -> str:
+def _hint_for_missing(name: str) -> str:
     if name == LM_HEAD_TENSOR:
         return " (stored without an output layer: is tie_word_embeddings true for this model?)"
     if name == VALUE_HEAD_TENSOR:

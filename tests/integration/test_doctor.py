@@ -1,5 +1,5 @@
 """`megarl doctor` as a command: good for the quickstart on this machine, and with twelve faults at once, each
-found with its remedy."""
+found with its hint."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_found_with_its_remedy(faulty: Answer, fault: str) -> None:
-    check, status, said, remedy = FAULTS[fault]
+def test_each_fault_is_found_with_its_hint(faulty: Answer, fault: str) -> None:
+    check, status, said, hint = FAULTS[fault]
     found = faulty.of(check, status)
-    assert any(said in each["message"] and remedy in each["remedy"] for each in found), found
+    assert any(said in each["message"] and hint in each["remedy"] for each in found), found

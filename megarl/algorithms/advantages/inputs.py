@@ -76,14 +76,14 @@ class AdvantageInputs:
 
 
 @overload
-def needed(value: Tensor | None, estimator: str, name: str, remedy: str) -> Tensor: ...
+def needed(value: Tensor | None, estimator: str, name: str, hint: str) -> Tensor: ...
 @overload
-def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Column: ...
-def needed(value: Column | None, estimator: str, name: str, remedy: str) -> Column:
+def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column: ...
+def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column:
     """`value`, or a ValueError that says what the estimator misses."""
     if value is None:
         raise ValueError(
-            f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {remedy}"
+            f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {hint}"
         )
     return value
 

@@ -26,7 +26,7 @@ from megarl.batch.ragged import Column
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
 _BASELINE = "optimal_token_baseline"
-_REMEDY = "use rloo, whose baseline needs only the scores"
+_HINT = "use rloo, whose baseline needs only the scores"
 # of a row: as many multiplications an element, and a sixteenth of the tokens are left to be added up
 _CHUNK_TOKENS = 16
 
@@ -115,8 +115,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     t counts valid tokens, so tool output moves nothing. Where only one sample of a prompt still has a token
     there is nothing to compare and the advantage is 0, as for a group of one.
     """
-    log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _REMEDY)
-    squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _REMEDY)
+    log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _HINT)
+    squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _HINT)
     columns = [
         as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)
     ]

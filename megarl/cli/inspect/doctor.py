@@ -48,8 +48,8 @@ def table(results: Sequence[CheckResult]) -> Table:
             finding.message,
             style=None if finding.status is Status.ok else _COLOURS[finding.status],
         )
-        if finding.remedy is not None:
-            drawn.add_row("", "", f"-> {finding.remedy}")
+        if finding.hint is not None:
+            drawn.add_row("", "", f"-> {finding.hint}")
 
     return drawn
 

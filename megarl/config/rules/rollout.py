@@ -109,14 +109,12 @@ def shared_devices(config: PPOConfig) -> Violations:
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
     fitting = there // rollout.tensor_parallel_size
-    remedy = (
-        f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
-    )
+    hint = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
     yield Violation(
         ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
         f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = "
         f"{needed} devices, but in the "
-        f"placement 'hybrid' the engines share the actor's, which are {there}; {remedy}, a larger actor, or "
+        f"placement 'hybrid' the engines share the actor's, which are {there}; {hint}, a larger actor, or "
         f"the placement split_collocate",
     )
 

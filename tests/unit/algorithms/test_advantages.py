@@ -395,7 +395,7 @@ def test_many_bad_samples_are_not_all_listed():
 
 
 @pytest.mark.parametrize(
-    ("kind", "missing", "remedy"),
+    ("kind", "missing", "hint"),
     [
         (AdvantageEstimator.gae, "values", "use grpo"),
         (AdvantageEstimator.remax, "baseline_scores", "use rloo"),
@@ -404,9 +404,9 @@ def test_many_bad_samples_are_not_all_listed():
         (AdvantageEstimator.optimal_token_baseline, "sum_pi_squared", "use rloo"),
     ],
 )
-def test_a_missing_input_is_named_with_its_estimator(kind, missing, remedy):
+def test_a_missing_input_is_named_with_its_estimator(kind, missing, hint):
     batch = batch_of(torch.ones(2, 2, dtype=torch.bool), 0) | {missing: None}
-    with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{missing}`.*{remedy}"):
+    with pytest.raises(ValueError, match=f"estimator={kind.value} needs .*`{missing}`.*{hint}"):
         ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
 
 

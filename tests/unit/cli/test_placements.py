@@ -1,5 +1,5 @@
 """Placements as a user meets them: impossible ones are refused by `megarl check` with the reason and a
-remedy; `megarl plan` shows them."""
+hint; `megarl plan` shows them."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def ppo(tmp_path: Path) -> str:
     return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
 
 
-@pytest.mark.parametrize(("overrides", "reason", "remedy"), IMPOSSIBLE)
+@pytest.mark.parametrize(("overrides", "reason", "hint"), IMPOSSIBLE)
 def test_an_impossible_placement_is_refused(
-    overrides: list[str], reason: str, remedy: str, ppo: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], reason: str, hint: str, ppo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "--fast", ppo, *overrides]) == 2
     error = capsys.readouterr().err
     line = next(line for line in error.splitlines() if reason in line)
-    assert remedy in line
+    assert hint in line
 
 
 def test_a_placement_over_its_budget_can_be_allowed(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_library_of_a_wrong_version_is_named_with_the_command_that_mends_it(
     fault = only(software.judge(software.probe(), SGLANG))
     assert fault.status is Status.error
     assert fault.message.startswith("ray 1.13.0 is outside >=2.60,<3")
-    assert "pip install 'ray[default]>=2.60,<3'" in (fault.remedy or "")
+    assert "pip install 'ray[default]>=2.60,<3'" in (fault.hint or "")
 
 
 def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
@@ -177,7 +177,7 @@ def test_shared_memory_of_a_container() -> None:
     needed = 512 * 2**20
     fault = machine.judge_shared_memory("/dev/shm", total=64 * 2**20, free=64 * 2**20, needed=needed)
     assert fault.status is Status.error
-    assert "--shm-size=1g" in (fault.remedy or "")
+    assert "--shm-size=1g" in (fault.hint or "")
     assert (
         machine.judge_shared_memory("/dev/shm", total=GIB, free=needed - 1, needed=needed).status
         is Status.warning
@@ -194,7 +194,7 @@ def test_a_low_limit_of_open_files_is_seen() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert (too_few.status, too_few.facts["soft"]) == (Status.error, 512)
-    assert "ulimit -n 65536" in (too_few.remedy or "")
+    assert "ulimit -n 65536" in (too_few.hint or "")
     assert machine.judge_open_files(2048, 4096).status is Status.warning
     assert machine.judge_open_files(65536, 65536).status is Status.ok
 
@@ -226,7 +226,7 @@ def test_threads_against_cores() -> None:
         Status.warning,
         "OMP_NUM_THREADS=8 in 4 processes is 32 threads on 16 cores",
     )
-    assert "OMP_NUM_THREADS=4" in (fault.remedy or "")
+    assert "OMP_NUM_THREADS=4" in (fault.hint or "")
     assert machine.judge_threads("many", cores=2, processes=1, use_gpu=False).status is Status.error
 
 
@@ -247,7 +247,7 @@ def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
 def test_variables_left_over_from_a_search_for_a_fault() -> None:
     assert only(machine.judge_environment({"NCCL_P2P_DISABLE": "0"})).status is Status.ok
     fault = only(machine.judge_environment({"CUDA_LAUNCH_BLOCKING": "1"}))
-    assert (fault.status, fault.remedy) == (
+    assert (fault.status, fault.hint) == (
         Status.warning,
         "unset CUDA_LAUNCH_BLOCKING, unless you are looking for a fault",
     )
@@ -274,7 +274,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     )
     assert fault.status is Status.error
     assert "cannot be written: Not a directory" in fault.message
-    assert "checkpoint.dir" in (fault.remedy or "")
+    assert "checkpoint.dir" in (fault.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_na
     )
     assert (
         "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of "
-        "eth0, lo" in (fault.remedy or "")
+        "eth0, lo" in (fault.hint or "")
     )
 
 
@@ -357,7 +357,7 @@ def test_interfaces_as_nccl_reads_them() -> None:
     ]
     fault = network.judge_interface("gloo", "bond0", there)
     assert fault is not None
-    assert "eth0, ib0, lo" in (fault.remedy or "")
+    assert "eth0, ib0, lo" in (fault.hint or "")
 
 
 # Ray
@@ -383,7 +383,7 @@ def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None
     assert fault.status is Status.error
     assert "pool 'critic': 0 GPU, 64 CPU on node 0 of the plan" in fault.message
     assert "node 127.0.0.1: 0 GPU, 12 CPU" in fault.message
-    assert "--num-cpus" in (fault.remedy or "")
+    assert "--num-cpus" in (fault.hint or "")
 
 
 def ray_cluster_findings(report: ClusterReport) -> list[CheckResult]:
@@ -480,7 +480,7 @@ def test_a_shard_cut_off_absent_a_pointer_or_of_another_shape(shards: Path) -> N
     assert "has shape (101, 48), config.json makes it (102, 48)" in judged(shards).message
     second.unlink()
     assert "two.safetensors: file is missing" in judged(shards).message
-    assert "download it again" in (judged(shards).remedy or "")
+    assert "download it again" in (judged(shards).hint or "")
 
 
 @pytest.mark.parametrize("place", ["../outside.safetensors", "/outside.safetensors", 3, None])
@@ -522,7 +522,7 @@ def test_rows_that_are_too_long() -> None:
     assert inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2]).status is Status.ok
     long = inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2, 5])
     assert (long.status, long.facts["longer"]) == (Status.error, 1)
-    assert "data.overlong=filter" in (long.remedy or "")
+    assert "data.overlong=filter" in (long.hint or "")
 
 
 # The whole
@@ -541,7 +541,7 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
     assert subject.config is None
 
 
-def test_the_worst_decides_and_a_remedy_stands_under_its_line() -> None:
+def test_the_worst_decides_and_a_hint_stands_under_its_line() -> None:
     results = [good("a", "fine"), doubtful("b", "slow", "wait"), wrong("c", "broken", "mend it")]
     assert [worst(results[:number]) for number in range(4)] == [
         Status.ok,

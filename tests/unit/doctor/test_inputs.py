@@ -110,7 +110,7 @@ def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: s
     assert found.message.endswith(
         f", with the first row of {tmp_path / 'rows.parquet'} and the answer 'I do not know.'"
     )
-    assert "megarl generate --environment" in (found.remedy or "")
+    assert "megarl generate --environment" in (found.hint or "")
 
 
 def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(tmp_path: Path) -> None:

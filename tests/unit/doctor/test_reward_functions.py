@@ -44,7 +44,7 @@ def judged_rewards(
     rows = [TRUTH._replace(number=number, ground_truth=truth) for number, truth in enumerate(truths)]
     found = judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], **reward), rows)
 
-    return [(result.status, f"{result.message} -> {result.remedy}") for result in found.results]
+    return [(result.status, f"{result.message} -> {result.hint}") for result in found.results]
 
 
 def test_ground_truths_are_tried_against_themselves(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     )
 
 
-def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_the_remedy(monkeypatch):
+def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_a_hint(monkeypatch):
     """os.access says so of a file on such a mount."""
     monkeypatch.setattr("megarl.machine.spawn.os.access", lambda path, mode: False)
     with pytest.raises(

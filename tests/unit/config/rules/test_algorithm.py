@@ -1,4 +1,4 @@
-"""Parts of an algorithm that make no sense together, refused with the reason and the remedy; and those that
+"""Parts of an algorithm that make no sense together, refused with the reason and the hint; and those that
 do."""
 
 from __future__ import annotations
