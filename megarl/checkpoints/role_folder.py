@@ -123,6 +123,7 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
             raise CheckpointError(f"{folder}: no checksum was made of {name}")
         return checksums[name]
 
+    # Give each chunk, object and whole file the checksum that its writer took.
     content = {"format": FORMAT, **asdict(description), **_entries(index)}
     for tensor in content["tensors"].values():
         for chunk in tensor["chunks"]:
@@ -132,6 +133,7 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
         entry["checksum"] = checksum(f"{entry['file']}@{entry['position']}")
     for name, entry in content["files"].items():
         entry["checksum"] = checksum(name)
+    # The manifest is written last: a folder without one is not a complete checkpoint.
     write_whole(folder / MANIFEST_FILE, json.dumps(content) + "\n")
 
 
@@ -194,10 +196,12 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
+    # The index files come first: they say where all items lie, and are small enough for every rank to check.
     _check_whole_files(folder, manifest)
     refuse_code(folder / COMMON_FILE)
     index = read_index(folder)
     _check_entries(folder, _entries(index), manifest.entries)
+    # Only the items' bytes are shared out among the ranks; they are nearly all of the work.
     mine = _share(
         sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part
     )
@@ -211,6 +215,7 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
                 "what was written (its checksum differs); use another checkpoint"
             )
 
+    # Objects are pickles, which Megatron will load, so no rank may meet one that runs code.
     for key, item in index.objects.items():
         with open_item(folder, item) as opened:
             refuse_code(opened, f"{folder / item.file}: {key}")
@@ -268,6 +273,7 @@ def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[
     before = 0
 
     for each in items:
+        # An item belongs to the part in whose share of the bytes it begins, so each falls to one part.
         if before * num_parts // max(total, 1) == number:
             mine.append(each)
         before += each.item.nbytes

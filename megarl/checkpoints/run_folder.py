@@ -73,6 +73,7 @@ class CheckpointFolder:
             before = name
             name = read()
             if name == before:
+                # The name has not changed since the last read, so no running process has replaced it.
                 others = ", ".join(path.name for path in self.whole()) or "none"
                 raise CheckpointError(
                     f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole "
@@ -88,6 +89,7 @@ class CheckpointFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.remove_leftovers()
+            # A write is tried now, because the first save may be hours away.
             write_whole(self.path / ".writable", "")
             (self.path / ".writable").unlink()
         except OSError as error:
@@ -120,6 +122,7 @@ class CheckpointFolder:
         `description` gets the size and checksum of each file outside the folders of `description["roles"]`.
         """
         partial = self._partial(step)
+        # The role folders have manifests of their own, with the checksums of their items.
         outside = [
             path for path in _files(partial) if path.relative_to(partial).parts[0] not in description["roles"]
         ]
@@ -128,6 +131,7 @@ class CheckpointFolder:
             partial / DESCRIPTION_FILE,
             json.dumps({"format": FORMAT, "step": step, **description, "files": files}, indent=2) + "\n",
         )
+        # Everything must be on the disk before the rename makes it a checkpoint.
         sync_tree(partial)
 
         return sum(path.stat().st_size for path in _files(partial))
@@ -139,6 +143,7 @@ class CheckpointFolder:
         # of a future that was given up when the run went back to an earlier step; `latest` is before it
         if final.exists():
             self.remove(final)
+        # The name must be on the disk before `latest` names it.
         os.rename(self._partial(step), final)
         sync_folder(self.path)
         self.point_at(final)
@@ -188,6 +193,7 @@ class CheckpointFolder:
             )
 
         position = whole.index(latest)
+        # Checkpoints after `latest` are never kept, not even where `keep` is 0.
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
 
         for path in whole:
@@ -237,6 +243,7 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: is not JSON ({error}); the checkpoint is damaged") from error
 
+    # The format is compared before the fields, which another version may lay out differently.
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         found = description.get("format") if isinstance(description, dict) else description
         raise CheckpointError(
@@ -259,6 +266,7 @@ def _problem(description: dict[str, Any]) -> str | None:
         return f"files is {files!r}, not a mapping of files"
 
     for name, expected in files.items():
+        # A damaged description must not make the check read files outside the checkpoint.
         if not all(_is_name(part) for part in name.split("/")):
             return f"files names {name!r}, which is not in the checkpoint's folder"
         if (
@@ -283,6 +291,7 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
     Raises CheckpointError that names the first that is not.
     """
     description = read_description(checkpoint)
+    # A folder that was renamed says no step to compare with.
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != description["step"]:
         raise CheckpointError(
             f"{checkpoint / DESCRIPTION_FILE}: is of step {description['step']}, and its folder of step "
@@ -294,6 +303,7 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; the checkpoint is damaged")
+        # The size is compared before the checksum, which reads the whole file.
         if path.stat().st_size != expected["nbytes"]:
             raise CheckpointError(
                 f"{path}: has {path.stat().st_size} bytes instead of {expected['nbytes']}; the checkpoint "

@@ -173,6 +173,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     objects = {}
 
     for key, entry in stored.state_dict_metadata.items():
+        # The chunks of a tensor must tile it; an object only needs a place.
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
             tensors[key] = DistributedTensor(
@@ -206,6 +207,7 @@ def _check_backend(folder: Path) -> None:
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
 
+    # Megatron's other backends lay out their files differently.
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
         raise CheckpointError(f"{path}: says {written!r}; only Megatron's format torch_dist is read")
 
@@ -220,6 +222,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
             f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}"
         ) from error
 
+    # The pickle may hold any listed class in any place, so the types are checked before they are used.
     storage = getattr(stored, "storage_data", None)
     entries = getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -248,6 +251,7 @@ def _check_files(folder: Path, items: Sequence[tuple[str, StoredItem]]) -> None:
     for key, item in items:
         if item.file not in sizes:
             path = folder / item.file
+            # A name with a path in it would lead out of the folder.
             if path.parent != folder or not path.is_file():
                 raise CheckpointError(f"{path}: the file is missing; it holds {key}")
             sizes[item.file] = path.stat().st_size
@@ -287,6 +291,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
         return None
     groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
 
+    # Group the slices by their extent along the first dimension.
     for tensor_slice in slices:
         if len(tensor_slice.starts) != len(shape):
             return f"{tensor_slice} has another number of dimensions than {tuple(shape)}"
@@ -296,6 +301,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
             )
 
     spans = [TensorSlice((start,), (stop,)) for start, stop in sorted(groups)]
+    # Groups that overlap along the first dimension can only be checked slice by slice.
     if not shape or any(
         left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)
     ):
@@ -308,6 +314,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
             (f"[{span[0]}:{span[1]}] comes twice" for span, inner in groups.items() if len(inner) > 1), None
         )
 
+    # Each group must tile the remaining dimensions.
     for (start, stop), inner in groups.items():
         if (fault := chunks_fault(shape[1:], inner)) is not None:
             return f"at {start}:{stop} of the first dimension, {fault}"
@@ -328,6 +335,7 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
     if stored is None:
         raise CheckpointError(f"{source}: the item is not a contiguous tensor")
 
+    # The item describes itself, so swapped files show even where their sizes agree.
     if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
         raise CheckpointError(
             f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says "
@@ -335,6 +343,7 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
             f"{index.tensors[key].dtype}: files were swapped or changed"
         )
 
+    # A map past the end of the item would read the elements of its neighbour.
     if stored.end > chunk.nbytes:
         raise CheckpointError(
             f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need"

@@ -97,6 +97,7 @@ def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[Writ
 
 
 def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
+    # The padding belongs to no item, so neither the checksum nor the size includes it.
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position = file.tell()
     hashed = _HashedFile(file)
@@ -121,10 +122,12 @@ def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, An
 
 def _metadata(items: Sequence[WrittenItem]) -> Metadata:
     """As torch.distributed.checkpoint writes it."""
+    # Collect the chunks that the ranks have written of each tensor.
     chunks: dict[str, list[WrittenItem]] = defaultdict(list)
     for item in items:
         chunks[item.key].append(item)
     entries = {key: _entry(key, of_key) for key, of_key in chunks.items()}
+    # A chunk is found by its offsets; an object has none.
     places = {
         MetadataIndex(
             item.key, item.stored.offsets if isinstance(item.stored, StoredChunk) else None
@@ -148,6 +151,7 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
         assert len(items) == 1, f"several ranks have written {key}"
         return BytesStorageMetadata()
 
+    # All ranks must describe the same whole tensor.
     assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), (
         f"ranks do not agree on {key}"
     )

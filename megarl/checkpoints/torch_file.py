@@ -132,6 +132,7 @@ class FilePart(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        # `preadv` moves no file offset, and the cut keeps the read inside the part.
         wanted = memoryview(buffer)[: max(self._nbytes - self._position, 0)]
         count = os.preadv(self._descriptor, [wanted], self._start + self._position) if wanted else 0
         self._position += count
@@ -234,6 +235,7 @@ def stored_tensor(value: object) -> StoredTensor | None:
     ):
         return None
 
+    # torch notes here where the bytes lie, when it loads to the device `meta`.
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
@@ -252,20 +254,24 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
     """
     with _damage_named(source), zipfile.ZipFile(file) as archive:
         assert archive.fp is not None
+        # Sorted by where they begin, the entry that holds a position is found by bisection.
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         headers = [entry.header_offset for entry in entries]
         read = set()
         for name, tensor in tensors.items():
+            # An empty tensor has no bytes to check.
             if tensor.end == tensor.position:
                 continue
             entry = entries[bisect_right(headers, tensor.position) - 1]
             start = _entry_start(archive.fp, entry)
             if (
+                # Only an entry that is not compressed can be mapped where it lies.
                 entry.compress_type != zipfile.ZIP_STORED
                 or tensor.position < start
                 or tensor.end > start + entry.file_size
             ):
                 raise CheckpointError(f"{source}: damaged: the bytes of {name} are not in the file")
+            # Several tensors may share an entry; torch.save writes a CRC of 0 where it took none.
             if entry.CRC and entry.filename not in read and not _is_intact(archive, entry):
                 raise CheckpointError(
                     f"{source}: {name} is not what was written (its CRC-32 differs); use another checkpoint"
@@ -295,6 +301,7 @@ def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
+    # A map can only begin at a multiple of the page size, so it includes the bytes before.
     before = position % mmap.ALLOCATIONGRANULARITY
 
     try:

@@ -56,11 +56,13 @@ def open_classic(
         )
 
     stages = _stages(folder, _rank_files(folder), architecture)
+    # With virtual stages, several of the entries lie in the same file.
     files = list({stage.file.path: stage.file for stage in stages}.values())
     head = _head(stages)
     found: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
 
+    # Collect the pieces of each Hugging Face tensor from all ranks.
     for stage in stages:
         _check_names(stage, architecture, head)
         for weight in held_weights(architecture, stage.layout, head):
@@ -72,6 +74,7 @@ def open_classic(
                 found.setdefault(name, []).append(piece)
 
     tensors = checked_tensors(folder, architecture, head, dtypes, found)
+    # The checks read every byte, so they follow those that only need the outlines.
     if check_contents:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
             list(threads.map(RankFile.check, files))
@@ -124,6 +127,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
             (path / name for name in _FILE_NAMES if (path / name).is_file()), path / _FILE_NAMES[0]
         )
 
+    # The highest ranks found give the sizes; every combination below them must have a file.
     sizes = [max(rank[axis] for rank in paths) + 1 for axis in (0, 1)]
     wanted = {(tensor, stage): folder for tensor in range(sizes[0]) for stage in range(sizes[1])}
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
@@ -152,6 +156,7 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
         first.arguments.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ]
 
+    # Compare the folders that are there with the parallel sizes that the first file records.
     for said, size in zip(written, sizes, strict=True):
         if said is not None and said != size:
             tensor, stage = (
@@ -166,6 +171,7 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
     told = {
         rank: number for rank, file in files.items() if isinstance(number := file.arguments.get("rank"), int)
     }
+    # All files must be of the same iteration and have the same number of virtual stages.
     for (tensor, stage), file in files.items():
         if (file.iteration, len(file.chunks)) != (first.iteration, len(first.chunks)):
             raise CheckpointError(
@@ -199,6 +205,7 @@ def _stages(
     stages = []
     first_layer = 0
 
+    # Virtual stages interleave: the layers run through all pipeline stages once for each chunk.
     for chunk, stage in ((chunk, stage) for chunk in range(num_chunks) for stage in range(num_stages)):
         count = 0
         for rank in range(num_ranks):
@@ -219,6 +226,7 @@ def _stages(
             )
         first_layer += count
 
+    # The layers are numbered within each stage, so a missing stage only shows in their sum.
     if first_layer != architecture.num_hidden_layers:
         raise CheckpointError(
             f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, config.json says "
@@ -266,6 +274,7 @@ def _names(file: RankFile, chunk: int, prefix: str, first_layer: int) -> dict[st
 
 def _head(stages: Sequence[_Stage]) -> Head:
     last = stages[-1]
+    # A value head has a single row.
     stored = last.file.chunks[last.chunk].get(last.names.get(OUTPUT_LAYER, ""))
     return "value" if stored is not None and stored.shape[0] == 1 else "lm"
 
@@ -277,6 +286,7 @@ def _check_names(stage: _Stage, architecture: Architecture, head: Head) -> None:
     except ValueError as error:
         raise CheckpointError(f"{stage.file.path}: {error}: config.json is of another model") from error
 
+    # Compare each parameter with the shape that config.json gives it in this stage.
     records = stage.file.chunks[stage.chunk]
     for name, shape in shapes.items():
         if name not in stage.names:
@@ -316,6 +326,7 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
             parts = pieces(weight, stage.layout)
             if len(parts) != 1:  # several tensors in one, which are cut, or nothing but padding
                 continue
+            # The first rank that holds a piece sets what every later one must equal.
             elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.index)
             other, held, expected = first.setdefault(
                 (parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements)
@@ -352,6 +363,7 @@ def _check_arguments(file: RankFile, architecture: Architecture) -> None:
     expected = _expected_arguments(architecture)
     groups = file.arguments.get("num_query_groups")
 
+    # `num_query_groups` counts only where `group_query_attention` is set or was not recorded.
     if file.arguments.get("group_query_attention") is True or (
         groups is not None and "group_query_attention" not in file.arguments
     ):

@@ -98,6 +98,7 @@ def open_distributed(
     layout = "layout not recorded"
     step = None
 
+    # Only our own checkpoints have a manifest, with checksums and the layout that wrote them.
     if (folder / MANIFEST_FILE).exists():
         if check_contents:
             check_folder(folder)
@@ -118,6 +119,7 @@ def open_distributed(
         )
 
     index = read_index(folder)
+    # Set aside the optimizer's state and the random states, which lie among the weights.
     model = {
         key: tensor
         for key, tensor in index.tensors.items()
@@ -134,6 +136,7 @@ def open_distributed(
     used: set[str] = set()
 
     for weight in weights_of(architecture, head):
+        # A tied output layer is not stored; it is the embedding.
         if weight.is_copy:
             continue
         place = _find(folder, architecture, model, prefix, weight)
@@ -143,6 +146,7 @@ def open_distributed(
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
 
+    # A tensor that no weight has asked for means that config.json is of another model.
     if extra := model.keys() - used:
         raise CheckpointError(
             f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
@@ -215,6 +219,7 @@ def _stored_pieces(
 
     for chunk in tensor.chunks:
         tensor_slice = chunk.tensor_slice
+        # Skip the chunks of other layers or experts in the same stacked tensor.
         if num_leading:
             if (
                 TensorSlice(tensor_slice.starts[:num_leading], tensor_slice.stops[:num_leading]).intersect(
@@ -226,6 +231,7 @@ def _stored_pieces(
             tensor_slice = TensorSlice(tensor_slice.starts[num_leading:], tensor_slice.stops[num_leading:])
         first_row = 0
         for region in view_regions(view, shape, tensor_slice):
+            # Each region of the view is a run of whole rows of the chunk.
             num_rows = prod(region.shape[: len(view) - len(shape) + 1])
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
@@ -246,6 +252,7 @@ def _check_shape(
     weight: Weight,
 ) -> tuple[int, ...]:
     """The view in which the weight's pieces are slices."""
+    # The stored vocabulary may be padded to any number of rows.
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
     num_split = len(view) - len(weight.tensors[0].shape) + 1
@@ -279,6 +286,7 @@ def _open(
     region: TensorSlice,
     common: TensorSlice,
 ) -> torch.Tensor:
+    # Take the layer, and the expert, out of the chunk that stacks them.
     stored = read_chunk(index, place.key, chunk)
     for number, first in zip(place.leading, chunk.offsets, strict=False):
         stored = stored[number - first]

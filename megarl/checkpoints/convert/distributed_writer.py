@@ -90,6 +90,7 @@ def write_distributed(
         writer.write(unfinished, files)
         (unfinished / BACKEND_FILE).write_text(json.dumps(TORCH_DIST))
         write_index(unfinished, writer.written, COMMON)
+        # The manifest holds the checksums of the index files too, so it follows them.
         checksums = {item_name(item.stored): item.checksum for item in writer.written}
         write_manifest(unfinished, description, checksums | item_checksums(unfinished, WHOLE_FILES))
         companions = unfinished / HUGGING_FACE_FOLDER
@@ -145,12 +146,14 @@ class _Writer:
             if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
 
+        # A slice of a single Hugging Face tensor may be used where it is mapped, without a copy.
         if len(parts) == 1 and parts[0][1] == tensor_slice:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
             return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
 
         block = room.tensor(tensor_slice.shape, self._dtype)
+        # The memory is reused from block to block, so the padding rows hold old elements.
         if padding(item.weight, item.layout) is not None:
             block.zero_()
 
@@ -204,6 +207,7 @@ def plan_distributed(
         virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, layout.tensor_parallel_size),
     )
+    # A plan that leaves elements out must fail before anything is written.
     check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
 
@@ -236,6 +240,7 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
 
 
 def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tuple[str, ...]:
+    # All tensor-parallel ranks have the same state, of which the first one's is stored.
     if layout.tensor_parallel_rank > 0:
         return ()
     objects = []
@@ -253,6 +258,7 @@ def _items(
     architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int
 ) -> Iterator[PlannedItem]:
     for weight in held_weights(architecture, layout, head):
+        # What several ranks hold is written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
         for tensor_slice in _slices(weight, layout, max_volume):
@@ -272,6 +278,7 @@ def _items(
 def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
     """Each contiguous in the shard's memory, and whole rows of it."""
     view = shard_view(weight, layout)
+    # Gate and up are apart in the whole tensor, so they cannot share a chunk.
     parts = (
         [TensorSlice.whole(view).along(0, half, half + 1) for half in range(view[0])]
         if weight.cut is Cut.gated
@@ -305,6 +312,7 @@ def _place(
     shape = [num_rows, *trailing]
     offsets = [first_row, *(0 for _ in trailing)]
 
+    # Row-parallel weights are cut along the columns, all others along the rows.
     if weight.cut is Cut.row:
         shape[1] = size * trailing[0]
         offsets[1] = rank * trailing[0]

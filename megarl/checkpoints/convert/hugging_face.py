@@ -62,10 +62,12 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         manifest_of(architecture, torch.float32, head),
         lambda name: is_harmless_extra(name, architecture, head),
     )
+    # A stored copy of the tied head must equal the embedding, or one of the two would be lost.
     if head == "lm" and architecture.tie_word_embeddings:
         check_tied_head(index)
     if head == "value":
         check_value_bias(index)
+    # Each header is read once, however many tensors its file has.
     starts = {file: _data_starts(file) for file in {stored.file for stored in index.tensors.values()}}
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes = {}
@@ -137,6 +139,7 @@ def write_hugging_face(
 
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)
+        # A class whose value head has a bias would not load without one.
         if source.head == "value" and has_bias(unfinished):
             files = _with_bias(files, dtype)
         _Writer(source, dtype, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
@@ -175,6 +178,7 @@ class _Writer:
                     else:
                         jobs[-1] += [partial(self._write_part, output, part) for part in self._parts(name)]
             self._workers.run(in_turns(jobs))
+        # An interrupt must not leave open files behind either.
         except BaseException:
             for output in opened:
                 output.abandon()
@@ -190,6 +194,7 @@ class _Writer:
 
     def _write_part(self, output: SafetensorsFile, part: _Part, room: Room) -> None:
         for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // self._dtype.itemsize):
+            # Another thread's failure stops this one between two blocks.
             self._workers.check()
             place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
             block = part.tensor.block(place, self._dtype, room.tensor).reshape(-1)

@@ -51,6 +51,7 @@ def _open(
     path: Path, role: str | None, trust_remote_code: bool, companions: Path | None, check_contents: bool
 ) -> ModelSource:
     _check_is_folder(path)
+    # Descend from a folder of checkpoints to the step, and from the step to the role.
     folder = CheckpointFolder(path).latest() or path
 
     if (folder / DESCRIPTION_FILE).is_file():
@@ -68,6 +69,7 @@ def _open(
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
 
+    # The formats are told apart by their files; a Megatron checkpoint may have config.json beside it.
     if is_torch_dist(folder):
         return open_distributed(
             folder, _companions(path, folder, companions), trust_remote_code, check_contents
@@ -99,6 +101,7 @@ def _check_is_folder(path: Path) -> None:
 
 
 def _nothing_known(folder: Path) -> CheckpointError:
+    # What lies in the folder often shows which folder was meant.
     names = sorted(path.name for path in folder.iterdir())
     listed = ", ".join(names[:_MAX_LISTED]) + (
         f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

@@ -45,6 +45,7 @@ class SourceTensor:
             if (common := piece.place.intersect(place)) is not None:
                 source = piece.open()[common.relative_to(piece.place.starts).index]
                 target[common.relative_to(place.starts).index].copy_(source)
+        # A cast to float16 turns large elements into infinity without a word.
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
             raise CheckpointError(
                 f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32"

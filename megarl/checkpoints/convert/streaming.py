@@ -87,6 +87,7 @@ class Workers:
 
     def _do(self, job: Job) -> None:
         self.check()
+        # The room is allocated once per thread and reused for all of its jobs.
         if not hasattr(self._own, "room"):
             self._own.room = Room(self._room_bytes)
 
@@ -95,6 +96,7 @@ class Workers:
         except _Stopped:
             raise
         except BaseException as error:
+            # The failure is noted before the stop, so the first one in the list is the cause.
             self._failures.append(error)
             self._stop.set()
             raise
@@ -150,6 +152,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
 def _line(folder: Path, partial: Path | None, error: OSError) -> str:
     reason = error.strerror or str(error)
     path = Path(error.filename) if isinstance(error.filename, str) else folder
+    # The user knows the folder by its final name, not by that of the scratch folder.
     if partial is not None and path.is_relative_to(partial.parent):
         path = folder / path.relative_to(partial) if path.is_relative_to(partial) else folder
     return f"{path}: cannot be written: {reason}" if path.is_relative_to(folder) else f"{path}: {reason}"

@@ -74,6 +74,7 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
     def job(name: str, room: Room) -> None:
         found[name] = _compare_tensor(name, left, right, lambda nbytes: progress(nbytes, total), workers)
 
+    # Compare one tensor per job.
     workers.run(partial(job, name) for name in names)
     architecture = [
         (field.name, getattr(left.architecture, field.name), getattr(right.architecture, field.name))
@@ -99,6 +100,7 @@ def _compare_tensor(
             name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}"
         )
 
+    # The views may differ although the shapes agree, where the heads are counted differently.
     if one.hf != other.hf:
         how = (
             f"shape {one.hf.shape} and {other.hf.shape}"
@@ -132,10 +134,12 @@ class _Tally:
         one = left.block(place, left.dtype)
         other = right.block(place, right.dtype)
         self._num_elements += place.volume
+        # Most blocks are identical, and end here without a pass over the differences.
         if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
             return
         for dtype in self._narrowed:
             self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
+        # Two infinities are alike, though their difference is not a number.
         alike = (one == other) | (one.isnan() & other.isnan())
         apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf")).masked_fill_(alike, 0.0)
         self._max_difference = max(self._max_difference, float(apart.max()))
