@@ -65,10 +65,12 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
         ConfinementError: The process may then be confined in part. End it.
     """
     limit(limits)
+    # Without privileges, Landlock and seccomp both require this first.
     _checked("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _allow_files(readable, writable)
     _drop_capabilities()
 
+    # The filter comes last, since it refuses the calls that the steps above make.
     try:
         allow_only_harmless_calls()
     except OSError as error:
@@ -82,6 +84,7 @@ def limit(limits: ProcessLimits) -> None:
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
 
+    # The program's limits come on top of what this interpreter has already used.
     for kind, value in (
         (resource.RLIMIT_AS, now + limits.memory_mb * megabyte),
         (resource.RLIMIT_CPU, int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + limits.cpu_s + 1),
@@ -92,6 +95,7 @@ def limit(limits: ProcessLimits) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         _, hard = resource.getrlimit(kind)
+        # A hard limit cannot be raised, so a lower one that is in force stays.
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
 
@@ -156,6 +160,7 @@ def _allow_files(readable: Iterable[str], writable: Iterable[str]) -> None:
             errno.ENOSYS, "the kernel has no Landlock (Linux 5.13), or it is switched off (lsm=)"
         )
 
+    # An access that the kernel does not know makes the ruleset invalid.
     every = _FILE_ACCESSES[min(abi, max(_FILE_ACCESSES))]
     attributes = struct.pack("Q", every)
     attributes += struct.pack("Q", _BIND_AND_CONNECT_TCP) if abi >= _ABI_OF_NETWORK else b""
@@ -178,6 +183,7 @@ def _add_rule(ruleset: int, path: str, accesses: int) -> None:
     except OSError:  # it does not exist here
         return
 
+    # The kernel refuses accesses of folders in the rule of a file.
     allowed = accesses if os.path.isdir(path) else accesses & _OF_FILES
     _checked(
         f"landlock_add_rule of {path}",

@@ -39,6 +39,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
     finally:
         partial.unlink(missing_ok=True)
 
+    # The rename itself is only safe once the folder is on the disk.
     sync_folder(path.parent)
 
 
@@ -55,6 +56,7 @@ def sync_tree(folder: Path) -> None:
     """Everything below `folder`, contents and names."""
     for parent, _, names in os.walk(folder):
         for name in names:
+            # `fsync` needs no write access to the file.
             descriptor = os.open(Path(parent) / name, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -83,6 +85,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         sync_tree(partial)
+        # A folder that is not empty cannot be replaced in one rename, so the old one is moved away first.
         if folder.exists():
             os.rename(folder, old)
         os.rename(partial, folder)
@@ -96,6 +99,7 @@ def clear_leftovers(folder: Path) -> None:
         with _locked(scratch):
             partial = scratch / "new"
             old = scratch / "old"
+            # Killed between the two renames: the new folder is whole, as it was synced before the first one.
             if old.exists() and not folder.exists():
                 os.rename(partial if partial.exists() else old, folder)
             shutil.rmtree(scratch)

@@ -36,6 +36,7 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
     candidates = range(_FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), _FIRST_PORT))
     held: list[socket.socket] = []
 
+    # Port 0 asks the system for any free port, for when the preferred range has none left.
     for port in [*random.SystemRandom().sample(candidates, min(len(candidates), _MOST_TRIED)), *[0] * count]:
         if len(held) == count:
             break
@@ -44,6 +45,7 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
             each.bind((host, port))
         except OSError as error:
             each.close()
+            # A port that is taken is the only reason to try the next one.
             if error.errno != errno.EADDRINUSE:
                 raise
         else:

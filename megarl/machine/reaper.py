@@ -69,12 +69,14 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
     import multiprocessing
     import subprocess
 
+    # Only a leader may end its group; the group of another contains its parents.
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
 
     # what their names begin with, which the system puts `sem.` before
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
     # There is no other way.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]
+    # The reaper must not bear the mark, or it would end itself with the others.
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]
@@ -141,6 +143,7 @@ def end_held(descriptors: Iterable[int]) -> None:
 def processes_of(owner: str, group: int = 0) -> list[int]:
     """Living processes that `owner` or one whose name begins with it has started, or of process group
     `group`."""
+    # The leading zero byte keeps another variable whose name ends alike from matching.
     mark = f"\0{OWNER}={owner}".encode()
     found = []
 
@@ -181,6 +184,7 @@ def _status(pid: str) -> list[str]:
 
 def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:
     held = hold(named)
+    # A process descriptor becomes readable when its process ends.
     for descriptor in hold([pid]):  # none when it has ended already
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)

@@ -249,6 +249,7 @@ class StartedProgram:
             streams.register(process.stdout, selectors.EVENT_READ, output)
             streams.register(process.stderr, selectors.EVENT_READ, errors)
             streams.register(self._channel, selectors.EVENT_READ)
+            # A write that blocks while the program waits for its output to be read would deadlock.
             if given:
                 assert process.stdin is not None
                 os.set_blocking(process.stdin.fileno(), False)
@@ -273,6 +274,7 @@ class StartedProgram:
                         key.data.extend(chunk)
                     else:
                         streams.unregister(key.fileobj)
+                # The limit is checked after each round, so one pass over the streams may exceed it.
                 if len(output) + len(errors) > room + len(until or b""):
                     ended = "output"
                 elif time.monotonic() >= deadline and streams.get_map():
@@ -312,6 +314,7 @@ class StartedProgram:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
+        # Messages that were not yet read may hold the process descriptors and the status.
         with contextlib.suppress(OSError):
             self._channel.setblocking(False)
             while self._receive():
@@ -390,6 +393,7 @@ def why_not(level: Level) -> str:
         except SandboxError as error:
             return str(error)
 
+    # The probe prints each way out that it finds, so silence and status 0 mean that the level holds.
     got_out = (
         finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
     )
@@ -399,6 +403,7 @@ def why_not(level: Level) -> str:
 def strongest() -> Level:
     """Raises SandboxError where none holds."""
     reasons = []
+    # The last level is a bare process, which holds nothing back.
     for level in list(Level)[:-1]:
         if not (reason := why_not(level)):
             return level

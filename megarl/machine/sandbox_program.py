@@ -90,6 +90,7 @@ def run(descriptor: int) -> None:
         order = Order(**marshal.load(file))
     channel = _socket.socket(fileno=order.channel)
     end_with(os.getppid())
+    # The folder must be mounted while this process still has the capability.
     if order.temporary_mb:
         _make_temporary_folder(order.temporary_mb)
 
@@ -123,6 +124,7 @@ def _confine_program(
     order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int
 ) -> None:
     """Confine this process, and tell the caller when it is done."""
+    # The caller waits on these descriptors, which do not depend on the pid namespace.
     processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
     send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
 
@@ -135,6 +137,7 @@ def _confine_program(
     channel.send(BEGUN)
     channel.close()
     to_supervisor.close()
+    # Nothing that the program inherits may lead out of the sandbox.
     close_descriptors_from(3)
 
 

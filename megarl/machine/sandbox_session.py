@@ -63,6 +63,7 @@ class SandboxSession:
             mark = f" {self._mark}\n".encode()
             said = started.read(json.dumps(program).encode() + b"\n", until=mark)
             output, is_whole, _ = said.output.partition(mark)
+            # The character before the mark tells whether the program ended without an exception.
             if is_whole and said.ended == "itself":
                 return Ran(
                     started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True

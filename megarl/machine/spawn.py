@@ -48,6 +48,7 @@ class BareProcess(FreshProcess):
         resource_tracker.ensure_running()  # it is everybody's, and begins like any other
 
         with _launching, _without_script():
+            # multiprocessing keeps the executable in a global, so it is set for this one start.
             usual = spawn.get_executable()
             spawn.set_executable(process_obj.launcher)
             try:

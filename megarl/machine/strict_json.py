@@ -19,6 +19,7 @@ def load_strictly(text: str) -> Any:
         RecursionError: It is nested too deep.
     """
     value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    # An escape such as \ud800 parses, but no UTF-8 file can hold the result.
     if (place := unicode_text.lone_surrogate(value)) is not None:
         raise ValueError(f"{place or 'it'} holds {unicode_text.PROBLEM}")
     return value

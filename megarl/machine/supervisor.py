@@ -57,6 +57,7 @@ class ThreadLimit:
         try:
             fcntl.ioctl(listener, _RECEIVE, notification)
             number = struct.unpack_from("Q", notification)[0]
+            # The link count of the folder of tasks is that of the threads, plus two.
             is_allowed = os.stat(self._tasks).st_nlink - 2 < self._most
             answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
             fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
@@ -98,6 +99,7 @@ def supervise(
                 _, listeners = receive_descriptors(listener_source)
                 poll.unregister(listener_source.fileno())
                 listener_source.close()
+                # From now on the child's calls that start threads wait for an answer.
                 for listener in listeners:
                     poll.register(listener, select.POLLIN)
             for descriptor in ready.keys() & callbacks.keys():

@@ -120,6 +120,7 @@ def numbers_of(calls: str, column: int) -> dict[str, int]:
 
 def allow_only_harmless_calls() -> None:
     """Install the allow-list in this process, for good. Raises OSError."""
+    # Stop only `clone`: the main filter answers `clone3` as absent, so that libraries fall back.
     column = _own_column()
     _install(_program(column, os.getpid()), flags=0)
 
@@ -175,6 +176,7 @@ def _program(column: int, process: int) -> list[Instruction]:
     ):
         program += [(_EQUAL, 0, 1, number), _ALLOW]
 
+    # Add the calls that are harmless with some arguments only.
     for number, block in _rules(numbers_of(_CHECKED_CALLS, column), process):
         assert len(block) < 256, "a jump of the filter is a byte"
         program += [(_EQUAL, 0, len(block), number), *block]
@@ -219,6 +221,7 @@ def _one_of(*alternatives: list[Condition]) -> list[Instruction]:
     block: list[Instruction] = []
     for conditions in alternatives:
         tail: list[Instruction] = [_ALLOW]
+        # Built from the last condition, since a mismatch jumps over all that follow it.
         for offset, mask, values in reversed(conditions):
             compare = [(_EQUAL, len(values) - 1 - place, 0, value) for place, value in enumerate(values)]
             compare[-1] = (_EQUAL, 0, len(tail), values[-1])

@@ -28,6 +28,7 @@ def lone_surrogate(value: Any) -> str | None:
                 )
             ) is not None:
                 return f"the key {unwritable!r}" + (f" of {place}" if place else "")
+            # Pushed in reverse, so that the first place in reading order is found first.
             left += [
                 (f"{place}.{key}" if place else str(key), inner)
                 for key, inner in reversed(list(each.items()))

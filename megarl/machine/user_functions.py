@@ -49,6 +49,7 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
         kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
         raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
 
+    # A function with the wrong parameters must fail now, not at the first call within the run.
     signature = inspect.signature(function)
     try:
         named = (*expected.keywords, *(name for name in expected.optional if name in signature.parameters))
@@ -107,6 +108,7 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # noqa: BLE001  (the user's code may raise anything)
+        # A later import must not find the half-executed module.
         del sys.modules[module_name]
         raise expected.error(
             f"{expected.what} file {path!r} cannot be run: {last_line(problem)}"
