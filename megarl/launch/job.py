@@ -34,6 +34,7 @@ def _is_importable(module: str) -> bool:
 
 def run(arguments: list[str]) -> int:
     """Replace this process by `megarl ARGUMENTS`, or return 2 if packages are missing."""
+    # Checked before the command, whose import error would not say which Python lacks megarl.
     if missing := missing_packages():
         python = f"{sys.executable} (Python {sys.version.split()[0]})"
         print(

@@ -56,6 +56,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
     files |= {folder / "megarl" / name: file for name, file in _own_files()}
     values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     resolved = _moved(values, "", here, lambda path: _take_along(path, folder, here, files))
+    # Sizes are checked before anything is copied.
     sizes = {source: source.stat().st_size for source in files.values()}
 
     if sum(sizes.values()) > LIMIT_MB * 2**20:
@@ -125,9 +126,11 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
         return [_moved(item, key, here, take_along) for item in value]
     if not isinstance(value, str) or value in _WORDS:
         return value
+    # Paths of data and models must be valid on all nodes, so they become absolute and stay behind.
     if key in SHARED:
         return value if _is_on_hub(value, here) else str(here / value)
 
+    # FILE:NAME: only the file travels with the job.
     if key in FUNCTIONS:
         path, colon, name = value.rpartition(":")
         return f"{take_along(path)}{colon}{name}"

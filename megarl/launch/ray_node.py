@@ -101,6 +101,7 @@ def main() -> int:
     parser.add_argument("--dashboard-port", type=int)
     parser.add_argument("--temp-dir")
     parsed = parser.parse_args()
+    # Ray's daemons inherit this environment, so it is complete before the node starts.
     add_key(os.environ)
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
@@ -131,6 +132,7 @@ def main() -> int:
     print(node.gcs_address, flush=True)
 
     try:
+        # The standard input closes when the process that started this one stops the node, or dies.
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             if dead := [str(kind) for kind, _ in node.dead_processes()]:
                 _say(

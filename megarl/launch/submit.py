@@ -62,6 +62,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     # silence progress messages about uploads and connections
     logging.getLogger("ray").setLevel(logging.WARNING)
     schema = schema_of(config_path, overrides)
+    # Paths may exist on the cluster only, so a missing one is a notice here.
     absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
 
     # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
@@ -113,6 +114,7 @@ def _submit(client: JobSubmissionClient, **job: Any) -> str:
         try:
             return str(client.submit_job(**job))
         except RuntimeError as error:
+            # Only a missing agent passes by itself; any other refusal is final.
             has_no_agent = _NO_AGENT in str(error)
             if not has_no_agent or time.monotonic() > end_s:
                 reason = f"the cluster has refused the job: {str(error).strip()}"
@@ -145,6 +147,7 @@ class Job:
                 info = asyncio.run(self._follow())
                 return INTERRUPTED if stopped else _status(info)
             except KeyboardInterrupt:
+                # The second interrupt leaves the job without asking.
                 if stopped or not self._is_to_stop():
                     print(
                         f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}",
@@ -179,6 +182,7 @@ class Job:
                 await asyncio.sleep(_RECONNECT_S)
             info = self._client.get_job_info(self.name)
             if info.status.is_terminal():
+                # The stream may have ended early, so what was not shown is read in one piece.
                 log = self._client.get_job_logs(self.name)
                 self._show(log[self._shown :], len(log))
                 return info
@@ -203,4 +207,5 @@ def _status(info: JobInfo) -> int:
         print(f"megarl submit: the job failed: {info.message}", file=sys.stderr)
         return FAILED
 
+    # A negative code is the number of a signal, reported as a shell does.
     return info.driver_exit_code if info.driver_exit_code > 0 else 128 - info.driver_exit_code

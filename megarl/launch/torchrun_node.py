@@ -106,6 +106,7 @@ class Silence:
         for rank, (beats, since_s) in self._last.items():
             if self._meeting.heard(f"{_LEFT} {rank}"):
                 return f"node {rank} has left: {self._meeting.what(f'{_LEFT} {rank}')}"
+            # Clocks of nodes may differ, so only changes of the count are timed, by the local clock.
             now = self._meeting.beats(rank)
             if now != beats:
                 self._last[rank] = (now, time.monotonic())
@@ -152,6 +153,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
         status = USER_ERROR
     finally:
         meeting.say(_STATUS, status)
+        # Node 0 stays until the others have read the status.
         end_s = time.monotonic() + _LEAVE_LIMIT_S  # torchrun's store ends with this node
         while (
             not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s
@@ -165,6 +167,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     schema = schema_of(config_path, overrides)
     config: RunConfig = load_checked_here(schema, config_path, overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
+    # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
 
     # As the others know it: its own name may well be loopback to itself.
@@ -189,6 +192,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 def join(meeting: Meeting) -> int:
     """Every other node. Told to end, it waits for node 0, whose run may be saving."""
+    # Node 0 acts on the signals; this node must keep its Ray daemons up while the run saves.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     reason = "it failed"
@@ -257,6 +261,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
             f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}"
         )
 
+    # Everything this node starts bears the mark, and ends with it.
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
 

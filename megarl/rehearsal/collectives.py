@@ -39,6 +39,7 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     group = dist.ProcessGroup.unbox(named["process_group"])
     ranks = tuple(dist.get_process_group_ranks(group))
 
+    # A message has two ends; the sender comes first on both ranks, so that their records match.
     if name in ("send", "recv_"):
         peer = ranks[named["dst" if name == "send" else "src"]]
         mine = dist.get_rank()
@@ -51,6 +52,7 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
         kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()
     )
 
+    # Ranks send parts of different sizes, so the totals alone cannot be compared.
     if call.kind == "all_to_all":
         sent = _split(named["input"], named["input_split_sizes"], len(ranks))
         call = call._replace(

@@ -99,9 +99,11 @@ class FakeDevice(TorchDispatchMode):
             return self._on_host(operator, tensors, arguments, keywords)
         if operator is _READ:
             return self._read(fakes[0])
+        # What follows from numbers of the host is computed there too, since shapes may depend on it.
         known = self._known(operator, tensors, arguments, keywords)
         result = self._on_device(operator, tensors, known, arguments, keywords)
 
+        # A tensor that was changed in an unknown way has no known value any more.
         if known is None:
             for mutated in _mutated(operator, arguments, keywords):
                 vars(mutated).pop(_KNOWN, None)
@@ -116,6 +118,7 @@ class FakeDevice(TorchDispatchMode):
         if operator is _TOP_K and self.routes is not None and arguments[0].dim() == 2:
             vars(result[1])[_KNOWN] = self._routes_of(*arguments[:2])
 
+        # A small copy to the host gets values: the known ones, or ones for floats, which are not tracked.
         if operator in _COPIES:
             self._count_copy(operator, arguments, keywords, result)
             if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
@@ -167,6 +170,7 @@ class FakeDevice(TorchDispatchMode):
         except RuntimeError as error:
             raise RehearsalError(f"{operator}: {str(error).splitlines()[0]}, at {place()}") from error
 
+        # In-place operators return their argument.
         mutated = _mutated(operator, arguments, keywords)
 
         # A host tensor that is written from the device stays itself.
@@ -187,6 +191,7 @@ class FakeDevice(TorchDispatchMode):
         ):
             return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
 
+        # The value is known only where all inputs are, and the operator defines its elements.
         values = [_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
             return None
@@ -197,6 +202,7 @@ class FakeDevice(TorchDispatchMode):
             keywords = {**keywords, "device": torch.device("cpu")}
         result = operator(*arguments, **keywords)
 
+        # Large values are dropped, since they would cost the host what the device is spared.
         return result if all(_is_small(value) for value in _tensors(result)) else None
 
     def _routes_of(self, scores: Tensor, num_chosen: int) -> Tensor:
@@ -206,6 +212,7 @@ class FakeDevice(TorchDispatchMode):
         return routes
 
     def _read(self, tensor: FakeTensor) -> Any:
+        # Reading a number makes the host wait for the device.
         if tensor.device.type == "cuda":
             self.ledger.waits("read")
         value = _value(tensor)
@@ -235,6 +242,7 @@ class FakeDevice(TorchDispatchMode):
 
         if (call := collective_of(operator, arguments, keywords)) is not None:
             collective, tensor = call
+            # A pipeline stage receives shapes before activations; the rehearsal knows them in advance.
             if collective.kind == "recv" and not tensor.is_floating_point():
                 vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(
                     tensor.shape

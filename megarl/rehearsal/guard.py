@@ -62,6 +62,7 @@ def compiled_guard() -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
 
+    # Compiled in the cache's own file system, so that the result can be renamed into place.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         linked = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]

@@ -73,6 +73,7 @@ class Ledger:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
+            # Views share a storage, which counts once.
             if key in self._storages:
                 continue
             size = storage.nbytes()
@@ -132,6 +133,7 @@ class Ledger:
             waits=tuple(Wait(*key, count) for key, count in self._waits.items()),
             awaits=tuple(self._awaits),
         )
+        # The next phase starts with what this one leaves behind.
         self._peak = self._held
         self._flops = 0
         self._collectives = []

@@ -78,6 +78,7 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
     ranks = {record.rank: _Rank(record) for record in records}
     moved = True
 
+    # Advance all ranks until no call can end any more.
     while moved:
         moved = False
         for mine in ranks.values():
@@ -86,12 +87,14 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
                 for number in mine.at_work(group):
                     moved |= _end_where_all_are_there(ranks, group, mine.calls[number])
 
+    # A rank that still waits is part of a deadlock, or behind one.
     waiting = [number for number, rank in ranks.items() if rank.stands_at(None) is not None]
     return _told(ranks, waiting[0]) if waiting else None
 
 
 def _end_where_all_are_there(ranks: dict[int, _Rank], group: str, call: Collective) -> bool:
     numbers = {member: ranks[member].same(group, call) for member in call.ranks if member in ranks}
+    # A collective ends only when every rehearsed member has reached it.
     if None in numbers.values():
         return False
 

@@ -37,6 +37,7 @@ def predicted_memory(
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
 
+    # Predict the passes with uneven routing as well.
     if architecture.experts:
         crowded = working_memory(config, role, architecture, stage, moments, uneven=True)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}

@@ -40,6 +40,7 @@ def rehearse_ranks(
         target=_serve, args=(theirs, list(requests), num_processes, prepare or make_ready)
     )
     process.start()
+    # With this end open here too, the death of the process would never show as an end of file.
     theirs.close()
 
     try:
@@ -51,6 +52,7 @@ def rehearse_ranks(
             else:
                 yield answer
     finally:
+        # A caller that stops early ends the ranks too, which are daemons of the process.
         process.terminate()
         process.join()
 
@@ -89,6 +91,7 @@ def _serve(
     waiting = list(reversed(requests))
 
     while waiting or running:
+        # Each rank is forked from this process, which has imported torch and the guard already.
         while waiting and len(running) < num_processes:
             request = waiting.pop()
             mine, theirs = context.Pipe(duplex=False)

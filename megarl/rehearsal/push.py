@@ -52,6 +52,7 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
     )
     dtype = getattr(torch, spec.dtype.value)
 
+    # Check each part against the plan before it enters the send buffer.
     def regions(part: Part) -> list[Tensor]:
         found = list(shards.regions(part))
         held = sum(region.numel() for region in found)
@@ -67,10 +68,12 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
         return found
 
     ledger.look_again()  # the weights have just come back
+    # Run the transfer's own code, with a group that records the sends.
     transfers = PeerTransfers(push.schedules)
     buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
     ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
     channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
     is_done = PipelinedTransfer([channel], transfers.num_rounds, buffers, regions).run()
     assert is_done, "nobody is waited for"
+    # Held until here, as in a run, so that the peak of the phase includes them.
     del ipc_buffers

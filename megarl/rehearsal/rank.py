@@ -69,6 +69,7 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
     _ledger = Ledger(None if limit_gb is None else int(limit_gb * 2**30))
     place = role.parallel.coordinate(request.rank)
     error = None
+    # Phases are kept one by one, so that those before a failure are reported.
     phases = []
     rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
     torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
@@ -129,6 +130,7 @@ class _Rehearsal:
         length = (
             batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
         )
+        # What a pipeline stage is told of the activations: length, rows and hidden size.
         self._device.received_integers = (
             -(-length // cut),
             1 if packing else len(rows),

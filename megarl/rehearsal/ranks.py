@@ -51,6 +51,7 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
     first call that differs. Where there is none, one line if ranks wait for each other because their orders
     differ between groups (order.py)."""
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
+    # Collect what each rank calls in each group, in its order.
     for record in records:
         for phase in record.phases:
             for call in phase.collectives:
@@ -64,12 +65,14 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
     for (name, ranks), calls in sequences.items():
         members = [rank for rank in ranks if rank in rehearsed]
         first = members[0]
+        # One difference is enough: those after it follow from the first.
         for other in members[1:]:
             problem = _difference(first, calls.get(first, []), other, calls.get(other, []))
             if problem is not None:
                 problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
                 break
 
+    # The order between groups is only meaningful where the calls agree within each.
     if not problems and (problem := deadlock(records)) is not None:
         problems.append(problem)
     return problems
@@ -106,6 +109,7 @@ def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
         return False
     if not mine.sent:
         return mine.elements == theirs.elements
+    # In an all_to_all, what one rank sends to the other must be what that one receives.
     first = mine.ranks.index(one)
     second = mine.ranks.index(other)
 

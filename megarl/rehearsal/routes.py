@@ -19,6 +19,7 @@ def even_routes(num_tokens: int, experts: Experts) -> Tensor:
 def uneven_routes(num_tokens: int, experts: Experts) -> Tensor:
     """As `even_routes`, but for expert 0, which has twice its share of the tokens, or all of them."""
     chosen = experts.num_experts_per_tok
+    # Expert 0 is the crowded one; the remaining choices go round the others.
     others = experts.num_experts - 1
     crowd = min(num_tokens, 2 * num_tokens * chosen // experts.num_experts)
     rest = 1 + torch.arange(num_tokens * chosen - crowd) % others

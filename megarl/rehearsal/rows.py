@@ -35,6 +35,7 @@ def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: in
     prompt = int(prompts.max())
     response = int(responses.max())
     column = torch.arange(prompt + response)
+    # Prompts are padded on the left, responses on the right.
     mask = (column >= prompt - prompts) & (column < prompt + responses)
     tensors = {
         "input_ids": ids.expand(mask.shape),
