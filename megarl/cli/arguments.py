@@ -25,6 +25,7 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
     argparse takes what has no name in one run only, and people put it anywhere. `--key.sub=value` and
     `--key.sub value` are overrides as well.
     """
+    # Commands without overrides keep argparse's own order.
     command = commands.get(arguments[0]) if arguments else None
     if command is None or all(action.dest != "overrides" for action in command._actions):
         return list(arguments)
@@ -35,6 +36,7 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
     others: list[str] = []
     overrides: list[str] = []
 
+    # What follows an option that takes a value belongs to that option.
     for before, each in pairwise(arguments):
         is_option = each.startswith("-") or before in with_values
         kind = options if is_option else overrides if _OVERRIDE.match(each) else others

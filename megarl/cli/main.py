@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(in_argparse_order(given, commands_of(parser)))
 
     try:
+        # Everything that the command starts ends with it, however it ends.
         with _own_processes(parsed):
             return parsed.start(parsed)
     except KeyboardInterrupt as interrupted:
@@ -97,9 +98,11 @@ def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:
+    # A ValueError of another library is a failure, not a mistake of the user.
     can_be_mended = isinstance(error, ConfigError) or (
         isinstance(error, ValueError) and _raised_by_megarl(error)
     )
+    # Before the run is under way, one line says enough; later, the report with its place is needed.
     if can_be_mended and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR

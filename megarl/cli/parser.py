@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     summaries = {action.dest: action.help for action in commands._choices_actions}
 
+    # Give all commands the same form of help, with their examples.
     for name, command in commands.choices.items():
         command.description = command.description or summaries[name]
         command.formatter_class = _AS_WRITTEN
@@ -158,6 +159,7 @@ def _start_check(parsed: argparse.Namespace) -> int:
 def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
     """Raise ValueError for an option of a part that is not asked for, and for a drawing of two parts in one
     file."""
+    # Neither part or both: there would be no drawing, or two for one file.
     if parsed.output is not None and parsed.plan == parsed.simulate:
         raise ValueError(f"--output {parsed.output} draws either --plan or --simulate: give one of them")
     if not parsed.simulate:
@@ -453,6 +455,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
     module = importlib.import_module("megarl.cli.run.init")
     asks = sys.stdin.isatty()
 
+    # What is not given is asked on a terminal; elsewhere the default is taken.
     def wish(name: str, question: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
         given = getattr(parsed, name)
         if given is None and asks:

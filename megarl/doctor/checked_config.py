@@ -73,6 +73,7 @@ class Inputs(Generic[Run]):
             starts_elsewhere: The run starts on another machine in any case.
         """
         violations = self._shared_violations()
+        # A machine without the run's files or GPUs is probably not the one that will run it.
         lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
         if not (starts_elsewhere or self.substituted or lacks_inputs):
             return self.violations(), []
@@ -85,6 +86,7 @@ class Inputs(Generic[Run]):
         """Return all violations but those about folders that the run writes."""
         config = self.partial.config
         lines = {line.partition(":")[0] for line in self.substituted}
+        # A model that was not fetched from the hub is already reported by its line.
         explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
 
         return [
@@ -197,6 +199,7 @@ def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) ->
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):
                 choose_transport(config, plan)
+            # The memory plan is only worth computing for a configuration that is otherwise right.
             if not problems and refuses(config) and config.placement.device_memory_gb is not None:
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:

@@ -92,6 +92,7 @@ def visible(found: Gpus, setting: str | None) -> Gpus:
     if setting is None:
         return found
     names = [name.strip() for name in setting.split(",") if name.strip()]
+    # Names may also be UUIDs or MIG instances, which the listed indices do not show.
     if all(name.isdigit() for name in names):
         return replace(found, gpus=tuple(gpu for gpu in found.gpus if str(gpu.index) in names))
 
@@ -105,6 +106,7 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
         yield good(CHECK, "none needed: the run is on CPUs", gpus=len(found.gpus))
         return
 
+    # A driver that does not answer makes every other check of the GPUs meaningless.
     if found.error is not None:
         yield wrong(
             CHECK,
@@ -175,6 +177,7 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
                 "CUDA_VISIBLE_DEVICES",
             )
 
+    # The plan may put its fullest device on any GPU, so the smallest one counts.
     smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and 0 < smallest.memory < peak:
         message = f"the plan puts {size(peak)} on one GPU, which has {size(smallest.memory)}"
@@ -193,6 +196,7 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
     config = subject.config
     plan = subject.plan
     peak = 0
+    # The peak can only be planned where all architectures are known.
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:
         peak = max((device.peak for device in plan_memory(config, plan, subject.architectures)), default=0)
 

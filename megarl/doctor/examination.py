@@ -49,6 +49,7 @@ def examine(config_path: str | None, overrides: Sequence[str], console: Console)
     subject, results = read_subject(config_path, overrides, len(gpus.gpus), cluster_address())
     results += [*software.check(subject), *devices.check(subject, gpus)]
 
+    # Modules are imported one by one, so that a missing package fails only the check that needs it.
     for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
         with console.status(f"examining {check.title}"):
             results += _find(check, subject)

@@ -31,6 +31,7 @@ def load_for_run(
     """
     inputs = find_on_hub(read_config(schema, source, overrides), fetch=True)
     violations = inputs.violations()
+    # Only errors stop the start of a run, and the data will be read in full anyway.
     found = [
         each for each in _examine(inputs, violations, 1) if each.status is Status.error and each.check != DATA
     ]
@@ -76,6 +77,7 @@ def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int
     skipped |= {key for key in ("data.train_files", "data.val_files") if partial.refuses(["data"])}
     skipped |= {key for key in _CODE_KEYS if partial.refuses([key])}
     architectures, _ = read_architectures(config)
+    # Examine the models whose path and architecture are not in question.
     known = {
         role.name: architectures[role.name]
         for role in model_roles(config)

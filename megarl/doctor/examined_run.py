@@ -74,6 +74,7 @@ def read_subject(
     problems = problems_of(inputs.partial, inputs.violations())
     results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} is good")]
     results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
+    # What does not fit the schema is known in part only, so nothing further is examined.
     if read.problems:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
 

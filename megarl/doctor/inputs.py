@@ -73,6 +73,7 @@ def findings(
         skipped: Keys to leave out.
         num_rows: Rows of each data file that are rendered.
     """
+    # Weights first: each folder is checked once, although several roles may share it.
     for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
     for role in model_roles(config):
@@ -92,6 +93,7 @@ def findings(
             )
             yield refused(TOKENIZERS, role.path_key, error, hint, folder=role.path)
             continue
+        # The data are rendered with the policy's tokenizer, so they are examined here.
         if role.name == "actor":
             tools = None
             if (
@@ -101,10 +103,12 @@ def findings(
             ):
                 judged, tools = judge_agent(config, tokenizer, skipped)
                 yield judged
+                # Without the tools' schemas the prompts would be rendered without them.
                 if judged.status is Status.error:
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
 
+    # Rewards and algorithms exist in reinforcement learning only.
     if not isinstance(config, PPOConfig):
         return
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
@@ -221,6 +225,7 @@ def data(
                 hint = f"write the file again with the columns that are named, {example}"
                 results.append(refused(DATA, key, error, hint, file=file))
                 continue
+            # With fewer rows than were asked for, the file has been read to its end.
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths))
@@ -230,6 +235,7 @@ def data(
                     doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file)
                 )
 
+    # The total is known only if every training file could be read.
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results
@@ -317,6 +323,7 @@ def judge_agent(
     first = None if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
 
+    # Code of the user may hang or crash, so it runs in a process with a time limit.
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
         try:
@@ -331,6 +338,7 @@ def judge_agent(
             ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
             return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", hint, files=files), None
 
+    # The chat template must extend a conversation without changing the tokens before.
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
         template.check()
@@ -397,6 +405,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         "of such a function"
     )
 
+    # The user's functions run in a process of their own, which is ended after the time limit.
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:

@@ -54,6 +54,7 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
+    # Suggest twice what is needed, in whole GiB.
     gib = max(1, -(-2 * needed // 2**30))
     hint = (
         f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
@@ -114,6 +115,7 @@ def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     available = psutil.virtual_memory().available
     limit = _cgroup_limit()
 
+    # In a container the limit of the cgroup counts, not the memory of the machine.
     if limit is not None and limit < total:
         total = limit
         available = min(available, limit)
@@ -131,6 +133,7 @@ def _planned(subject: ExaminedRun) -> int:
     processes = subject.processes_here * _PROCESS_BYTES
     if config is None or not subject.all_models_known:
         return processes
+    # On CPUs the models are in host memory; with GPUs, only what is pinned there counts.
     of_nodes: dict[int, int] = defaultdict(int)
     for device in plan_memory(config, plan, subject.architectures):
         of_nodes[device.node] += sum(device.pinned.values()) if subject.use_gpu else device.peak
@@ -173,6 +176,7 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
 
 def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
     """What holds programs that a model wrote: each level is tried."""
+    # A bare process holds nothing back, so it is not tried.
     reasons = {level: why_not(level) for level in Level if level is not Level.process}
     holds = [level.value for level, reason in reasons.items() if not reason]
     facts = {level.value: reason for level, reason in reasons.items()}
@@ -226,6 +230,7 @@ def judge_threads(
         return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
     each = int(setting)
 
+    # More threads than cores slow every process down.
     if not use_gpu and each > 1 and each * processes > cores:
         asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
         message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"

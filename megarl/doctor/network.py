@@ -49,6 +49,7 @@ def probe_loopback(
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
 
+    # The ranks write to files, since a full pipe that nobody reads would block them.
     with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
         arguments = [str(ranks), address, str(held.getsockname()[1]), str(_LIMIT_S)]
         processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
@@ -85,6 +86,7 @@ def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, l
     while time.monotonic() < give_up_s:
         statuses = [process.poll() for process in processes]
         for rank, status in enumerate(statuses):
+            # The first failure is the reason; the other ranks only run into their time limits.
             if status:
                 return f"rank {rank}: {_reason(_read(folder, rank, 'err'))}"
         if all(status == 0 for status in statuses):
@@ -132,6 +134,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
             **facts,
         )
 
+    # A single rank communicates with nobody, so its speed says nothing.
     if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
         message = f"{what}: 1 MiB took {found.seconds:.2f} s"
         return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=found.seconds, **facts)
@@ -159,6 +162,7 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
 def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
     """Between as many ranks as the run's largest group has on a node, with the variables that the run's
     workers would have."""
+    # Without a plan, two ranks show whether processes can communicate at all.
     ranks = 2
     if subject.plan is not None:
         groups = [
@@ -202,6 +206,7 @@ class Port:
 
 def probe_port(number: int, purpose: str) -> Port:
     with socket.socket() as trial:
+        # Connections of an earlier listener that are still closing do not count as a use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", number))
@@ -229,6 +234,7 @@ def judge_port(port: Port) -> CheckResult:
     if port.user is None:
         return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
     hint = "end that process, or choose another port"
+    # The port may be taken by the very cluster that the run is meant for.
     if port.purpose.startswith("Ray"):
         hint += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
 

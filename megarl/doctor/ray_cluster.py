@@ -42,6 +42,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     begin = time.monotonic()
 
     with contextlib.ExitStack() as stack:
+        # Registered before the start, which may fail halfway.
         stack.callback(shutdown)
         try:
             start_ray(num_cpus=num_cpus, num_gpus=subject.num_gpus if subject.use_gpu else 0)
@@ -59,6 +60,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
         address=subject.ray_address,
     )
     yield from judge_nodes(report, here())
+    # What this machine has is examined by checks of its own.
     if len(report.nodes) > 1:
         yield from judge_other_nodes(report.nodes)
 
@@ -104,6 +106,7 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
                 if each.status is not Status.ok
             )
         for path in node.unseen:
+            # The marked file was created for this check: a node that lacks it has another file system there.
             if Path(path).name.startswith(MARK):
                 message = (
                     f"{here_too}does not see what is written to {Path(path).parent} here, so "
@@ -167,6 +170,7 @@ def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
         )
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", hint, **_facts(node))
         return
+    # Objects travel between the processes as pickles, so versions must match exactly.
     for name in Software._fields:
         there = getattr(node.software, name)
         mine = getattr(driver, name)
@@ -210,6 +214,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
         return doubtful(CLOCKS, "no node could be asked for its time", "see what is said of the nodes")
     first, last = (pick(nodes, key=lambda node: node.clock_offset_s) for pick in (min, max))
     apart = last.clock_offset_s - first.clock_offset_s
+    # A difference within the uncertainty of the measurement proves nothing.
     known = first.clock_uncertainty_s + last.clock_uncertainty_s
 
     if apart - known > _SKEW_S:
@@ -236,6 +241,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
     )
     hint += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
 
+    # What exceeds the whole cluster can never run; what exceeds its free part can wait.
     if not fits(demands, report.whole):
         return wrong(
             RESOURCES,

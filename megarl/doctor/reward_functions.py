@@ -74,6 +74,7 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
             nulls.append(row)
         if len(others) < most:
             others.append(row)
+        # Reservoir sampling: every row has the same chance, without keeping all of them.
         elif (place := draw.randrange(num_seen)) < most:
             others[place] = row
 
@@ -192,6 +193,7 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
 
+    # The trial's time limit is shorter than the run's, so a slow sample is a doubt, not an error.
     if slow and reward.time_limit_s > _SAMPLE_LIMIT_S:
         message = (
             f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
@@ -207,6 +209,7 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
 
     if failed:
         problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
+        # The run itself tolerates failures up to this rate.
         if len(failed) > reward.max_error_rate * len(trials):
             yield wrong(REWARDS, problem, hint, files=files)
         else:
@@ -290,6 +293,7 @@ def judge_compared_metrics(
     ):
         if metric is None or not val_sources or not may_be_measured(config, metric):
             continue  # the last is refused without looking into the data
+        # A source that was not tried may have any metric, so it must not cause an error.
         untried = RewardKeys(True, number_in(metric)) if config.reward.functions else RewardKeys()
         measured = validation_metrics(config, {source: keys.get(source, untried) for source in val_sources})
         if metric not in measured:

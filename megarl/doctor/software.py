@@ -74,6 +74,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
     faults = list(_faults(installed, of_engine))
     yield from faults
 
+    # Versions within the allowed range may still be untested together.
     if not faults:
         shown = ", ".join(
             f"{name} {installed.versions[name]}" for name in _SHOWN if installed.versions.get(name)
@@ -131,6 +132,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
                 found=found,
             )
 
+    # Kernel packages are optional: torch's own kernels are used without them.
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):
@@ -142,6 +144,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
                 name=name,
             )
 
+    # Some packages are built against exact versions of others.
     for name, wants in installed.wants.items():
         if name == "sglang" and installed.versions.get(_IS_CUDA) is None:
             continue

@@ -49,6 +49,7 @@ def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
     kind = file_system(folder)
 
     try:
+        # Checkpoints rely on a rename that replaces a file, which some file systems do not offer.
         with tempfile.TemporaryDirectory(prefix=MARK, dir=folder) as scratch:
             speed = _write(Path(scratch) / "new", sample_bytes)
             (Path(scratch) / "old").write_bytes(b"old")
@@ -87,6 +88,7 @@ def file_system(folder: Path) -> str:
 
     for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
         _, point, kind, *_ = line.split(" ")
+        # The kernel escapes spaces in the paths of mounts.
         point = point.replace("\\040", " ")
         if folder.resolve().is_relative_to(point) and len(point) >= longest:
             found = kind
@@ -118,6 +120,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         )
         return
 
+    # Without it, a killed run could leave a checkpoint that is neither old nor new.
     if not disk.renames:
         yield wrong(
             CHECK,

@@ -27,6 +27,7 @@ def answer(parser: argparse.ArgumentParser) -> None:
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     completers = {"config": _configs, "overrides": _keys}
 
+    # Attach the completers to the positional arguments of all commands.
     for command in commands.choices.values():
         for action in command._actions:
             if action.dest in completers and not action.option_strings:

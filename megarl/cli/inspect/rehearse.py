@@ -75,6 +75,7 @@ def run(
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
     numbers = chosen_ranks(ranks, role.parallel)
+    # Enough micro-batches to fill the pipeline once.
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
     console = output_console()
     records: list[RankRecord] = []
@@ -94,6 +95,7 @@ def run(
             records.append(record)
             progress.rank_finished()
 
+    # The ranks finish in any order.
     records.sort(key=lambda record: record.rank)
     predicted = {
         record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
@@ -145,6 +147,7 @@ def _pushes(
     forecast = forecast_weights(config, plan_placement(config), architectures["actor"])
     if forecast is None:
         return {}
+    # Only ranks that share a device with an engine need IPC buffers.
     shared = {place.device for place in forecast.engine_places}
     buffer_bytes = NUM_IPC_BUFFERS * forecast.message_bytes
 

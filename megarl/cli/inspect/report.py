@@ -44,6 +44,7 @@ def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
         if absent or validate(config):
             return None
         table = parts_table(plan_memory(config, plan_placement(config), architectures))
+    # The report is still worth writing without the plan.
     except ConfigError:
         return None
 

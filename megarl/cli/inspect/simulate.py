@@ -93,6 +93,7 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
         lengths = []
         times = Times(0.0, 0.0)
 
+    # Options that are given replace what was measured.
     if given.lengths is not None:
         lengths = log_normal(*_mean_and_most(given.lengths, config), config.rollout.n)
     if given.training_s is not None:
@@ -118,6 +119,7 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
         *("trainer", "engines", "k", "step, s", "trainer waits", "slots in use", "mean age"),
         wraps="mean age",
     )
+    # Of equally short steps, the one with the fresher weights is better.
     best = min(forecasts, key=lambda one: (one.step_s, one.max_staleness))
 
     for one in forecasts:
@@ -137,6 +139,7 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
         "trainer: devices; *: as configured; k: rollout.max_staleness; age: in versions of the weights"
     )
     console.print(drawn)
+    # The simulated values have gaps, so the configured one may lie between two.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now = next(one for one in forecasts if one.split.num_engines == own and one.max_staleness == nearest)
     shortest = (

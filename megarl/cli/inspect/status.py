@@ -92,6 +92,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
         how = f"the run is complete, {ago}, after step {status.step}"
         return "; ".join(part for part in (f"{folder}: {how}", result_of(folder), report) if part)
 
+    # A killed process cannot write its end, so the status still says that it runs.
     if status.state == RUNNING:
         how = f"its process {record.pid} on {record.host} is gone, {ago}, {where}"
     elif status.state == STOPPED:
@@ -128,6 +129,7 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
         ),
     ]
 
+    # A status that is no longer written may come from a process that hangs.
     if late:
         lines.append(
             Text(

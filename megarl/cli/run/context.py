@@ -54,6 +54,7 @@ def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunCont
         with Interruption(print):
             yield context
     except KeyboardInterrupt:
+        # Before the run has a folder there is nothing to resume.
         if context.output_dir is None:
             raise
         raise KeyboardInterrupt(how_to_resume(checkpoint_path(config))) from None

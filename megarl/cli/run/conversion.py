@@ -199,6 +199,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             table.add_row(name, str(left), str(right))
         console.print(table)
 
+    # Show the first tensors that differ; the verdict counts all of them.
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
         table = _table(

@@ -48,11 +48,13 @@ def run(parsed: argparse.Namespace) -> int:
     make_environment, tools = load_agent(agent)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
+    # Everything that can be refused is checked before the weights are loaded.
     template.check()
     parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
 
+    # Each sample has an environment of its own, since environments keep state.
     for index, request in enumerate(requests):
         chat = chats[index // parsed.n]
         sample = index % parsed.n
@@ -88,6 +90,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
                 f"run's that has"
             )
 
+    # Options of the command override the run's section.
     changes = {
         name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None
     }
@@ -132,6 +135,7 @@ async def _play(
 
     try:
         await responder.start()
+        # Alternate the model's turns with the answers of the tools or the environment.
         while (step := episode.next) is not None:
             if isinstance(step, WriteTurn):
                 sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
@@ -149,6 +153,7 @@ async def _play(
                 say(reply.messages)
                 episode.answered(step.place, answer)
     finally:
+        # Closed after an error too, since the environment may hold resources.
         await responder.close()
 
     if not parsed.json:

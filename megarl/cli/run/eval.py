@@ -74,6 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
     }
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
+    # Reward functions and the other evaluation are checked before hours of sampling.
     keys = _try_reward(config)
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
@@ -105,6 +106,7 @@ def run(parsed: argparse.Namespace) -> int:
         roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
         samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
 
+    # Compute the metrics, and compare them with those of the other evaluation.
     results = results_of(samples, config.reward.pass_score)
     comparisons = None if others is None else compare(samples, others, config.reward.pass_score)
     write_whole(output / SAMPLES_FILE, sample_lines(samples))
@@ -146,6 +148,7 @@ def _not_compared(
     theirs = by_data_source(others)
     lacking: set[str] = set()
 
+    # The symmetric difference: metrics that only one of the two sides has.
     for source in keys.keys() & theirs.keys():
         lacking |= (
             set(source_metrics(config, keys[source]))
@@ -169,6 +172,7 @@ def _claim(output: Path) -> None:
 
     try:
         output.mkdir(parents=True, exist_ok=True)
+        # A trial write, before the engines are started.
         tempfile.TemporaryDirectory(dir=output).cleanup()
     except OSError as error:
         raise ConfigError(
@@ -202,6 +206,7 @@ def _samples(
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
             samples += batch
+            # Opened for each batch, so that its samples are in the file when the next one begins.
             with partial.open("a", encoding="utf-8") as file:
                 file.write(sample_lines(batch))
             progress.advance(

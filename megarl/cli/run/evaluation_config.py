@@ -44,6 +44,7 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     path = options.config
     overrides = options.overrides
 
+    # A fine-tuning run has no rollout section: only its dtype can be taken over.
     if path is None and isinstance(model.run, PPOConfig):
         path = model.run_file
     elif isinstance(model.run, SFTConfig):
@@ -92,6 +93,7 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
     rollout = config.rollout
     placement = config.placement
     trainer = config.trainer
+    # The validation of the configuration needs an actor that fits the engines' devices.
     num_devices = rollout.num_replicas * rollout.tensor_parallel_size
 
     return replace(

@@ -59,6 +59,7 @@ def last_page(error: Exception, command: str, context: RunContext | None) -> str
         entries.append(_Entry("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
 
+    # Lay the entries out in two columns, the label on their first line only.
     for entry in entries:
         for index, line in enumerate(entry.lines):
             lines.append(f"{entry.label if index == 0 else '':{_LABEL}}{line}")
@@ -80,6 +81,7 @@ def _cause(error: Exception) -> Cause:
         text = f"{error.summary}\n{error.remote_traceback}"
         return Cause(_shortened(_own_words(error)), text, hint, error.role, error.method)
 
+    # A hang has no single cause: show where the ranks stand, up to six of them.
     if isinstance(error, PhaseTimeoutError):
         first = str(error).splitlines()[0]
         lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
@@ -88,6 +90,7 @@ def _cause(error: Exception) -> Cause:
             lines.append(f"  and {counted(more, 'more rank')}")
         return Cause(lines, str(error), hint, error.role, error.method)
 
+    # The innermost cause knows the role and the method; the outer errors add their words.
     below = error.__cause__
     inner = _cause(below) if isinstance(below, Exception) else None
     text = f"{type(error).__name__}: {error}"
@@ -145,6 +148,7 @@ def _when(error: Exception, position: Position | None) -> str:
     position = position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
     of_call = None if call is None else phases_by_call().get((call.role, call.method))
+    # The call may belong to a phase that runs beside the one of the driver.
     if of_call is not None and of_call not in phases:
         phases.append(of_call)
     step = "" if position.step is None else f"step {position.step}"

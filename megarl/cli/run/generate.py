@@ -151,6 +151,7 @@ class Writer:
             RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended
         )
 
+        # A checkpoint of Megatron is converted to a temporary Hugging Face folder.
         with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
             self._engine.begin_weight_update(manifest)
             self._engine.load_folder(folder)
@@ -168,6 +169,7 @@ class Writer:
         for sample in self._engine.generate(prompts, self._fitting(prompts)):
             token_ids = sample.token_ids.tolist()
             text = self._text(token_ids)
+            # The earliest stop text ends the answer; it may begin within a token.
             end = min(
                 (start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text)
             )
@@ -233,6 +235,7 @@ def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
         if not line.strip():
             chat = []
             continue
+        # The whole conversation is rendered again for each turn.
         chat = [*chat, {"role": "user", "content": line}] if chat else _opened(parsed.system, line)
         (answer,) = writer.write([writer.render(chat)])
         _print_text(answer, parsed.log_probs)

@@ -66,6 +66,7 @@ def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
         config: The configuration of the run, None for a command that has none.
     """
     call = f"{cause.role}.{cause.method}"
+    # The patterns are tried in order; the first one that matches gives the hint.
     for foreign in FOREIGN_FAILURES:
         found = re.search(foreign.text, cause.text) if re.match(foreign.call, call) else None
         if found is not None:
@@ -91,6 +92,7 @@ def _filled(
     lines: list[str] = []
     for line in hint:
         values = [_value(field, cause, config, found) for field in _FIELD.findall(line)]
+        # A line with a value that this run does not have would mislead.
         if all(values):
             remaining = iter(values)
             text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)  # type: ignore[misc]
@@ -164,6 +166,7 @@ def _free_disk(config: RunConfig | None) -> str:
 
     lines = []
     for name, path in places.items():
+        # The folder may not have been created yet; the disk is that of the nearest one above it.
         existing = next((part for part in (path, *path.absolute().parents) if part.exists()), None)
         if existing is not None:
             usage = shutil.disk_usage(existing)

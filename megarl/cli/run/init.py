@@ -80,6 +80,7 @@ def run(wishes: Wishes) -> int:
     for name, text in files.items():
         write_whole(wishes.folder / name, text)
 
+    # The data script creates the files that the configuration names.
     if data is None:
         subprocess.run(
             [sys.executable, str(wishes.folder / DATA_SCRIPT)], check=True, stdout=subprocess.DEVNULL
@@ -111,6 +112,7 @@ def _refuse_existing(wishes: Wishes) -> None:
 
 
 def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
+    # Without data of the user the answers are those of sums.
     if data is None:
         return ChosenReward(NUMBER.source(), NUMBER.prompt, [])
     columns: dict[str, Any] = dict(data.columns_here)
@@ -138,6 +140,7 @@ def _folder_of(model: str) -> str:
 
 
 def _config(wishes: Wishes, model: Architecture, data: UserData | None, reward: ChosenReward | None) -> str:
+    # Prompt and response get half of the context each.
     tokens = min(_MOST_TOKENS, model.max_position_embeddings // 2)
     template = (STARTER / f"{wishes.kind.value}.yaml").read_text(encoding="utf-8")
     train, validation, columns = _data_values(wishes, data)
@@ -196,6 +199,7 @@ def _critic(wishes: Wishes) -> str:
     """Its section, where the algorithm has one."""
     if wishes.kind is RunKind.sft:
         return ""
+    # The preset decides whether there is a critic; any valid configuration can load it.
     algorithm = load_config(
         PPOConfig, str(CONFIGS_DIR / "quickstart.yaml"), [f"algorithm={wishes.algorithm}"]
     ).algorithm

@@ -81,6 +81,7 @@ def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
             f"{'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}"
         )
 
+    # Tell apart a checkpoint, the folder of a run, a folder of checkpoints, and a plain model.
     if os.path.isfile(path / DESCRIPTION_FILE):
         _refuse_step(path, step, "is a checkpoint of one step")
         return path, path / CONFIG_FILE
@@ -122,6 +123,7 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
         return best
     whole = {path.name: path for path in checkpoints.whole()}
 
+    # The steps that are there help more than the bare refusal.
     if not step.isdecimal() or (name := step_name(int(step))) not in whole:
         kept = "" if step != BEST else ", as the run kept no best one (checkpoint.keep_best)"
         raise CheckpointError(
@@ -153,6 +155,7 @@ def hugging_face_folder(
 
     if source.kind == "Hugging Face":
         stored = read_checkpoint_index(source.folder).tensors
+        # Engines read every file of the folder, so extra files would be loaded as well.
         if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(
             source.folder.glob("*.safetensors")
         ):

@@ -54,6 +54,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
     """
     config = context.config
     plan = plan_placement(context.config)
+    # Remembered as the user has set it, before Ray starts.
     given = dict(os.environ)
     console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
     start_ray(
@@ -64,6 +65,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
         context.log_folder = log_folder()
         context.nodes = node_addresses()
         device = config.device
+        # The driver's machine may have no GPU although the cluster has.
         if device is Device.auto:
             device = Device.cuda if num_cluster_gpus() else Device.cpu
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)

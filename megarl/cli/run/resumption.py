@@ -36,6 +36,7 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
         # also of a run that was killed between its last step and its end: it still writes the trained model
         return False
 
+    # The run has ended before, and may have been given more steps since.
     if resume is not None and resume.is_own:
         why = ends_early(config.trainer.early_stop, resume.state)
         if resume.step < steps and why is None:
@@ -91,6 +92,7 @@ def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, re
         raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
 
     if resume.is_own:
+        # Later checkpoints, metrics and samples belong to steps that will be made again.
         folder = checkpoint_folder(config)
         folder.point_at(resume.checkpoint)  # what is after it is given up
         folder.point_at_best(best_checkpoint(config, resume.state))

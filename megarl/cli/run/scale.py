@@ -29,6 +29,7 @@ def run(run_dir: str, num_replicas: int) -> int:
         )
 
     config = load_config(PPOConfig, folder / CONFIG_FILE)
+    # Engines that share devices with training are fixed by the placement.
     if OffloadPlan(plan_placement(config)).engines_move:
         raise ValueError(
             f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with "

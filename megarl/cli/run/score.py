@@ -42,6 +42,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
     rows = list(read_rows([rows_path], (), _COLUMNS))
+    # All rows are checked before the reward processes start.
     truths = [_truth(row) for row in rows]
 
     with RewardScorer(
@@ -114,6 +115,7 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
             f"{TRUTH_FORM_HINT}"
         )
 
+    # A refused ground truth is an error of the data, whatever share of the rows it is.
     status = GOOD
     for file, lines in refused(trials).items():
         print(f"refused, {counted(len(lines), 'row')} of {file}:")

@@ -59,6 +59,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     position = Position()
     output_dir = Path(config.trainer.output_dir)
     console = output_console()
+    # The folder is claimed and tried before any process is started.
     _claim(output_dir, config, resume, console)
     (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
     context.output_dir = output_dir
@@ -101,6 +102,7 @@ def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: 
         return
     num_steps = metrics.read_bytes().count(b"\n")
 
+    # Metrics of different runs in one file could not be told apart later.
     if num_steps and (why := of_another_run(output_dir, config)):
         raise ValueError(
             f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the "

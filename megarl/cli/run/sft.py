@@ -37,6 +37,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    # A chat template that writes the date must write the one of the run's start.
     if resume is not None:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data = config.data
@@ -63,6 +64,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             sft.fit()
         if checkpoints.stopped_after is not None:
             return say_stopped(session, checkpoints)
+        # A run that SIGTERM has ended returns above, and exports nothing.
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
             with writing(session.output_dir):
@@ -70,6 +72,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             session.console.print(f"the trained model is in {folder}")
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)
+        # The summary is written last: it marks the run as complete.
         told = say_ended(session, checkpoints)
         write_summary(
             session.output_dir,

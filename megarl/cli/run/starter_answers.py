@@ -48,6 +48,7 @@ def looks_mathematical(answer: Any) -> bool:
     answer = answer.rpartition("####")[2]
     if "\\boxed" in answer:
         return True
+    # LaTeX commands and names of functions are allowed; other words make it prose.
     has_words = re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is not None
 
     return (
@@ -71,6 +72,7 @@ def find_choices(data: DataConfig) -> list[str]:
     labels: dict[str, str] = {}
     num_rows = 0
 
+    # One long answer, or one label too many, rules choices out; the rest need not be read.
     for row in read_reward_rows([*data.train_files, *data.val_files], data.columns):
         answer = read_reward_inputs(row, data.columns).reward_model[GROUND_TRUTH]
         if is_null(answer):
@@ -116,6 +118,7 @@ def why_not_text(answers: Sequence[Any]) -> str | None:
             "as docs/rewards.md describes"
         )
 
+    # Long texts are never repeated word for word.
     length = int(median(len(str(answer)) for answer in answers))
     if length > _LONGEST_TEXT:
         return f"they are texts of {length:,} characters (the median), which no response will repeat"

@@ -92,8 +92,10 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     """
     columns = _find_columns(path, kind)
     if validation is not None:
+        # Only the first row is read, to see that the columns are there.
         next(read_rows([validation], columns.required))
     rows = [_Row.of(row, columns) for row in read_rows([path], columns.required, columns.optional)]
+    # Whole questions are held out, so that no question is in both files.
     held_out = (
         set[bytes]()
         if validation is not None
@@ -134,6 +136,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
         return Columns("messages", ("messages",), ("tools",), {}, False)
 
     known = _ANSWERS if kind is RunKind.sft else (*_TESTS, "reward_model", *_ANSWERS)
+    # The names are in order of preference.
     question = next((name for name in _QUESTIONS if name in found), None)
     answer = next((name for name in known if name in found), None)
 

@@ -136,6 +136,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
         proofs.append(_prove(CHOICE, written, rows))
 
     is_plain = all(looks_like_number(answer) or not looks_mathematical(answer) for answer in answers)
+    # The look at the answers' form is cheap, and spares most trials of the rewards.
     for kind, looks_like in (
         (CODE, looks_like_tests),
         (NUMBER, looks_like_number),
@@ -158,6 +159,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     if best is not None and best.pass_share >= _PASS_SHARE:
         return _chosen(best)
 
+    # Tests are never compared as text, however many of them fail.
     if best is not None and best.kind is CODE:
         return _unknown(
             f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}"
@@ -186,6 +188,7 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
             RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows
         )
 
+    # Collect by file what keeps a ground truth from full marks.
     problems: dict[str, list[str]] = {}
     for trial in trials:
         if (problem := problem_with(trial, full_marks=1.0)) is not None:

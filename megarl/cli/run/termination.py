@@ -27,6 +27,7 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        # From here on, further signals must not interrupt the cleanup.
         for each in handled:
             signal.signal(each, lambda number, frame: None)
         end_children()

@@ -106,6 +106,7 @@ def open_ppo(
 
     with open_session(context, resume) as session:
         report_filtered(session.console, data_sets)
+        # Start the roles, then put models, run files and trainer into the state of the checkpoint.
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
@@ -159,6 +160,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
         "samples": samples,
         **say_ended(session, ppo.checkpoints),
     }
+    # The summary marks the run as complete, so it follows the export of the policy.
     write_summary(session.output_dir, summary)
     table = Table(title=f"{title_of(config)} run", show_header=False)
     table.add_row("steps", str(steps))

@@ -56,6 +56,7 @@ class PassProgress:
         self._num_done += num_prompts
         self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
 
+        # A log has no bar, so each batch gets a line.
         if not self._console.is_terminal:
             left_s = (
                 (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)

@@ -45,6 +45,7 @@ def print_placement(
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
 
+    # Where the configuration refuses such a plan, the command has already ended.
     if not refuses(config):
         for problem in budget_problems(config, memory):
             print_line(console, f"warning: {problem}", style="yellow")
@@ -85,6 +86,7 @@ def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
         (node, list(processes))
         for node, processes in groupby(group.processes, key=lambda process: process.node)
     ]
+    # Consecutive nodes with equal devices fold into one row.
     for devices, nodes in groupby(by_node, key=lambda each: _devices(each[1])):
         rows = list(nodes)
         ranks = [process.rank for _, processes in rows for process in processes]
@@ -154,6 +156,7 @@ def memory_table(memory: Sequence[DeviceMemory]) -> Table:
 
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
+    # The kinds of memory peak in different phases, so each is shown at its own maximum.
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
     is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
     columns: dict[str, list[str]] = {}
@@ -180,6 +183,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
     drawn = table("A push of weights", "quantity", "value", "from")
     drawn.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
 
+    # Without a forecast, the weights go through files.
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy) * weight_bytes(config.model.dtype)
         drawn.add_row("through", "files", "in trainer.output_dir, which all nodes must see")

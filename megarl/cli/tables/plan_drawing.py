@@ -29,6 +29,7 @@ def draw_plan(
     """`limit_gb`: of a device, drawn as a line. The format is that of the path's ending; the file is there
     whole or not at all."""
     shown = memory[:_MOST_DEVICES]
+    # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
     colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
     figure = Figure(
@@ -113,6 +114,7 @@ def _draw_node(
     for index, device in enumerate(devices):
         width = 0.9 / len(device.phases)
         for number, (phase, usages) in enumerate(device.phases.items()):
+            # The roles are stacked, since they share the device's memory.
             bottom = 0.0
             left = index + 0.05 + number * width
             for role, usage in usages.items():

@@ -58,6 +58,7 @@ def collectives_table(record: RankRecord) -> Table:
     drawn = table(f"Collectives of rank {record.rank}", *columns, wraps="group")
 
     for phase in record.phases:
+        # Sum up the calls of the same kind, group and type.
         calls: Counter[tuple[str, str, str, str]] = Counter()
         nbytes: Counter[tuple[str, str, str, str]] = Counter()
         for call in phase.collectives:

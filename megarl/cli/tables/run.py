@@ -198,6 +198,7 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     )
     console.print(drawn)
 
+    # The engine's own settings, as they would stand in the configuration.
     if (settings := rollout.settings_of(rollout.engine)) is not None:
         shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
         print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
@@ -303,6 +304,7 @@ def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
 def _of_another_engine(config: RunConfig) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
+    # Settings of an engine that is not chosen are valid, and easily mistaken for effective ones.
     for engine in RolloutEngineKind:
         settings = config.rollout.settings_of(engine)
         if engine is not config.rollout.engine and settings is not None and settings.server_args:

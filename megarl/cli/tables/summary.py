@@ -41,6 +41,7 @@ def _name(algorithm: AlgorithmConfig) -> str:
     loss = algorithm.policy_loss.kind
     if loss is not PolicyLossKind.ppo_clip:
         return loss.value.upper().replace("_", "-")
+    # Published names stand for combinations of settings, so the specific ones come first.
     if estimator is AdvantageEstimator.grpo and algorithm.dynamic_sampling.enabled:
         return "DAPO"
     if estimator is AdvantageEstimator.grpo and not algorithm.advantage.normalize_by_std:
