@@ -53,6 +53,7 @@ class BackgroundLogger:
 
     def flush(self) -> None:
         """Waits a moment, and not again while the service is behind."""
+        # A slow service must not hold up training, so the wait is short, and given up once it is behind.
         deadline_s = time.monotonic() + FLUSH_LIMIT_S
         while (
             self._calls.unfinished_tasks
@@ -68,6 +69,7 @@ class BackgroundLogger:
     def close(self, failed: bool) -> None:
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         try:
+            # The queue is in order: the service is closed after all that was logged before.
             self._calls.put(lambda service: service.close(failed), timeout=CLOSE_LIMIT_S)
             self._calls.put(None, timeout=max(0.0, deadline_s - time.monotonic()))
             self._thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -65,6 +65,7 @@ class ConsoleLogger:
         shown = [
             f"{name} {metrics[key]:.4g}{unit}" for key, (name, unit) in self.SHOWN.items() if key in metrics
         ]
+        # Estimate the time left from the steps so far.
         if "timing_s/step" in metrics:
             self._seconds.append(metrics["timing_s/step"])
 
@@ -160,6 +161,7 @@ class Tracker:
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         # By value, not how a member is made.
         kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]
+        # A service that is missing or not set up must stop the run now, not after the first step.
         if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)
@@ -188,6 +190,7 @@ class Tracker:
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
 
+        # Synced to the disk, so that samples survive a crash of the machine.
         with (
             writing(self._output_dir),
             (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file,

@@ -51,6 +51,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
             f"{path}: holds no complete step yet; try again when the run's first step has ended"
         )
 
+    # Turn the lines by step into one curve for each metric.
     series: dict[str, Points] = {}
     for step, metrics in sorted(by_step.items()):
         for name, value in metrics.items():
@@ -74,6 +75,7 @@ def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
             f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}"
         )
 
+    # Other values may be texts, which have no curve.
     numbers = {
         name: float(value)
         for name, value in record.items()

@@ -47,6 +47,7 @@ class MlflowService:
             run.keep_run_id(_NAME, run_id)
         else:
             self._client.update_run(run_id, status="RUNNING")
+            # A resumed run makes steps again that MLflow has already; they must not be logged twice.
             history = self._client.get_metric_history(run_id, _EVERY_STEP)
             self._last_step = max((metric.step for metric in history), default=-1)
 

@@ -107,6 +107,7 @@ def plot_run(run_dir: Path) -> Path:
     )
     FigureCanvasAgg(figure)
     figure.suptitle(f"{run_dir.resolve().name}", fontsize=13, fontweight="bold")
+    # Draw the panels, then the timings; what is left of the grid stays empty.
     axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     last_step = max(points.steps[-1] for points in series.values())
     for panel, axis in zip(panels, axes, strict=False):
@@ -144,6 +145,7 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
     present = [(name, label) for name, label in panel.curves.items() if name in series]
     for (name, label), color in zip(present, _COLORS, strict=False):
         points = series[name]
+        # A curve of few points needs marks, or a single one would not show at all.
         if name in panel.sparse or len(points.steps) == 1:
             axis.plot(points.steps, points.values, color=color, marker="o", markersize=4, label=label)
             _annotate_ends(axis, points, color)
@@ -153,6 +155,7 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
         else:
             axis.plot(points.steps, points.values, color=color, label=label)
 
+    # A logarithmic axis cannot show zeros or negative values.
     if panel.logarithmic and all(value > 0 for name, _ in present for value in series[name].values):
         axis.set_yscale("log")
     axis.set_title(panel.title, fontsize=10)

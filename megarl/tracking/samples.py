@@ -144,6 +144,7 @@ def read_samples(path: Path) -> SampleTable:
         for name in (*OF_EPISODES, _NUMBERS):
             if name not in table.schema.names:  # an older version wrote the file
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+        # Columns in the expected order and types, whatever wrote the file.
         rows = table.select(SCHEMA.names).cast(SCHEMA)
         return SampleTable(
             rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts]

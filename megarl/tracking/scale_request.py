@@ -27,6 +27,7 @@ def take_request(run_dir: Path) -> int | None:
     except FileNotFoundError:
         return None
 
+    # Removed before it is parsed, so that a damaged request is reported once and not at every step.
     path.unlink()
     try:
         values = json.loads(content)

@@ -146,6 +146,7 @@ class StatusWriter:
         try:
             write_whole(self._path, json.dumps(asdict(record), indent=1) + "\n")
         except OSError as error:
+            # A full disk would otherwise give a warning every few seconds.
             if not self._has_warned:
                 _log.warning("%s: cannot be written (%s); the run continues without it", self._path, error)
             self._has_warned = True
@@ -169,6 +170,7 @@ def read_status(run_dir: Path) -> StatusRecord:
             f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds"
         ) from error
 
+    # The format is compared before the fields, which another version may have changed.
     if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] != FORMAT:
         raise StatusError(
             f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that "
@@ -209,6 +211,7 @@ def _read(part: type[_Part], values: Any, where: str) -> _Part:
         raise _DamageError(f"{where or 'the whole'} is no mapping")
     hints = get_type_hints(part)
     names = [entry.name for entry in fields(part)]  # type: ignore[arg-type]
+    # Missing and unknown keys are both damage, since the format is the same.
     if set(names) != values.keys():
         raise _DamageError(f"{where or 'the whole'} has other keys than {', '.join(names)}")
 
@@ -224,6 +227,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return [_value(get_args(hint)[0], item, where) for item in value]
     if get_origin(hint) is dict and isinstance(value, dict):
         return {name: _value(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
+    # JSON writes whole floats as integers.
     accepted = (float, int) if hint is float else get_args(hint) or (hint,)  # the types of a union
     if get_origin(hint) in (list, dict) or isinstance(value, bool) or not isinstance(value, accepted):
         raise _DamageError(f"{where} is {str(value)[:40]!r}")

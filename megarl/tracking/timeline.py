@@ -42,6 +42,7 @@ class Timeline:
 
     def add(self, spans: Iterable[Span], step: int) -> None:
         for span in spans:
+            # In the trace format a pool is a process, and a rank of a role is a thread.
             process = self._processes.setdefault(span.pool, len(self._processes))
             thread = self._threads.setdefault((span.pool, span.role, span.rank), len(self._threads))
             start_us = span.start_s * 1e6
@@ -50,6 +51,7 @@ class Timeline:
             self._events.append(
                 {"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}}
             )
+        # The whole file is written each time, so it must not grow without bound.
         self._events = self._events[-_MAX_EVENTS:]
 
     def count(self, name: str, values: Mapping[str, float], at_s: float) -> None:

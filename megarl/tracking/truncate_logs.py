@@ -27,6 +27,7 @@ def cut_after(output_dir: Path, step: int) -> None:
         if (path := output_dir / name).exists():
             content = path.read_bytes()
             kept = b"".join(_lines_until(content, step))
+            # Files without later steps are left alone.
             if kept != content:
                 write_whole(path, kept)
     remove_samples(output_dir, after=step)

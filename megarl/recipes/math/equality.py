@@ -28,6 +28,7 @@ _WHOLE = (2, 3, 5, 7)  # for formulas that have values at whole numbers only, su
 
 def same(truth: Answer, answer: Answer) -> bool | None:
     """Whether an answer is the truth; None if only Math-Verify may know."""
+    # Only equal texts are certain where one of the two could not be read.
     if isinstance(truth, Unread) or isinstance(answer, Unread):
         if (
             isinstance(truth, Unread)
@@ -37,6 +38,7 @@ def same(truth: Answer, answer: Answer) -> bool | None:
             return True
         return None
 
+    # `x = 5` answers a question whose truth is `5`, and the other way round.
     if isinstance(answer, Equation) and not isinstance(truth, Equation):
         shorter = _right_side(answer)
         return False if shorter is None else same(truth, shorter)
@@ -52,6 +54,7 @@ def same(truth: Answer, answer: Answer) -> bool | None:
             return _same_equation(truth, answer)
         case Words(), Words():
             return truth.text == answer.text
+        # A tuple of two numbers may have been meant as an open interval.
         case Union(), _:
             other = as_union(answer)
             return other is not None and _same_union(truth, other)
@@ -99,6 +102,7 @@ def _unscaled(expression: Expression) -> Expression:
 
 def _same_value(left: Expression, right: Expression) -> bool:
     names = left.names | right.names
+    # Constants are compared by their values, decimals up to their last place.
     if not names:
         try:
             values = left.value({}), right.value({})
@@ -108,6 +112,7 @@ def _same_value(left: Expression, right: Expression) -> bool:
         return numbers.same_number(*values) or bool(places) and numbers.close_decimal(*values, max(places))
 
     agreed = 0
+    # Formulas with variables are the same if they agree at enough points.
     for point in _points(names):
         try:
             values = left.value(point), right.value(point)
@@ -130,6 +135,7 @@ def _points(names: frozenset[str]) -> list[Mapping[str, Number]]:
         digest = hashlib.sha256(f"{number} {name}".encode()).digest()
         return Fraction(11 + digest[0] % 89, 37)
 
+    # Derived from a hash, so that the verdict on a pair never changes between processes.
     positive = [{name: at(number, name) for name in names} for number in range(_NUM_POINTS)]
     whole = [
         {name: Fraction(_WHOLE[(number + place) % len(_WHOLE)]) for place, name in enumerate(sorted(names))}
@@ -146,9 +152,11 @@ def _points(names: frozenset[str]) -> list[Mapping[str, Number]]:
 def _same_items(truth: Items, answer: Items) -> bool:
     if len(truth.items) != len(answer.items):
         return len(truth.items) == 1 and same(truth.items[0], answer) is True
+    # A plain list has no brackets, so it agrees with either kind.
     brackets = {truth.kind, answer.kind} - {"list"}
     if len(brackets) > 1:
         return False
+    # The order of elements matters only in tuples and intervals.
     if brackets <= {"set"}:
         return _match(list(truth.items), list(answer.items))
     pairs = zip(_values(truth.items), _values(answer.items), strict=True)
@@ -208,12 +216,14 @@ def _right_side(equation: Equation) -> Answer | None:
 
 
 def _same_equation(truth: Equation, answer: Equation) -> bool:
+    # Of a chain of equations only the first and the last side are the statement.
     if len(truth.sides) > 2 or len(answer.sides) > 2:
         truth, answer = (Equation((each.sides[0], each.sides[-1])) for each in (truth, answer))
     if all(same(left, right) is True for left, right in zip(truth.sides, answer.sides, strict=True)):
         return True
     if all(same(left, right) is True for left, right in zip(truth.sides, answer.sides[::-1], strict=True)):
         return True
+    # Equations are the same if the differences of their sides are proportional.
     differences = [_difference(each) for each in (truth, answer)]
     if differences[0] is None or differences[1] is None:
         return False
@@ -240,6 +250,7 @@ def _proportional(left: Expression, right: Expression) -> bool:
         try:
             ours = left.value(point)
             theirs = right.value(point)
+            # Both must vanish at the same points; a zero says nothing about the ratio.
             if ours == 0 or theirs == 0:
                 if not (ours == 0 and theirs == 0):
                     return False

@@ -84,6 +84,7 @@ def parse(text: str) -> Expression:
     percent = re.search(r"\s*\\?%$", text)
     if percent:
         text = text[: percent.start()]
+    # Decimals keep their last place, up to which an exact value may be rounded.
     decimal = _decimal(text)
     if decimal is not None:
         return Expression(_constant(decimal[0]), frozenset(), decimal[1], percent is not None)
@@ -115,12 +116,14 @@ def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
 def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
     """Returns the value and last place of a decimal number, also in scientific notation."""
     dots = _DOTS.fullmatch(text.strip().lstrip("+-"))
+    # Dots without a period that repeats only mean that the digits continue.
     if dots and _period(dots.group(2)) is None:
         text = text.strip()[: len(text.strip()) - len(dots.group()) + dots.end(2)]
     found = re.fullmatch(
         r"\s*([+-]?)\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d*)\.(\d+)\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
         text,
     )
+    # Huge numbers would take time and memory without a limit.
     if found is None or len(text) > _LONGEST_NUMBER:
         return None
     sign, whole, decimals, short, long = found.groups()
@@ -169,6 +172,7 @@ def _prepared(text: str) -> str:
 
     if len(text) > _LONGEST_NUMBER:
         raise UnreadableError("it is too long")
+    # Rewrite `\frac12`, repeating decimals and mixed numbers, in this order.
     text = _SHORT_FRACTION.sub(short, text)
     text = _REPEATING.sub(
         lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text
@@ -212,6 +216,7 @@ def _root(value: Number, degree: Number) -> Number:
         and degree.denominator == 1
         and degree > 0
     ):
+        # An exact root keeps later comparisons exact.
         exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
         if None not in exact:
             return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
@@ -283,6 +288,7 @@ class _Parser:
             elif self._take(*_OVER):
                 value = _of(numbers.divide, value, self._signed_power())
             elif self._begins_factor():
+                # `2 3` is no product; it may be a mixed number or a list.
                 if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in (
                     "number",
                     "based",
@@ -313,6 +319,7 @@ class _Parser:
         value = self._atom()
         while True:
             if self._take("^", "**"):
+                # Degrees are converted to radians.
                 if self._take("\\circ"):
                     value = _of(lambda a: numbers.multiply(a, context.pi / 180), value)
                     continue
@@ -347,6 +354,7 @@ class _Parser:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise UnreadableError("it is nested too deeply")
+        # Within other brackets a bar opens an absolute value; within bars it closes the innermost.
         bars = self._bars
         self._bars = self._bars + 1 if closing == "|" else 0
         value = self._sum()
@@ -389,15 +397,18 @@ class _Parser:
             return self._function(word)
 
         if len(word) == 1 or word in _CONSTANTS or word in _GREEK_NAMES:
+            # `f(x)` would otherwise be read as a product.
             if len(word) == 1 and word in "fghFG" and self._token() == "(":
                 raise UnreadableError("a function without a definition")
             return self._name(word)
 
+        # Words of prose must not be read as products of single-letter variables.
         if word.lower() in _SHORT_WORDS or (
             len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)
         ):
             raise UnreadableError(f"the word {word!r}")
 
+        # `xy` is a product: put the other letters back as tokens.
         self._tokens[self._at : self._at] = [("word", letter) for letter in word[1:]]
         return self._name(word[0])
 
@@ -438,6 +449,7 @@ class _Parser:
             return value
         inverse = functools.partial(_applied, f"arc{name}") if name in ("sin", "cos", "tan") else None
 
+        # `\sin^{-1}` is the inverse function, any other exponent a power.
         def raised(variables: Mapping[str, Number]) -> Number:
             degree = exponent(variables)
             if degree == -1 and inverse:
@@ -452,6 +464,7 @@ class _Parser:
         if self._take("{"):
             return self._until("}")
         value = self._power()
+        # `\sin 2x` applies to the product, up to the next function.
         while self._begins_factor() and self._token().lstrip("\\") not in _FUNCTIONS:
             value = _of(numbers.multiply, value, self._power())
         if self._take("/"):

@@ -48,6 +48,7 @@ def _content(text: str, start: int) -> str | None:
 
     depth = 0
     for end in range(start, len(text)):
+        # Escaped braces are characters of the formula, not its structure.
         if text[end] in "{}" and (end == 0 or text[end - 1] != "\\" or text[end - 2 : end] == "\\\\"):
             depth += 1 if text[end] == "{" else -1
             if depth == 0:
@@ -63,10 +64,12 @@ def _without_box(line: str) -> str | None:
         between = [
             line[left.end() : right.start()] for left, right in zip(formulas, formulas[1:], strict=False)
         ]
+        # Formulas that only commas or "and" separate are one list.
         if between and all(_SEPARATORS.fullmatch(each) for each in between):
             return ", ".join(parts)
         return parts[-1]
 
+    # What follows the last equals sign is the result.
     equal = line.rpartition("=")[2]
     numbers = list(_QUANTITIES.finditer(equal))
     if not numbers:

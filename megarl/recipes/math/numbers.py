@@ -38,6 +38,7 @@ def add(left: Number, right: Number) -> Number:
         return left + right
     left = approximate(left)
     right = approximate(right)
+    # A difference of nearly equal numbers is only rounding error.
     total = left + right
     if abs(total) <= _ZERO * max(abs(left), abs(right)):
         return Fraction(0)
@@ -73,6 +74,7 @@ def power(base: Number, exponent: Number) -> Number:
         return base if exponent % 2 else abs(base)
 
     if isinstance(exponent, Fraction):
+        # Exact powers are limited, since a response could ask for any number of digits.
         if abs(exponent) >= _MOST_EXPONENT:
             raise TooLargeError("the exponent is too large")
         if (
@@ -83,6 +85,7 @@ def power(base: Number, exponent: Number) -> Number:
             return base**exponent.numerator
         base = approximate(base)
         if (
+            # An odd root of a negative number is real, where mpmath gives the complex principal root.
             exponent.denominator % 2
             and exponent.denominator > 1
             and isinstance(base, context.mpf)
@@ -132,6 +135,7 @@ def binomial(above: Number, below: Number) -> Number:
         for each in (above, below)
         if isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= _LARGEST_EXACT_FACTORIAL
     ]
+    # Small binomials are exact; others are approximated by the gamma function.
     if len(exact) == 2:
         return Fraction(math.comb(above.numerator, below.numerator))
     if max(abs(above), abs(below)) >= 2**50:

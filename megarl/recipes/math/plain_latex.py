@@ -50,6 +50,7 @@ _TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf
 def plain_latex(text: str) -> str:
     """Returns the answer without what only changes how it looks; `\\text{...}` becomes its words between
     quotation marks."""
+    # Layout first: wide characters, environments, raised and lowered digits.
     text = text.translate(_WIDE).strip().strip("*")
     text = re.sub(
         r"\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
@@ -61,6 +62,7 @@ def plain_latex(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda raised: f"^{{{raised.group().translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda lowered: f"_{{{lowered.group().translate(_LOWERED)}}}", text)
     text = "".join(_CHARACTERS.get(character, character) for character in text)
+    # Remove spaces that group thousands, and turn other separators of them into commas.
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
         text = text.replace(" ", "")
     text = re.sub(r"(?<=\d),\\!(?=\d{3})|(?<=\d)\\[,!; ](?=\d{3}(?!\d))", ",", text)
@@ -75,6 +77,7 @@ def plain_latex(text: str) -> str:
     )
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)
     text = re.sub(r"[€£]|^USD(?= ?\d)", "", text)
+    # Words stay as quoted text; single letters and numbers in them are formulas.
     text = _TEXT.sub(lambda found: f' "{found.group(1).strip()}" ', text)
     text = re.sub(r'(?:_)\s*"(\w+)"', r"_{\1}", text)
     text = re.sub(r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1", text)

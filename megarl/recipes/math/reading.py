@@ -154,6 +154,7 @@ def read(text: str) -> Answer:
 
 
 def _read(text: str) -> Answer:
+    # Fixed phrases first: no solution, all real numbers.
     words = _as_words(text)
     if _NOTHING.fullmatch(words.lower()):
         return EMPTY
@@ -162,10 +163,12 @@ def _read(text: str) -> Answer:
     if "\\forall" in text or "\\exists" in text:
         return Words(re.sub(r"\s+", "", text))  # it says more than the formula in it
 
+    # From the loosest binding to the tightest: lists, relations, brackets, a single formula.
     for parsed in (_several(text), _relation(text), _brackets(text), _formula(text)):
         if parsed is not None:
             return parsed
 
+    # Leave out introductions such as "the answer is", and read the rest.
     shorter = _APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
@@ -189,6 +192,7 @@ def split(text: str, separator: str = ",") -> list[str]:
     parts = []
     depth = 0
     start = 0
+    # Commas within a number such as 1,000 separate nothing.
     thousands = (
         {
             at
@@ -271,6 +275,7 @@ def _brackets(text: str) -> Answer | None:
         return None
     inner = text[len(opening) : len(text) - len(closing)]
     is_set = opening.endswith("{") and closing.endswith("}")
+    # In a tuple such as (1,000) a comma separates, although it looks like a thousands separator.
     parts = re.sub(r"(?<=\d),(?=\d)", ", ", inner) if not is_set else inner
     items = split(parts)
     if not is_set and len(items) == 1 and ";" in inner:
@@ -288,6 +293,7 @@ def _brackets(text: str) -> Answer | None:
             elements += element.items if isinstance(element, Items) and _is_list(element) else (element,)
         return Items("set", tuple(elements))
 
+    # Half-open brackets or an infinite end make an interval; (1, 2) may be a point.
     if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
         low, high = (_end(item) for item in items)
         if low is not None and high is not None:
@@ -354,6 +360,7 @@ def _relation(text: str) -> Answer | None:
     if not all(sides):
         return None
 
+    # Equations, of which `x = a \pm b` is a list of two values.
     if set(signs) <= {"=", "\\approx"}:
         if signs == ["="] and sides[1].count("\\pm") == 1 and _VARIABLE.fullmatch(sides[0]):
             return _several(sides[1])
@@ -389,6 +396,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
         if not is_below and signs[0] not in _MORE:
             return None
         includes = (_LESS | _MORE)[signs[0]]
+        # `x < 3` and `3 > x` both bound the variable from above.
         upper = is_below == (at == 0)
         return Union(
             (
@@ -403,6 +411,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
         right = ends[2]
         assert left is not None
         assert right is not None
+        # A chain such as `1 < x \le 3` is an interval, read from its lower end.
         if all(sign in _LESS for sign in signs):
             return Union(
                 (
@@ -451,6 +460,7 @@ def _units(text: str) -> list[tuple[str, str]]:
     ways = []
     if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):  # of an angle in degrees, perhaps
         return [(text, "")]
+    # Try the units in order: degrees, quoted words, dollars, and known names without quotes.
     degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
     if degrees != text:
         return [(degrees, "degree")]

@@ -60,14 +60,17 @@ def compute_score(
     given = final_answer(solution_str)
     if given is None:
         return {"score": 0.0, "answer": None}
+    # Long texts are not parsed, which could take long.
     if len(given) > _LONGEST:
         return {"score": float(given == text), "answer": given[:_LONGEST]}
+    # Letters of multiple choice are compared as letters, not as variables.
     choice = _CHOICE.fullmatch(_unwrapped(text))
     chosen = _CHOSEN.fullmatch(_unwrapped(given)) if choice else None
     if choice and chosen:
         return {"score": float(choice.group(1) == chosen.group(1)), "answer": chosen.group(1)}
     answer = read(given)
     verdict = same(truth, answer)
+    # Math-Verify decides only what our own reading cannot, because it is slow.
     if verdict is None:
         verdict = _verified(text, given)
 
@@ -177,6 +180,7 @@ def _within_limit(call: Callable[[], Any]) -> Any:
     def stop(number: int, frame: FrameType | None) -> None:
         raise _TooSlow
 
+    # The timer counts the time of the processor, so that a busy machine does not change the verdict.
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
 

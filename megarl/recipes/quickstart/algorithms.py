@@ -39,6 +39,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
     megarl = [sys.executable, "-m", "megarl"]
     commands = []
 
+    # Stages that an earlier call has completed are skipped.
     if not (START_DIR / "sft" / "huggingface").is_dir():
         commands.append(
             [

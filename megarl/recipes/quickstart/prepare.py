@@ -81,6 +81,7 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
     chance = random.Random(seed)
     problems = _distinct_problems(seed)
     chance.shuffle(problems)
+    # The parts are disjoint, so that the held-out scores measure generalization.
     held_out = problems[:NUM_VALIDATION]
     sft_held_out = problems[NUM_VALIDATION : NUM_VALIDATION + NUM_SFT_VALIDATION]
     train = problems[NUM_VALIDATION + NUM_SFT_VALIDATION :]
@@ -125,6 +126,7 @@ def _save_model(path: Path, seed: int) -> None:
         tokenizer.pad_token_id,
     )
 
+    # The seed of the weights must not change the caller's random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

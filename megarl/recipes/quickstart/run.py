@@ -54,6 +54,7 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
     folder = recipe.output_dir
+    # An earlier run with the same folder would be resumed.
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
         [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
@@ -64,6 +65,7 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
     )
     if status := run_stages(stages):
         return status
+    # An override may have moved the run's folder.
     run_dir = next(
         (Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)),
         folder,

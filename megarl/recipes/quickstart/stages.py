@@ -26,6 +26,7 @@ def _run(stage: Sequence[str]) -> int:
     # here.
     process = subprocess.Popen(stage, process_group=0)
     before = {number: signal.getsignal(number) for number in _FORWARDED}
+    # A signal that is ignored here stays ignored, as under nohup.
     for number in (each for each, handler in before.items() if handler is not signal.SIG_IGN):
         signal.signal(number, lambda number, frame: process.send_signal(number))
 

@@ -76,6 +76,7 @@ class LiveReport:
         """Status, type, content. `host`: a name of this machine that others have made point here is none that
         the page was opened by."""
         _, key, *rest = (*path.split("/"), "")
+        # The key keeps other users of the machine out; the host check, pages of other sites (DNS rebinding).
         if host != self._address or not secrets.compare_digest(key.encode(), self._key.encode()):
             return (
                 HTTPStatus.FORBIDDEN,
@@ -100,6 +101,7 @@ class LiveReport:
             return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
 
         with self._lock:
+            # Parts are compressed once for each version, not for each request.
             known = self._known.get((number, name))
             if known is None or known[0] != version:
                 known = self._known[number, name] = (version, compressed_part(run, name))

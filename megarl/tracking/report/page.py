@@ -45,6 +45,7 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
     """is_live: the page fetches its data, and again when they are others."""
     style = _joined(_STYLES)
     script = _joined(_SCRIPTS)
+    # Samples are text that a model wrote: only our own script and style may run in the page.
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -58,6 +59,7 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
     )
     title = html.escape(", ".join(run.name for run in runs))
     start = manifest(runs) | {"live": is_live, "version": __version__}
+    # A live page fetches its data; a file carries them along.
     blocks = [] if is_live else list(_blocks(runs, start))
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

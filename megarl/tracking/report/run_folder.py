@@ -62,6 +62,7 @@ class RunFolder:
 
     def versions(self) -> dict[str, str]:
         """The parts that there are, each with what is another when the part is."""
+        # A version changes with its file, so that the page fetches only what is new.
         about = ",".join(_version(self.path / name) for name in (CONFIG_FILE, SUMMARY_FILE, FAILURE_FILE))
         files = {_METRICS: METRICS_FILE, _TIMELINE: TIMELINE_FILE, _GENERATIONS: GENERATIONS_FILE}
         found = {
@@ -95,6 +96,7 @@ class RunFolder:
     def _about(self) -> dict[str, Any]:
         problems: list[str] = []
 
+        # A damaged file is reported in the page, which shows everything else.
         def read(name: str, parse: Callable[[str], Any]) -> Any:
             try:
                 return parse((self.path / name).read_text(encoding="utf-8"))
@@ -129,6 +131,7 @@ class RunFolder:
         except MetricsFileError as error:
             return {"steps": [], "values": {}, "problem": str(error)}
 
+        # All metrics share one axis of steps; a metric without a value at a step has null there.
         steps = sorted({step for points in series.values() for step in points.steps})
         place_of = {step: place for place, step in enumerate(steps)}
         values: dict[str, list[float | None]] = {}
@@ -185,6 +188,7 @@ def _can_have(kind: RunKind, key: str) -> bool:
     that holds it."""
     known = _known_keys(kind)
     parts = key.split(".")
+    # The longest known prefix decides: a mapping or list may hold any key below it.
     longest = next(
         (prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None
     )
@@ -210,6 +214,7 @@ def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None
 
     for path, resolved in zip(paths, whole, strict=True):
         others = [other for other in whole if other != resolved]
+        # Add parts of the path until the name differs from that of every other run.
         count = next(
             count
             for count in range(1, len(resolved.parts) + 1)

@@ -57,6 +57,7 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
     uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
 
     for row, uid in enumerate(uids):
+        # A new prompt begins; samples are cut off between prompts where possible.
         if row == 0 or uid != uids[row - 1]:
             whole = row
             left = left - prompts[row]
@@ -69,10 +70,12 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
 
 def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np.ndarray]]:
     ids = _flat(rows, "response_ids")
+    # Send each token's text once, and the samples as indices into the list of tokens.
     unique, places = np.unique(ids, return_inverse=True)
     is_wide = len(unique) >= _WIDE_FROM
     rollout = _flat(rows, "rollout_log_probs")
     advantages = _flat(rows, "advantages")
+    # Without log-probs of the trainer, those of the engine are shown, and no gap.
     own = rollout if rows["log_probs"].null_count else _flat(rows, "log_probs")
     gaps = np.full_like(own, np.nan) if rows["log_probs"].null_count else own - rollout
     prompts = list(dict.fromkeys(rows["prompt"].to_pylist()))
@@ -93,6 +96,7 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
+    # Half precision keeps the page small; 65504 is its largest number.
     halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
 
     return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
@@ -104,6 +108,7 @@ def _episode(
     """lengths: in tokens, of the model's first turn, of the answer to it, of the next turn, and so on."""
     if is_model is None:
         return None
+    # Turns and answers alternate, so the lengths alone describe them.
     lengths = [len(list(tokens)) for _, tokens in groupby(is_model)]
     return {
         "lengths": lengths,

@@ -36,14 +36,17 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
         for event in events
         if event["name"] == "thread_name"
     }
+    # Rows of one pool stay together.
     order = sorted(threads, key=lambda place: (pools[place[0]], threads[place]))
     row_of = {place: number for number, place in enumerate(order)}
+    # A long run has more spans than a page can draw; the latest are kept.
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[
         -_MAX_SPANS:
     ]
     span_names = [phase_name(span["name"]) for span in spans]
     names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}
+    # Starts are rounded before the differences are taken, so that the errors do not add up.
     starts = [round(span["ts"] / _UNIT_US) for span in spans]
 
     return {
