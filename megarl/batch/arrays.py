@@ -35,9 +35,11 @@ def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -
             raise ValueError(f"a mask of {len(array)} values cannot pick from {num_rows} rows")
         return np.flatnonzero(array)
 
+    # An empty list becomes a float array, so its dtype says nothing.
     if len(array) and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"rows are picked by integers or bools, not by {array.dtype}")
     array = array.astype(np.int64)
+    # Check before negative numbers are wrapped: one below the range would stay negative and look valid.
     outside = array[(array < -num_rows) | (array >= num_rows)]
     if len(outside):
         raise ValueError(f"row {outside[0]} does not exist in a batch of {num_rows} rows")

@@ -161,6 +161,7 @@ class DataProto:
             )
 
         if isinstance(index, slice):
+            # torch has no slices with a negative step, so these become row numbers.
             return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
         return self.select_idxs(index)
 
@@ -225,6 +226,7 @@ class DataProto:
         if not parts:
             raise ValueError("concat: there is nothing to concatenate")
         first = parts[0]
+        # Compare each part with the first, so that the error can name the part that differs.
         for number, part in enumerate(parts[1:], start=1):
             _check_same_columns(first, part, number)
         columns = [part.columns for part in parts]
@@ -294,8 +296,10 @@ class DataProto:
         batch_keys = list(batch_keys)
         non_tensor_batch_keys = list(non_tensor_batch_keys)
         meta_info_keys = list(meta_info_keys)
+        # select() raises for a missing key before anything is changed.
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         columns = {key: value for key, value in self.columns.items() if key not in batch_keys}
+        # Take the number of rows now: the columns that tell it may be about to leave.
         num_rows = len(self)
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
@@ -342,6 +346,7 @@ class DataProto:
         Raises ValueError when a key has two values or the rows differ in number.
         """
         batches = [self, *_arrived(others)]
+        # A batch of meta information alone has no rows to compare.
         with_rows = [
             batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch
         ]
@@ -396,6 +401,7 @@ class DataProto:
         """
         tensors = {key: tensor_to_array(value) for key, value in self._dense.items()}
         packed = {key: column.packed() for key, column in self.ragged.items()}
+        # The values travel as an array, for which the column keeps an empty placeholder.
         ragged = {
             key: (tensor_to_array(column.values), replace(column, values=torch.empty(0)))
             for key, column in packed.items()
@@ -443,6 +449,7 @@ def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
     batches = {place: other for place, other in enumerate(others) if isinstance(other, DataProto)}
     futures = {place: other for place, other in enumerate(others) if isinstance(other, DataProtoFuture)}
 
+    # Only a future's own class knows how to wait for several of its kind.
     for kind in {type(future) for future in futures.values()}:
         places = [place for place, future in futures.items() if type(future) is kind]
         batches |= dict(zip(places, kind.gather([futures[place] for place in places]), strict=True))
@@ -457,6 +464,7 @@ def _rebuild(
     non_tensor_batch: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> DataProto:
+    # Tensors may be written, so they get memory of their own; nobody writes rows of tokens.
     columns: dict[str, Column] = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
     columns |= {
         key: replace(column, values=array_to_tensor(packed)) for key, (packed, column) in ragged.items()

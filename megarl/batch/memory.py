@@ -43,10 +43,12 @@ class KeptMemory:
             whole = self._fitting(size)
             self._num_lent += len(whole)
             self._most_lent = max(self._most_lent, self._num_lent)
+            # Drop the oldest pieces, so that lent and kept memory stays within the most that was ever lent.
             while self._kept and self._num_lent + sum(map(len, self._kept)) > self._most_lent:
                 del self._kept[0]
 
         lent = whole[:size]
+        # The finalizer may run in any thread at any time, so it only appends and takes no lock.
         weakref.finalize(lent, self._given_back.append, whole).atexit = False
         return lent
 
@@ -57,6 +59,7 @@ class KeptMemory:
             self._kept.append(whole)
 
     def _fitting(self, size: int) -> np.ndarray:
+        # A much larger piece would waste what is not asked for.
         fits = [place for place, whole in enumerate(self._kept) if size <= len(whole) <= _MOST_SPARE * size]
         if fits:
             return self._kept.pop(min(fits, key=lambda place: len(self._kept[place])))

@@ -103,6 +103,7 @@ def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     by_update = [values_of(update) for update in updates]
     step = {}
 
+    # An update that lacks a metric does not count in its mean.
     for name, reduction in reductions.items():
         if found := [update[name] for update in by_update if name in update]:
             extreme = reduction in (Reduction.max, Reduction.min)
@@ -120,6 +121,7 @@ def _merged(name: str, parts: Sequence[Metric]) -> Metric:
         named = " and ".join(sorted({part.reduction.value for part in parts}))
         raise ValueError(f"metric {name!r} comes together as {named}: its parts must all say the same")
 
+    # Parts that counted nothing are left out: their extreme is infinite.
     found = [float(part.value) for part in parts if part.count != 0]
     if reduction is Reduction.same and not all(_are_alike(value, found[0]) for value in found):
         raise ValueError(f"metric {name!r} must be the same everywhere, but its parts are {found}")
@@ -135,6 +137,7 @@ def _are_alike(value: float, other: float) -> bool:
 
 
 def _extreme(reduction: Reduction, found: Sequence[float]) -> float:
+    # max() and min() lose a NaN or keep it, depending on the order.
     if any(math.isnan(value) for value in found):
         return math.nan
     return max(found) if reduction is Reduction.max else min(found)
@@ -150,6 +153,7 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
                 "give Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
             )
 
+    # Fetch all scalars in one transfer, since each transfer waits for the device.
     scalars = [
         scalar for part in parts for metric in part.values() for scalar in (metric.value, metric.count)
     ]
@@ -157,6 +161,7 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
     fetched = iter(torch.stack(on_device).tolist() if on_device else ())
     numbers = iter([next(fetched) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
 
+    # The numbers come in the order in which the scalars were listed.
     return [
         {name: Metric(metric.reduction, next(numbers), next(numbers)) for name, metric in part.items()}
         for part in parts

@@ -49,6 +49,7 @@ class RaggedTensor:
         """From the values of each row."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         values = new_values(int(lengths.sum()), dtype, lengths.device)
+        # Write straight into the buffer; the empty array stands in where there are no rows.
         np.concatenate(
             [np.empty(0, np.bool_), *(np.asarray(row) for row in rows)], out=values.numpy(), casting="unsafe"
         )
@@ -72,6 +73,7 @@ class RaggedTensor:
                 f"tokens"
             )
 
+        # A mask picks the values row by row, so they are packed already.
         column = torch.arange(x.shape[1], device=x.device)
         ends = lengths.to(x.device)[:, None]
         mask = column >= x.shape[1] - ends if on_left else column < ends
@@ -153,10 +155,12 @@ class RaggedTensor:
 
     def packed(self) -> RaggedTensor:
         """The same rows over the values that they need and no others; what rows share they go on sharing."""
+        # Visit the rows in the order in which their values lie.
         starts = self.starts.numpy()
         order = np.argsort(starts, kind="stable")
         begins = starts[order]
         ends = np.maximum.accumulate(begins + self.lengths.numpy()[order])
+        # Rows that overlap or touch form a run, which is copied as a whole so that they keep sharing.
         is_first = np.ones(len(begins), dtype=bool)  # of the rows that lie within each other or side by side
         is_first[1:] = begins[1:] > ends[:-1]
         run_begins = begins[is_first]
@@ -164,6 +168,7 @@ class RaggedTensor:
         runs = [
             self.values[begin:end] for begin, end in zip(run_begins.tolist(), run_ends.tolist(), strict=True)
         ]
+        # Each run moves left by the gaps before it, and its rows move along.
         shifts = run_begins - (np.cumsum(run_ends - run_begins) - (run_ends - run_begins))
         moved = np.empty_like(starts)
         moved[order] = begins - shifts[np.cumsum(is_first) - 1]
@@ -183,6 +188,7 @@ class RaggedTensor:
     @staticmethod
     def concat(parts: Sequence[RaggedTensor]) -> RaggedTensor:
         """The rows of all parts in order, of columns that are padded alike."""
+        # Pack first, or values that no row needs would be copied too.
         packed = [part.packed() for part in parts]
         offsets = np.cumsum([0, *(len(part.values) for part in packed)]).tolist()
         return replace(
@@ -204,6 +210,7 @@ class RaggedTensor:
         start = 0
 
         while start < len(self):
+            # Take the rows that fit the cache, and at least one, however long.
             room = (ends[start - 1] if start else 0) + _CACHED_ELEMENTS
             stop = max(start + 1, bisect_right(ends, room, lo=start))
             yield slice(start, stop)
@@ -218,6 +225,7 @@ class RaggedTensor:
 
         while start < len(order):
             stop = start + 1
+            # In ascending order, the next row is the longest and sets the padded width of the block.
             while stop < len(order) and lengths[stop] * (stop + 1 - start) <= _CACHED_ELEMENTS:
                 stop += 1
             yield order[start:stop]
@@ -239,6 +247,7 @@ class RaggedTensor:
 
     def padded(self, width: int | None = None) -> Tensor:
         """(B, R): a copy, padded to the longest row or to `width`."""
+        # pad_sequence refuses an empty list, so a batch without rows starts from this block.
         block = self.values.new_full((0, 0), self.padding)
         if len(self):
             side = "left" if self.on_left else "right"

@@ -43,6 +43,7 @@ class BatchContents(NamedTuple):
 def encode(contents: BatchContents) -> bytes:
     """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of
     these."""
+    # Pack rows of tokens, so that only the values that they need are stored.
     ragged = {
         key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)
     }
@@ -79,6 +80,7 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
         raise SerializationError(f"{source} is not a stored DataProto: it does not start with {MAGIC!r}")
     body = data[body_start:]
 
+    # Check the whole body before any of it is parsed.
     if zlib.crc32(body) != int.from_bytes(data[len(MAGIC) : body_start], "little"):
         raise SerializationError(
             f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again"
@@ -123,6 +125,7 @@ def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTens
     ):
         raise ValueError("rows of tokens whose places are no numbers")
 
+    # Slicing would silently shorten a row that reaches beyond the values.
     if len(starts) and not (
         int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)
     ):
@@ -176,6 +179,7 @@ def _to_json(value: Any, where: str) -> Any:
         return [_to_json(item, where) for item in value]
 
     if isinstance(value, dict):
+        # A key that equals the tag would be read back as a tagged value.
         for key in value:
             if not isinstance(key, str) or key == _TAG:
                 raise SerializationError(

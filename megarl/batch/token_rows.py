@@ -53,6 +53,7 @@ def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[
     row without a prompt or whose tokens are not one run around the prompt's end, and for a tensor that does
     not hold a row's tokens.
     """
+    # Convert padded tensors; columns that are rows of tokens already stay as they are.
     if model_keys(columns) == PADDED_KEYS:
         ragged = {key: column for key, column in columns.items() if isinstance(column, RaggedTensor)}
         columns = {
@@ -87,6 +88,7 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
             f"`prompt_attention_mask`, (B, P) and padded on the left; it has {sorted(columns)}"
         )
 
+    # With padding on the left only, the lengths determine the whole mask.
     lengths = mask.bool().sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]
 
@@ -117,9 +119,11 @@ def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
 def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
     ids = tensors["input_ids"]
     mask = tensors["attention_mask"].bool()
+    # response_mask is as wide as the response part, so the prompt part is what lies before it.
     prompt_width = mask.shape[1] - tensors["response_mask"].shape[1]
     prompts = mask[:, :prompt_width].sum(1)
     responses = mask[:, prompt_width:].sum(1)
+    # Valid tokens are one run around the boundary between prompt and response.
     column = torch.arange(mask.shape[1], device=mask.device)
     expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
 

@@ -56,6 +56,7 @@ class ActorSet:
         self.construction: tuple[Call, ...] = ()
         self._looked_s = time.monotonic()
         self._lost_nodes = dict[int, str]()
+        # Start one process per bundle, with a monitor thread beside the one that works.
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
         self._handles = [
@@ -71,7 +72,9 @@ class ActorSet:
             ).remote()
             for bundle in bundles
         ]
+        # Ray's errors name an actor by its id.
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self._handles)}
+        # The classes travel pickled, to be loaded only after the environment is set.
         workers = cloudpickle.dumps(
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
         )
@@ -114,6 +117,7 @@ class ActorSet:
         if not self.alive:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
         route = plan.route
+        # Store what several ranks read, then submit to all ranks before anything is waited for.
         shared = _share(plan.parts, plan.route.parts)
         calls = {}
 
@@ -142,6 +146,7 @@ class ActorSet:
         that the node is gone.
         """
         end_s = time.monotonic() + _VERDICT_LIMIT_S
+        # Only a later error tells whether the process is gone, so ask until one comes.
         while (left_s := end_s - time.monotonic()) > 0:
             try:
                 ray.get(
@@ -174,6 +179,7 @@ class ActorSet:
         references = [
             handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
         ]
+        # A process that does not answer in time is reported as silent, not waited for.
         answered, _ = ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
         return [
             self._report(rank, reference if reference in answered else None)
@@ -205,10 +211,12 @@ def _uids(arguments: Arguments) -> np.ndarray | None:
 
 def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int]) -> list[Arguments]:
     """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
+    # Count by identity: the same object for several ranks is one value.
     readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
     stored: dict[int, Any] = {}
 
     def sent(value: Any) -> Any:
+        # Small values travel within the call, as do those that only one rank reads.
         if isinstance(value, _SMALL) or readers[id(value)] == 1:
             return value
         if id(value) not in stored:

@@ -66,10 +66,12 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         )
 
     global _oom_kills_before
+    # OOM kills before this run must not be blamed on it.
     _oom_kills_before = num_oom_kills()
     if ray.is_initialized():
         raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
 
+    # Join the cluster of RAY_ADDRESS, whose daemons this process neither owns nor ends.
     if (named := cluster_address()) is not None:
         address = _found(named)
         with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
@@ -78,10 +80,12 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         start_reaper(process_owner(), whole_group=False)
         return
 
+    # Start a Ray of this run's own: its daemons inherit the settings and the key from this environment.
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     _added_variables.extend(add_key(os.environ))
     read_key()
+    # Child processes that appear during the start are Ray's daemons.
     before = set(descendants(os.getpid()))
     with loopback_only(), small_nodes(), without_job_server(), _marked_as_ray():
         start_patiently(lambda: _start_here(num_cpus, num_gpus, object_store_mb), _log.warning)
@@ -89,6 +93,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     start_reaper(process_owner(), whole_group=False, named=daemons)
     _daemons.extend(hold(daemons))
 
+    # Nothing works without the GCS and the raylet, so their end is looked for explicitly.
     for pid in daemons:
         if (name := name_of(pid)) in ("gcs_server", "raylet"):
             _needed.update((name, descriptor) for descriptor in hold([pid]))
@@ -126,6 +131,7 @@ def _found(address: str) -> str:
         _check_answers(f"{VARIABLE}={address}", *host_and_port(address))
         return address
 
+    # Resolve `auto` first, so that the cluster's own address can be checked.
     try:
         found = services.canonicalize_bootstrap_address(AUTO)
     except ConnectionError:
@@ -168,10 +174,12 @@ def shutdown() -> list[int]:
 
     Returns the pids of those that could not be ended, normally none. May be called twice.
     """
+    # Disconnect first, which ends the workers; the daemons follow.
     ray.shutdown()
     end_held([*_daemons, *_needed.values()])
     _daemons.clear()
     _needed.clear()
+    # Remove the key of this cluster, so that it is not used for the next one.
     while _added_variables:
         os.environ.pop(_added_variables.pop(), None)
 

@@ -97,6 +97,7 @@ def register(
     """
     rule = dispatch_mode.rule
     if execute_mode is Execute.RANK_ZERO:
+        # Rank 0 alone can stand for all ranks only if all would get the same arguments.
         if dispatch_mode not in (VerlDispatch.ONE_TO_ALL, VerlDispatch.RANK_ZERO):
             raise ValueError(
                 f"execute_mode=RANK_ZERO goes with dispatch_mode=ONE_TO_ALL or RANK_ZERO, not "
@@ -115,6 +116,7 @@ class _VerlNames(RoleGroup):
 
     def __getattr__(self, name: str) -> Any:
         """Return a registered method of the worker, for names that the group does not have itself."""
+        # Private names fail at once: a missing `_worker_class` would otherwise be looked up without end.
         if name.startswith("_"):
             raise AttributeError(name)
         return partial(self.call, self._method(name, AttributeError))
@@ -177,6 +179,7 @@ class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
             if isinstance(ray_cls_with_init, RayClassWithInitArgs)
             else ray_cls_with_init.roles.values()
         )
+        # __getattr__ is never asked for a name that the group has itself.
         for spec in specs:
             for name in registered_methods(spec.cls):
                 if hasattr(VerlWorkerGroup, name):

@@ -71,6 +71,7 @@ class SmallNode(node.Node):
             ) from error
 
     def _choose_agent_ports(self, ray_params: Any) -> None:
+        # Hold all ports at the same time, so that they differ.
         held = hold_lasting_ports(ray_params.node_ip_address or "", 4)
         ports = [each.getsockname()[1] for each in held]
         names = (
@@ -103,6 +104,7 @@ def _with_raylet_options(*options: str) -> Iterator[None]:
     start: Callable[..., Any] = services.start_ray_process
 
     def start_with_options(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        # All daemons are started through this function; only the raylet takes the options.
         return start(
             [*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs
         )
@@ -180,6 +182,7 @@ def start_node(
 
     With `dashboard_port` it has Ray's dashboard, which is the job server. Raises NodeStartError.
     """
+    # Port 0 means any free port, as several nodes may run on one machine.
     parameters = RayParams(
         node_ip_address=address,
         gcs_address=head,
@@ -219,7 +222,9 @@ def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
         try:
             return start()
         except NodeStartError as error:
+            # End the daemons that the failed attempt has left.
             end_held(hold([pid for pid in descendants(os.getpid()) if pid not in before]))
+            # Only a timeout is worth another attempt: by then the programs' files are in memory.
             if attempt == _NUM_ATTEMPTS or _TIMED_OUT not in str(error):
                 raise
             say(f"{error}\nstarting Ray again (attempt {attempt + 1} of {_NUM_ATTEMPTS})")
@@ -272,6 +277,7 @@ def add_key(environment: MutableMapping[str, str]) -> list[str]:
     added = [] if AUTH_MODE in environment else [AUTH_MODE]
     environment.setdefault(AUTH_MODE, "token")
 
+    # A key that the user has given, as a value or in a file, is kept.
     if environment[AUTH_MODE] == "token" and _AUTH_FILE not in environment and AUTH_TOKEN not in environment:
         environment[AUTH_TOKEN] = secrets.token_hex(32)
         added.append(AUTH_TOKEN)

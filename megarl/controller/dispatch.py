@@ -102,6 +102,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
     future."""
     if any(isinstance(value, DataProtoFuture) for value in (*positional, *named.values())):
         raise ValueError("a future cannot be an argument of a call: give future.get()")
+    # Arrange each argument into one value per part, then regroup the values by part.
     route = rule.route(mesh)
     values = [rule.arrange(value, route.num_parts) for value in positional]
     by_name = {name: rule.arrange(value, route.num_parts) for name, value in named.items()}
@@ -112,6 +113,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         )
         for part in range(route.num_parts)
     )
+    # All batches of a call must be split alike, or the results could not be joined in one way.
     splits = list(
         dict.fromkeys(value.split for value in (*values, *by_name.values()) if value.split is not None)
     )
@@ -136,6 +138,7 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
         or how.presplit
         or not all(isinstance(result, DataProto) for result in results)
     ):
+        # A list has no rows to remove, so padding rows would silently count as results.
         if how.padding:
             raise ValueError(
                 f"a batch of {how.num_rows} rows was padded by {how.padding} to be split into "
@@ -151,6 +154,7 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
         return joined
     assert how.num_rows is not None
 
+    # A method may return several rows for each row; only a whole multiple can be unpadded.
     if len(joined) % (how.num_rows + how.padding):
         raise ValueError(
             f"{how.num_rows} rows, padded to {how.num_rows + how.padding}, came back as {len(joined)}: the "
@@ -175,12 +179,14 @@ def route_same_to_all(mesh: Mesh) -> Route:
 
 def route_mesh(mesh: Mesh) -> Route:
     """Part d to every rank of replica d. Raises ValueError when the coordinates are not one full grid."""
+    # A full grid has every coordinate once, so distinct coordinates and the product of the sizes decide.
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
     if len(set(mesh)) != len(mesh) or sizes[0] * sizes[1] * sizes[2] * sizes[3] != len(mesh):
         raise ValueError(
             f"the mesh of {len(mesh)} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}"
         )
 
+    # One rank speaks for each replica; only the last pipeline stage has the model's output.
     last_stage = sizes[2] - 1
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
@@ -207,6 +213,7 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
             tuple(padded.chunk(num_parts)), Collect(CollectKind.joined, num_rows=len(value), padding=padding)
         )
 
+    # The driver has cut the batch itself: its parts pass through, and the results stay in parts.
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
         if len(value) != num_parts:
             raise ValueError(

@@ -154,6 +154,7 @@ def fill_in(environment: MutableMapping[str, str], node: str, use_gpu: bool) -> 
     """Adds to the environment of a worker process on `node`, an address, what nobody has set. Before torch is
     loaded."""
     places = (Where.workers, Where.gpu_workers if use_gpu else Where.cpu_workers)
+    # What the user or the driver has set takes precedence.
     for name, setting in SETTINGS.items():
         value = setting.value if setting.value is not None else interface_of(node)
         if setting.where in places and value is not None:
@@ -204,6 +205,7 @@ def describe(
         for name, setting in SETTINGS.items()
         if setting.where in places and setting.where not in absent
     ]
+    # Add what the user has set beyond the table, since it reaches the workers too.
     listed = {name for name, _, _ in rows}
 
     return rows + [

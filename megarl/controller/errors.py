@@ -47,6 +47,7 @@ class WorkerError(RunError):
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
 
+        # When one rank fails, most of its peers fail after it: a few of them are enough.
         if others:
             lines += [
                 "",
@@ -114,6 +115,7 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.reports = tuple(reports)
         self.rows = rows
         self.rank = rank
+        # The user has called no constructor: say what the construction does instead.
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"

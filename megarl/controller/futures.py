@@ -100,6 +100,7 @@ class Call:
             self.failure = self._failure_outside(error)
             return
 
+        # Keep the location, which tells the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
 
@@ -134,22 +135,26 @@ class Call:
             if daemon := ended_daemon():
                 raise RayEndedError(daemon) from error
 
+        # A broken connection alone does not tell whether the process or its node is gone.
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
         node, pid, log_path = location or ("not known yet", None, "")
 
+        # The process is alive, but a value could not be sent or received.
         if not isinstance(error, LOST):
             text = str(error)
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
             failure = CallFailure(FailureKind.exception, summary, text, time.time())
         else:
+            # The process is gone: the end of its log and the node's OOM kills may tell why.
             log = _end_of_log(log_path) if location else ""
             loss = why_lost(error, location.node if location else None, log, oom_kills(node))
             failure = CallFailure(
                 FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
             )
 
+        # The rows are those of this call, so they say nothing of a failure on another rank.
         return RankFailure(
             self.role,
             rank,
@@ -183,6 +188,7 @@ class RemoteFuture(DataProtoFuture, Generic[T_co]):
 
     @classmethod
     def gather(cls, futures: Sequence[RemoteFuture[Any]], timeout: float | None = None) -> list[Any]:
+        # Wait for all calls at once: a failure must not hide behind an earlier future that still works.
         wait_for_calls([call for future in futures for call in future.calls], timeout)
         return [future.get() for future in futures]
 
@@ -230,6 +236,7 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
     ended = [future for future in futures if has_ended(future.calls)]
     give_up_s = time.monotonic() + timeout
 
+    # The end of one call need not end its future: wait until a whole future is done or has failed.
     while not ended and (remaining_s := give_up_s - time.monotonic()) > 0:
         wait_for_one([call for future in futures for call in future.calls], remaining_s)
         ended = [future for future in futures if has_ended(future.calls)]
@@ -252,6 +259,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
 
     # what fails or hangs in a constructor is the cause of ours
     everything = list(dict.fromkeys([*construction, *calls]))
+    # Failures that an earlier wait has found are raised at once.
     if failures := [call.failure for call in everything if call.failure is not None]:
         raise first_failure(failures)
     pending = {call.record_reference: call for call in everything if not call.ended}
@@ -261,17 +269,21 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
     next_look_s = 0.0
 
     while pending:
+        # The first failure seen is often a consequence of another one that is still on its way.
         if failures := _collect_ended(pending, next_look_s - time.monotonic()):
             raise first_failure(failures + _late_failures(pending))
+        # The caller's timeout ends the wait only; the calls continue.
         if pending and give_up_s is not None and time.monotonic() >= give_up_s:
             waiting = next(iter(pending.values()))
             raise TimeoutError(
                 f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "
                 f"{waiting.rank}); it is still running"
             )
+        # A call that has outlived the limit of its group ends the group.
         for processes in look_s:
             own = [call for call in pending.values() if call.processes is processes]
             look_s[processes] = _check_limit(processes, own, look_s[processes])
+        # Sleep until the next limit can expire, or the caller's timeout.
         next_look_s = min([*look_s.values(), *([] if give_up_s is None else [give_up_s])])
 
 
@@ -294,6 +306,7 @@ def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[Ra
     references = list(pending)
     if not references:
         return []
+    # Wait for the first call to end, then take all others that have ended by now.
     if failures := _wait(references, pending, wait_s):
         return failures
     ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
@@ -318,6 +331,7 @@ def _wait(
     """
     end_s = time.monotonic() + wait_s
     while True:
+        # Only a process that is still to start can wait for ever, so its node is looked at regularly.
         starting = {reference: call for reference, call in pending.items() if call.method == CONSTRUCTION}
         remaining_s = max(0.0, end_s - time.monotonic())
         ended, _ = ray.wait(
@@ -328,6 +342,7 @@ def _wait(
         )
         if ended:
             return []
+        # Nothing has ended: look for ranks whose node has left before they started there.
         lost = {
             processes: processes.lost_nodes()
             for processes in dict.fromkeys(call.processes for call in starting.values())
@@ -359,9 +374,11 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         return float("inf")
     now_s = time.monotonic()
     limit_s = processes.phase_time_limit_s
+    # Until the oldest call could have outlived the limit, the ranks need not be asked.
     first_look_s = min(call.submitted_s for call in calls) + limit_s
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)
+    # Only the ranks know how long their current call has been running.
     reports = processes.reports()
     running = {report.rank: report.activity for report in reports}
     age_s, oldest = max(
@@ -378,6 +395,7 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
 
 
 def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
+    # A queued call cannot start before the running one has ended, so that one's age counts.
     if activity is not None and activity.method is not None:
         return activity.running_s
     return now_s - call.submitted_s

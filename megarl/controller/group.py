@@ -195,6 +195,7 @@ class RayWorkerGroup(RoleGroup):
         for each, spec in self._roles.items():
             _check_layout(each, spec, resource_pool)
 
+        # What is given for this group overrides what the user has set for all.
         given = {**users_settings(), **environment}
         shares = {role: dict(methods) for role, methods in at_work.items()}
         actors = ActorSet(resource_pool, self._roles, given, phase_time_limit_s, self._record_spans, shares)
@@ -202,6 +203,7 @@ class RayWorkerGroup(RoleGroup):
         if isinstance(ray_cls_with_init, RayClassWithInitArgs):
             super().__init__(actors, role, ray_cls_with_init)
         else:
+            # Fused roles have no single worker class: calls are made on the groups that spawn() returns.
             self._actors = actors
             self.role = ""
             self._worker_class = None

@@ -79,8 +79,10 @@ class WorkerHost:
     ) -> tuple[Any, CallRecord]:
         """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment
         is set. `at_work`: see RayWorkerGroup."""
+        # Cores are divided by phase only on CPUs, and only where the user has not set the number of threads.
         if not use_gpu and "OMP_NUM_THREADS" not in environment:
             self._at_work = at_work
+        # Complete the environment before a worker class, and torch with it, is loaded.
         launch = {
             "RANK": identity.rank,
             "WORLD_SIZE": identity.world_size,
@@ -91,13 +93,16 @@ class WorkerHost:
         os.environ.update(
             {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}
         )
+        # Defaults come last, since they leave alone what is set already.
         fill_in(os.environ, self._location.node, use_gpu)
 
         return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
+        # Start the reaper first: a constructor may start processes that have to end with this one.
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
+            # The context must be there before __init__ runs, which may use it.
             worker = cls.__new__(cls)
             worker.context = WorkerContext(
                 role,
@@ -161,6 +166,7 @@ def _output_flushed() -> Iterator[None]:
 def _failure_of(error: BaseException) -> CallFailure:
     now = time.time()
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    # Cut off the host's own frames: the traceback should begin with the worker's code.
     text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
     kind = FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception
     return CallFailure(kind, summary, text, now, qualified_name(type(error)), tuple(hint_of(error)))
@@ -171,6 +177,7 @@ def _after_host(trace: TracebackType | None) -> TracebackType | None:
     own = trace
     step = trace
 
+    # Keep what follows the last frame of this file.
     while step is not None:
         if step.tb_frame.f_code.co_filename == __file__:
             own = step.tb_next or own
@@ -180,6 +187,7 @@ def _after_host(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_about_a_peer(error: BaseException) -> bool:
+    # A broken connection is a consequence: its cause is on the peer's side.
     if isinstance(error, (ConnectionError, EOFError)):
         return True
     if any(cls.__name__ in ("DistBackendError", "DistNetworkError") for cls in type(error).__mro__):

@@ -85,9 +85,11 @@ def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
     """Of the cluster that this process has joined; a node that does not answer within `limit_s` is reported
     as such. `paths`: that every node should have."""
     nodes = living_nodes()
+    # A witness takes no CPU, so that it starts where all are reserved.
     witness = ray.remote(num_cpus=0)(_Witness)
     placed = [NodeAffinitySchedulingStrategy(node.identity, soft=False) for node in nodes]
     actors: list[Any] = [witness.options(scheduling_strategy=place).remote() for place in placed]
+    # The nodes share one deadline, so that several silent ones do not add up.
     give_up_s = time.monotonic() + limit_s
 
     try:
@@ -110,6 +112,7 @@ def _report(node: NodeResources, actor: Any, paths: Sequence[str], give_up_s: fl
     except RayError as error:
         return NodeReport(node.node, node.resources, error=str(error).strip().splitlines()[-1])
 
+    # The fastest question bounds the clock's offset most tightly.
     uncertainty, offset = min(offsets)
     return NodeReport(node.node, node.resources, software, offset, uncertainty, limits=limits, unseen=unseen)
 

@@ -62,6 +62,7 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
             is not known.
     """
     text = str(error)
+    # The memory monitor gives its reason itself.
     if isinstance(error, OutOfMemoryError):
         used = _MEMORY_USED.search(text)
         memory = f" ({used[1]} of {used[2]} used)" if used else ""
@@ -70,6 +71,7 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
             hints.MEMORY_MONITOR,
         )
 
+    # A lost node takes its processes along, so look for it before blaming the process.
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
         address = _NODE_ADDRESS.search(text)
         reason = _NODE_REASON.search(text)
@@ -100,6 +102,7 @@ def node_lost(address: str | None, reason: str) -> ProcessLoss:
 
 
 def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
+    # Report what is certain first: a signal, a crash in the log, an exit code.
     if signal := _SIGNAL.search(text):
         return ProcessLoss(f"the process was ended by {signal[1]}", hints.PROCESS_EXITED)
     if crash := _CRASH.search(log):
@@ -107,6 +110,7 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
     if code := _EXIT_CODE.search(text):
         return ProcessLoss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
 
+    # The kills are known per node, not per process: this is a suspicion, not a proof.
     if oom_kills:
         processes = counted(oom_kills, "process")
         summary = (

@@ -118,11 +118,13 @@ class Activity:
         self._phases = []
         self._thread = threading.get_ident()
         self._began = Began()
+        # Set last: the monitor thread takes a method as the sign that the other fields belong to it.
         self._method = method
 
         try:
             yield
         finally:
+            # The call comes first, although its phases have ended before it.
             self._spans.insert(0, PhaseSpan(method, self._began.start_s, self._began.now_s()))
             self._method = None
 
@@ -143,6 +145,7 @@ class Activity:
 
     def report(self, location: Location) -> RankActivity:
         """Needs no help from the working thread: that one may hang in a collective."""
+        # Read each field once: the working thread may change it meanwhile.
         method = self._method
         phases = list(self._phases)
         if method is None:
@@ -156,11 +159,13 @@ class Activity:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return "  (the thread has ended)\n"
+        # Frames of the import machinery would bury the worker's own.
         entries = [
             entry
             for entry in traceback.extract_stack(frame)
             if not entry.filename.startswith("<frozen importlib")
         ]
+        # Start below the host's frames, which are the same in every stack.
         calls = [
             number for number, entry in enumerate(entries) if entry.filename.endswith("controller/host.py")
         ]

@@ -93,19 +93,23 @@ class RayResourcePool:
         """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once
         when it can never be, and after `wait_limit_s` when others hold what is needed."""
         if not self._groups:
+            # A reservation that can never be met would otherwise wait until the limit.
             check_fits([self])
+            # Reserve one placement group per node, which keeps the node's processes together.
             share = self.resources_per_process()
             ids: Sequence[str | None] = self._node_ids or [None] * len(self.process_on_nodes)
             self._groups = [
                 _group_on_node(share, count, node_id)
                 for count, node_id in zip(self.process_on_nodes, ids, strict=True)
             ]
+            # All groups share one deadline. A partial reservation is released, or it would block others.
             deadline_s = time.monotonic() + self.wait_limit_s
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
                 raise InsufficientResourcesError(
                     explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s")
                 )
+            # Keep the nodes' ids, by which a lost node is recognized later.
             self._reserved_on = [
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
@@ -135,6 +139,7 @@ class RayResourcePool:
         A planned pool stays on the nodes that it was reserved on. Ray moves another pool to a node that has
         room.
         """
+        # A pool that is not pinned can move, so nothing is lost while other nodes have room.
         if self._node_ids is None and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
@@ -157,6 +162,7 @@ class _PoolPart(RayResourcePool):
     """Some processes of `whole`, which holds the reservation."""
 
     def __init__(self, whole: RayResourcePool, ranks: Sequence[int]) -> None:
+        # Count the processes of each node, in the order in which the part's ranks reach the nodes.
         node_of = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
         nodes = [node_of[rank] for rank in ranks]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
@@ -170,6 +176,7 @@ class _PoolPart(RayResourcePool):
         )
         self._whole = whole
         self.ranks = tuple(ranks)
+        # Local ranks count within this part, not within the whole pool.
         self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
     def bundles(self) -> list[PoolBundle]:
@@ -180,6 +187,7 @@ class _PoolPart(RayResourcePool):
         ]
 
     def lost_nodes(self) -> dict[int, str]:
+        # Translate ranks of the whole pool into ranks of this part.
         lost = self._whole.lost_nodes()
         return {index: lost[rank] for index, rank in enumerate(self.ranks) if rank in lost}
 
@@ -239,6 +247,7 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit
         together."""
+        # Check and pin all pools together: one by one, the last might fail after the others are reserved.
         pools = list(self.resource_pools.values())
         check_fits(pools)
         _pin(pools)
@@ -289,6 +298,7 @@ def match(
     left = [dict(node.resources) for node in nodes]
     found = [0] * len(demands)
 
+    # Best fit, largest first: small demands must not take the room that only a large one needs.
     for index in sorted(
         range(len(demands)),
         key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]),
@@ -302,6 +312,7 @@ def match(
         if not able:
             return None
         found[index] = min(able, key=lambda number: (left[number].get(_GPU, 0), left[number][_CPU]))
+        # A node without room is not offered to another demand.
         if apart:
             left[found[index]] = {}
         for kind, amount in demands[index].items():
@@ -319,24 +330,28 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
     whole = living_nodes()
     free = free_nodes()
 
+    # Resources that were released just now take a moment to appear as free.
     if match(demands, whole, apart=True) is not None:
         give_up_s = time.monotonic() + _SETTLE_S
         while match(demands, free, apart=True) is None and time.monotonic() < give_up_s:
             time.sleep(_SETTLE_S / 20)
             free = free_nodes()
 
+    # Prefer nodes with room now over occupied ones, and separate nodes over shared ones.
     for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
         if (chosen := match(demands, nodes, apart)) is not None:
             break
     else:
         return  # with what is not planned it fits, so the reservation itself finds out
 
+    # The pools fit only once others release what they hold, which may take a while.
     if nodes is whole:
         _log.warning(
             "%s",
             explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"),
         )
 
+    # Pools that name the same node of the plan get the same node of the cluster.
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -351,6 +366,7 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     together: dict[int, dict[str, float]] = {number: {_CPU: 0.0} for number in _numbers(pools)}
     alone: list[dict[str, float]] = []
 
+    # Demands on the same node of the plan add up; a pool without a plan needs room of its own.
     for pool in pools:
         for index, count in enumerate(pool.process_on_nodes):
             demand = _demand(pool, count)

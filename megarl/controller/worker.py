@@ -122,6 +122,7 @@ def register(dispatch_mode: Dispatch | Rule = Dispatch.ONE_TO_ALL, blocking: boo
 
 def registered_methods(worker_class: type) -> dict[str, RemoteMethod[..., Any, ..., Any]]:
     """Those of the class and of its bases, by name."""
+    # Read from the class, so that __get__ returns the RemoteMethod itself; dir() includes the bases.
     found = {name: getattr(worker_class, name) for name in dir(worker_class)}
     return {name: method for name, method in found.items() if isinstance(method, RemoteMethod)}
 
