@@ -90,6 +90,7 @@ class Episode:
         place = TurnPlace(self.attempt, written.num_turns)
 
         if written.segments and written.segments[-1].author is Author.model:
+            # The turn that awaits its answer has been counted already.
             turn = place._replace(turn=place.turn - 1)
             return AnswerTurn(
                 turn,
@@ -97,6 +98,7 @@ class Episode:
                 is_last=written.num_turns == self._limits.max_turns,
             )
 
+        # Otherwise the model writes the next turn, within the room that is left.
         room = self._limits.max_tokens - self._num_tokens
         at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
@@ -129,6 +131,7 @@ class Episode:
             author=Author.model, token_ids=token_ids, log_probs=log_probs, token_versions=token_versions
         )
         self._add(segment)
+        # The environment's answer replaces this reward.
         self.trajectory.turn_rewards.append(0.0)
         if finish_reason == "length":
             self.trajectory.end = EpisodeEnd.length
@@ -180,6 +183,7 @@ class Episode:
                 f"{self.trajectory.num_turns}"
             )
 
+        # Keep only the prompt; by the attempt's number, late events of the old one are recognized.
         self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0

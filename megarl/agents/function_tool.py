@@ -59,6 +59,7 @@ def function_schema(
             raise ValueError(
                 f"{name} takes {parameter}, but a model gives arguments by name; name each of them"
             )
+        # The task comes from the episode, not from the model.
         if parameter.name == "task":
             continue
         if parameter.name not in hints:
@@ -99,6 +100,7 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
 
     if origin is Literal and all(isinstance(each, str | int | bool) for each in arguments):
         return {"enum": list(arguments)}
+    # `X | None` is the only union that is supported.
     if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         (other,) = (each for each in arguments if each is not type(None))
         return {"anyOf": [_schema_of(other), {"type": "null"}]}
@@ -143,6 +145,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
                 else RuntimeError(repr(error))
             )
 
+        # The loop may have been closed while the function was running.
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -48,6 +48,7 @@ def parse_outside_thinking(
         parts = split_thinking(text, tags, opens_thinking=opens_thinking)
         if calls_in_thinking is CallsInThinking.ignore:
             return list(parse("".join(part.text for part in parts if not part.is_thinking)))
+        # Parse each part by itself: in thinking, only calls that can be read count.
         found = [(part.is_thinking, each) for part in parts for each in parse(part.text)]
         return [each for is_thinking, each in found if not (is_thinking and isinstance(each, CallError))]
 
@@ -65,6 +66,7 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
     start = 0
     is_thinking = opens_thinking
 
+    # The turn opens its thinking itself, whether or not the template has done so.
     if text.lstrip().startswith(THINK):
         is_thinking = True
         start = text.index(THINK) + len(THINK)
@@ -88,10 +90,12 @@ def _next_thinking(text: str, tags: CallTags | None, start: int) -> int:
     while True:
         thinking = _find(text, THINK, start)
         call = len(text) if tags is None else _find(text, tags.begin, start)
+        # A thinking tag inside a call is part of the call, so it counts only before the next call.
         if thinking < call:
             return thinking if END_THINK in text[thinking:] else len(text)
         if tags is None or call == len(text):
             return len(text)
+        # Skip the call and search behind it.
         start = _find(text, tags.end, call + len(tags.begin)) if tags.end else len(text)
 
 

@@ -44,6 +44,7 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Tool | SessionTool]) -> None:
         self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
+        # Tools of the same name overwrite each other in the dictionary.
         if len(self.tools) < len(tools):
             names = [tool.schema["function"]["name"] for tool in tools]
             raise ValueError(f"two tools have one name; they are {', '.join(names)}")
@@ -93,6 +94,7 @@ class ToolEnvironment:
             return Reply(is_done=True)
         if turn.is_last:
             return Reply()
+        # Run all calls concurrently; gather keeps their order.
         outcomes = await asyncio.gather(
             *(self._outcome(index, call) for index, call in enumerate(turn.calls))
         )
@@ -143,6 +145,7 @@ class ToolEnvironment:
                 CallErrorKind.refused_arguments, f"arguments must be an object, not {call.arguments!r:.80}"
             )
 
+        # Check the arguments against the schema, and report the most relevant error only.
         error = best_match(self._toolbox.validators[call.name].iter_errors(call.arguments))
         if error is None:
             return None
@@ -162,14 +165,17 @@ class ToolEnvironment:
 
         if not running.done():  # it is not waited for, as it may not care that it is cancelled
             running.cancel()
+            # Retrieve a late exception, or asyncio would log it as never retrieved.
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
 
+        # Nobody else cancels this task, so the tool itself raised CancelledError.
         if running.cancelled():
             return CallError(CallErrorKind.raised, f"{call.name} raised CancelledError")
         try:
             result = running.result()
         except BrokenToolError:
+            # The model is not to blame and cannot help: this ends the run.
             raise
         except TimeoutError as error:  # the tool has a clock of its own
             return CallError(
@@ -186,6 +192,7 @@ class ToolEnvironment:
     def _called(self, name: str) -> Tool | ToolSession:
         tool = self._toolbox.tools[name]
         if isinstance(tool, SessionTool):
+            # An episode's first call of the tool opens its session.
             if name not in self._sessions:
                 self._sessions[name] = tool.session()
             return self._sessions[name]

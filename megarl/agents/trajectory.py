@@ -90,6 +90,7 @@ class Trajectory:
     @property
     def weight_versions(self) -> tuple[int, ...]:
         """That wrote turns of the model, in rising order."""
+        # Tokens of the environment have version -1.
         drawn = self.token_versions
         return tuple(np.unique(drawn[drawn >= 0]).tolist())
 

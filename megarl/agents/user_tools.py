@@ -53,6 +53,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
         except SandboxError as error:
             raise UserFunctionError(f"tool {tool.name!r}: {error}") from error
 
+    # The user's own tool: a function, or an object with sessions or with `call`.
     found = load_name(
         tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:")
     )
@@ -62,6 +63,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
         except ValueError as error:
             raise UserFunctionError(f"tool {tool.name!r} in {tool.path!r}: {error}") from error
 
+    # isinstance alone would accept a class, whose methods cannot be called without an object.
     if not inspect.isclass(found) and isinstance(found, SessionTool):
         return found
     if (
@@ -89,6 +91,7 @@ def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environme
         methods = ", ".join(f"`async def {name}`" for name in missing or _METHODS)
         raise UserFunctionError(f"environment {config.name!r} in {path!r} is no class with {methods}")
 
+    # An environment that needs arguments would otherwise fail in the first episode.
     try:
         inspect.signature(found).bind()
     except TypeError as error:

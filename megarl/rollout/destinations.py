@@ -125,6 +125,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
         recorded = _record_one_by_one(model, manifest)
 
     plan = Plan({}, recorded.not_followed, [], _places(model))
+    # Translate each recorded copy into a slice of the tensor and the view that holds it.
     for name, copies in recorded.copies.items():
         shape = manifest[name].shape
         try:
@@ -134,6 +135,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
             continue
         plan.tensors[name] = TensorPlan(manifest[name], parts)
 
+    # A parameter that nothing fills shows that the manifest is not that of the model.
     reached = {_storage(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(
@@ -150,10 +152,12 @@ def zero_what_is_not_written(model: Any, plan: Plan) -> None:
         return  # SGLang's own loader is to fill all of it
     written: dict[int, int] = {}
 
+    # Count the elements that are filled in each storage.
     for destination in plan.destinations:
         key = _storage(destination.elements)
         written[key] = written.get(key, 0) + destination.tensor_slice.volume
 
+    # A parameter with padding is zeroed as a whole: the weights that follow fill the rest.
     for parameter in model.parameters():
         if written.get(_storage(parameter), 0) < parameter.numel():
             parameter.detach().zero_()
@@ -172,6 +176,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
     A copy belongs to the tensor whose storage it reads, so the loader may hold tensors back and copy them in
     any order.
     """
+    # Copies out of meta tensors can be recorded, as there is no data to be copied.
     tensors = {
         name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in manifest.items()
     }
@@ -181,6 +186,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
     names = {_storage(tensor): name for name, tensor in tensors.items()}
     not_followed: dict[str, str] = {}
 
+    # Copies alone do not describe a tensor that the loader computes with.
     for storage, reason in recorder.computed.items():
         if storage in names:
             not_followed[names[storage]] = reason
@@ -227,6 +233,7 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     """
     strides = row_major_strides(shape)
     source = source if source.shape == target.shape else source.expand(target.shape)
+    # Decompose the offset into the index of the slice's first element.
     position = source.storage_offset()
     starts = []
 
@@ -237,6 +244,7 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     sizes = [1] * len(shape)
     target_dims = {}
 
+    # Match each dimension of the view with the tensor's dimension of the same stride.
     for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if size == 1:
             continue
@@ -252,6 +260,7 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
         sizes[place] = size
         target_dims[place] = dim
 
+    # View the target with the dimensions in the tensor's order.
     target_strides = [
         target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))
     ]
@@ -295,10 +304,12 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # A copy from a tensor of the manifest into a parameter is what is looked for.
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
             return args[0]
 
+        # Views are followed; any other function means that the loader computes with the tensor.
         if function not in self._views:
             if function.is_view:
                 self._views.add(function)
@@ -316,6 +327,7 @@ class _Recorder(TorchDispatchMode):
         for source in sources:
             self.computed.setdefault(_storage(source), reason)
 
+        # Let it run on meta tensors, so that the loader continues and the other tensors are recorded.
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:  # it needs the elements

@@ -214,6 +214,7 @@ class RolloutEngine(ABC):
 
         while len(samples) < len(requests):
             samples |= dict(self.collect(_WAIT_S))
+            # All samples are wanted, so the first failure ends the wait.
             if failed := self.failed():
                 raise RequestFailedError(failed[0].why)
 
@@ -312,6 +313,7 @@ def plan_requests(
     """One request per sample, prompt-major, each with a seed of its own that depends on its place alone.
     uids: of the prompts. first: place of the first prompt, where others come before it."""
     names = [""] * len(prompts) if uids is None else uids
+    # A seed depends on the sample's place alone: generate from place 0 on, and skip the earlier ones.
     seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[
         first * sampling.n :
     ]
@@ -362,6 +364,7 @@ def end_token_ids(folder: str | Path) -> frozenset[int]:
     except ValueError as error:
         raise ValueError(f"{decides}: {error}") from error
 
+    # The field may be missing, null, a number or a list.
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(index, int) and index >= 0 for index in ids):
         raise ValueError(

@@ -55,6 +55,7 @@ class EngineLifecycle:
         self.require(
             "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )
+        # From here on no sample may be written, whatever becomes of the update.
         self.state = LifecycleState.UPDATING
         self._version = None
         self._receipt = WeightReceipt(manifest)
@@ -78,6 +79,7 @@ class EngineLifecycle:
     def end(self, version: int) -> None:
         self.require("end a weight update", LifecycleState.UPDATING)
         assert self._receipt is not None
+        # close() raises for missing tensors and must then leave the engine without weights.
         receipt = self._receipt
         self._receipt = None
         self.state = LifecycleState.EMPTY

@@ -93,11 +93,13 @@ class RequestRouter(Generic[Request]):
 
     def cancel(self, request_ids: Collection[int]) -> dict[int, list[int]]:
         """Cancels requests. Returns those that were in flight, by replica."""
+        # Ids that are no longer known belong to requests that have finished.
         wanted = self._requests.keys() & set(request_ids)
         for request_id in wanted:
             self._drop(request_id)
         cancelled: dict[int, list[int]] = {}
 
+        # A replica may still finish what was cancelled, so its ids are kept until it does.
         for replica, in_flight in enumerate(self._in_flight):
             if begun := in_flight & wanted:
                 in_flight -= begun
@@ -115,7 +117,9 @@ class RequestRouter(Generic[Request]):
             if self.load(least) >= self._max_concurrency:
                 break
             _, request_id = heapq.heappop(self._waiting)
+            # A cancelled request stays in the heap until its turn comes.
             if request_id in self._requests:
+                # Follow the cached prefix unless its replica is much busier than the least busy one.
                 preferred = self._preferred.get(request_id, least)
                 most = min(2 * (self.load(least) + 1), self._max_concurrency - 1)
                 replica = preferred if preferred in ready and self.load(preferred) <= most else least
@@ -153,6 +157,7 @@ class RequestRouter(Generic[Request]):
         for request_id in lost:
             heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
         self._in_flight[replica] = set()
+        # A lost replica finishes nothing any more, so its cancelled requests can be forgotten.
         self._cancelled[replica] = set()
 
         return lost

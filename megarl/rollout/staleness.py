@@ -63,6 +63,7 @@ class StalenessController:
         step = self.next_step + len(self._live) // self.prompts_per_step  # the step that would train it
         if len(self._live) >= (self.max_staleness + 1) * self.prompts_per_step or step > self._total_steps:
             return False
+        # Dropped groups only bring later ones forward, so this step gives the largest possible age.
         return self.trained_version(step) - version <= self.max_staleness
 
     def trained_version(self, step: int) -> int:
@@ -107,6 +108,7 @@ class StalenessController:
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()
+        # Forget the drops among these groups now: `num_dropped` depends on `_live`, which changes below.
         self._dropped = self._dropped[self.num_dropped :]
 
         for group in groups:

@@ -58,6 +58,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
             first = _value(left)
             second = _value(right)
+            # Estimate the size first: computing a huge power could take all memory.
             if isinstance(sign, ast.Pow) and _bits(first) * abs(second) > _MAX_BITS:
                 raise ValueError("the number is too large")
             result = _BINARY[type(sign)](first, second)

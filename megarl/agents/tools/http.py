@@ -41,6 +41,7 @@ class HttpGet:
         url = httpx.URL(arguments["url"])
         host = url.netloc.decode()
 
+        # The host must match exactly, and a URL with credentials is refused.
         if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
             raise ValueError(
                 f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}"
@@ -62,6 +63,7 @@ class HttpGet:
                 if page.has_redirect_location:
                     return f"status {page.status_code}, to {page.headers['location']}"
                 body = b""
+                # What lies beyond the limit is not even read.
                 async for part in page.aiter_raw():
                     body += part
                     if len(body) >= self._max_bytes:

@@ -92,6 +92,7 @@ class McpServer:
         async with self._new_client() as client:
             found = []
             cursor = None
+            # The list comes in pages.
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += page.tools
@@ -103,6 +104,7 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+        # A connection that was lost is made once more before the server counts as gone.
         for is_last in (False, True):
             client, connection = await self._connected()
             try:
@@ -130,6 +132,7 @@ class McpServer:
 
     async def _connected(self) -> tuple[Client, asyncio.Task[None]]:
         """The one connection that all calls share, and the task that holds it. Raises BrokenToolError."""
+        # The first call, or the first after a loss, connects for all.
         if self._connection is None or self._connection.done():
             self._client = self._loop.create_future()
             self._connection = self._loop.create_task(self._hold(self._client))
@@ -137,6 +140,7 @@ class McpServer:
         assert self._client is not None
         connection = self._connection
 
+        # The shield keeps one caller's time limit from cancelling the connection that others wait for.
         try:
             return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S), connection
         except Exception as error:  # noqa: BLE001  (of any transport)

@@ -87,6 +87,7 @@ class _Interpreter:
                 self._thread.submit(self._session.run, arguments["code"])
             )
         except asyncio.CancelledError:
+            # The program must end too, or it would occupy the thread until its own limit.
             self._session.interrupt()
             raise
         except SandboxError as error:

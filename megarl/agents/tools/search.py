@@ -77,6 +77,7 @@ class FolderSearch:
     def _ranked(self, query: str) -> list[tuple[str, str]]:
         ranked = "SELECT text, place FROM paragraphs WHERE paragraphs MATCH ? ORDER BY rank, rowid LIMIT ?"
         with self._reading:
+            # SQLite has no time limit of its own, but lets a handler interrupt the query.
             deadline_s = time.monotonic() + self._time_limit_s
             self._index.set_progress_handler(lambda: time.monotonic() > deadline_s, _STEPS)
             try:

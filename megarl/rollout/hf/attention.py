@@ -77,6 +77,7 @@ class _LayerCache:
         begin = self._length
         end = self._length + keys.shape[2]
 
+        # The spare room doubles, so that buffers are rarely copied.
         if end > self.keys.shape[2]:
             self.keys, self.values = (
                 self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values)
@@ -102,6 +103,7 @@ class _LayerCache:
         return buffer[:, :, : self._length].float().contiguous()
 
     def _selected(self, buffer: Tensor, rows: Tensor) -> Tensor:
+        # Keep the capacity, but copy only what has been written.
         chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
         torch.index_select(buffer[:, :, : self._length], 0, rows, out=chosen[:, :, : self._length])
         return chosen
@@ -130,6 +132,7 @@ class SharedPrompts:
         rows_of: dict[int, list[int]] = {}
         for row, owner in enumerate(owners):
             rows_of.setdefault(owner, []).append(row)
+        # Cut the rows of a prompt into parts of at most SLOTS, each of which reads the prompt together.
         parts = [
             (owner, rows[first : first + SLOTS])
             for owner, rows in rows_of.items()
@@ -151,6 +154,7 @@ class SharedPrompts:
         """prompts: (G',) of the G. rows: of each of these, N' at most."""
         num_slots = max(map(len, rows))
         device = self.bias.device
+        # Unused slots repeat row 0, and nothing reads their results.
         slots = [[*own, *([0] * (num_slots - len(own)))] for own in rows]
         place_of = {
             row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)
@@ -160,6 +164,7 @@ class SharedPrompts:
         values = self.values
         bias = self.bias
 
+        # Copy keys and values only if prompts have left or changed their order.
         if prompts != list(range(len(bias))):
             chosen = torch.tensor(prompts, device=device)
             keys, values = ([each.index_select(0, chosen) for each in layers] for layers in (keys, values))
@@ -181,6 +186,7 @@ class SharedPrompts:
         """(A, K, N, X) -> (G, K, slots x N, X)."""
         _, heads, queries, size = rows.shape
         prompts, slots = self.slots.shape
+        # Rows that continue the same prompt become queries of one matrix product.
         of_slots = rows.index_select(0, self.slots.flatten()).view(prompts, slots, heads, queries, size)
         return of_slots.transpose(1, 2).reshape(prompts, heads, slots * queries, size)
 
@@ -222,10 +228,12 @@ def grouped_attention(
         key, value = kv_cache.append(layer, key, value)
     if prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    # Group query heads by their key head, so that keys and values need not be repeated.
     rows, heads, _, size = query.shape
     queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (
         size**-0.5 if scaling is None else scaling
     )
+    # One softmax over the prompt's tokens and the row's own; each part then mixes its values.
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
     of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()

@@ -61,6 +61,7 @@ def decode(
         if step > 0:
             logits = _step(model, sampled_ids[rows.indices, step - 1], rows)
             rows = rows._replace(positions=rows.positions + 1)
+        # End tokens are forbidden until the sample has its minimum length.
         forbidden = stop_token_ids[: 0 if step >= sampling.min_new_tokens else None]
         sampled = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
         sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
@@ -68,6 +69,7 @@ def decode(
         if is_ended is not None:
             written = sampled_ids[rows.indices, : step + 1].tolist()
             ends |= torch.tensor([is_ended(token_ids) for token_ids in written], device=model.device)
+        # A row that has ended may still be computed along; only its first end counts.
         ends &= ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1
         stopped[rows.indices[ends]] = True
@@ -82,6 +84,7 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
     """Logits (B, V) of each prompt's last token, and the rows, which have written nothing."""
     distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
+    # Positions count real tokens only, so that padding does not shift them.
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
     cache = KVCache()
     output = model(
@@ -92,6 +95,7 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
         kv_cache=cache,
         logits_to_keep=1,
     )
+    # Spread the results of the distinct prompts over the rows that share them.
     owners = [distinct[tuple(prompt)] for prompt in prompts]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
@@ -155,6 +159,7 @@ def sample_tokens(
     logits = logits.float()
     if sampling.temperature != 0:
         logits = logits / sampling.temperature
+    # The draw sees restricted logits; the log-prob is over the whole vocabulary.
     allowed = logits.index_fill(-1, forbidden, -torch.inf) if len(forbidden) else logits
     if sampling.temperature != 0:
         allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
@@ -177,6 +182,7 @@ def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tenso
         reached_before = probs.cumsum(dim=-1) - probs  # the first token always stays
         values = values.masked_fill(reached_before >= sampling.top_p, -torch.inf)
 
+    # Put the remaining logits back at the places of their tokens.
     return torch.full_like(logits, -torch.inf).scatter(-1, token_ids, values)
 
 
@@ -203,9 +209,11 @@ def gumbel_noise(keys: torch.Tensor, step: int, vocab_size: int) -> torch.Tensor
 
     keys: (B,) int64 of `row_keys`. step: how many tokens of the sample were drawn before.
     """
+    # Hash in two stages: seed and step give a key, key and token id give the noise.
     keys = _mix(keys + step)
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _INCREMENT
     bits = _mix(keys[:, None] + counters)
+    # Take the highest bits; the mask removes the copies of the sign that the shift brings in.
     bits = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1)
 
     # In (0, 1], and exact near 0, where the largest noise comes from; a float32 near 1 has no room for that.

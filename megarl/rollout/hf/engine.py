@@ -48,6 +48,7 @@ class HFEngine(RolloutEngine):
         trusted = spec.model.trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
 
+        # All weights come by an update, so their initialization would be wasted.
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
             model = AutoModelForCausalLM.from_config(
@@ -83,6 +84,7 @@ class HFEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._lifecycle.require_ready()
+        # Check all requests first, so that none is queued if one is refused.
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
         self._waiting += requests
@@ -93,6 +95,7 @@ class HFEngine(RolloutEngine):
         batch = self._next_batch()
         if not batch:
             return []
+        # Requests of a batch differ in prompt and seed only.
         sampling = batch[0].sampling
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
@@ -106,6 +109,7 @@ class HFEngine(RolloutEngine):
             self._is_ended,
         )
 
+        # Cut each row at its own length: what lies beyond is not part of the sample.
         return [
             FinishedRequest(
                 request.request_id,
@@ -131,6 +135,7 @@ class HFEngine(RolloutEngine):
         together: little padding."""
         if not self._waiting:
             return []
+        # The longest prompt decides which kind of request is decoded next, and how wide the batch is.
         longest_first = sorted(self._waiting, key=lambda request: -len(request.prompt))
         kind = _kind(longest_first[0].sampling)
         batch = [request for request in longest_first if _kind(request.sampling) == kind][
@@ -196,6 +201,7 @@ class HFEngine(RolloutEngine):
 
     def receive_weights(self) -> None:
         self._lifecycle.require_update()
+        # After a sleep the parameters have new memory, which the receiver must look up.
         self._receiver.begin(has_moved=self._has_moved)
         self._has_moved = False
         while not self._receiver.receive():
@@ -204,6 +210,7 @@ class HFEngine(RolloutEngine):
 
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
+            # Record first: a tensor that does not belong is refused before it is copied.
             self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
             self._parameters[name].data.copy_(tensor)
 
@@ -248,5 +255,6 @@ class HFEngine(RolloutEngine):
 
     def _release(self) -> None:
         self.abort()
+        # Only the memory is given back; the parameters themselves stay part of the model.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)

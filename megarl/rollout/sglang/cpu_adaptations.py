@@ -123,10 +123,12 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     seed: (B,) 64-bit. positions: (B,) and columns: (V,), of which 32 bits count. Returns (B, V) uint32.
     """
     seed = seed.to(torch.int64)
+    # Mix in the four blocks of 32 bits: both halves of the seed, the position, the column.
     hashed = _mix(torch.zeros_like(seed), seed & _MASK)
     hashed = _mix(hashed, (seed >> 32) & _MASK)
     hashed = _mix(hashed, positions.to(torch.int64) & _MASK)
     hashed = _mix(hashed[:, None], columns.to(torch.int64)[None, :] & _MASK)
+    # Finalize: the length in bytes, then MurmurHash3's last mixing steps.
     hashed = hashed ^ 16
     hashed = hashed ^ (hashed >> 16)
     hashed = (hashed * 0x85EBCA6B) & _MASK
@@ -174,6 +176,7 @@ def _pad_batch(
 ) -> _PaddedBatch:
     length = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :length].long().flatten()
+    # Slots beyond a sequence's end are arbitrary, so they are masked.
     beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
 
     return _PaddedBatch(
@@ -190,6 +193,7 @@ def _batch_decode_attention() -> None:
 
     def init(self: Any, forward_batch: Any) -> None:
         init_forward_metadata(self, forward_batch)
+        # Every step has another batch, whose padding all layers share.
         self.megarl_padded = None
 
     def decode(
@@ -209,6 +213,7 @@ def _batch_decode_attention() -> None:
             not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
         )
 
+        # SGLang's own loop stays responsible for cross-attention and sliding windows.
         if not is_plain or (sliding_window is not None and sliding_window > -1):
             return one_by_one(
                 self,
@@ -275,12 +280,14 @@ def _release_memory_for_real() -> None:
 
     def release_for_real(self: Any, request: Any) -> Any:
         answer = release(self, request)
+        # Without the memory saver, which needs CUDA, SGLang has freed nothing yet.
         for tag, tensors in _resident_tensors(self.tp_worker.model_runner).items():
             if not request.tags or tag in request.tags:
                 released[tag] = empty_storages(tensors)
         return answer
 
     def resume_for_real(self: Any, request: Any) -> Any:
+        # The memory must be there before SGLang resumes.
         for tag in list(released):
             if not request.tags or tag in request.tags:
                 refill_storages(released.pop(tag))
@@ -312,6 +319,7 @@ def _skip_experts_of_others() -> None:
 
     def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, runner_config: Any) -> torch.Tensor:
         weights, ids, _ = topk_output
+        # SGLang's own implementation works where all experts are this rank's.
         if not bool((ids < 0).any()):
             return forward(layer, x, topk_output, runner_config)
         assert runner_config.activation == "silu"

@@ -89,6 +89,7 @@ class SGLangEngine(RolloutEngine):
         self._routes_as = None
 
         if spec.returns_routes:
+            # Routes have the dtype that batches use for this number of experts.
             architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
             self._routes_as = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
 
@@ -125,6 +126,7 @@ class SGLangEngine(RolloutEngine):
             )
 
         self._raise_if_dead()
+        # Check all requests first, so that none is queued if one is refused.
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
             if request.sampling.with_routes and self._routes_as is None:
@@ -136,6 +138,7 @@ class SGLangEngine(RolloutEngine):
                     "start it with rollout.validation.min_new_tokens above 0"
                 )
 
+        # An idle engine gives no sign of life, so the health limit counts from here.
         if not self._in_flight:
             self._last_sign_s = time.monotonic()
         for request in requests:
@@ -143,6 +146,7 @@ class SGLangEngine(RolloutEngine):
             self._in_flight[ticket] = _InFlight(request, self._loop.submit(self._generate(ticket, request)))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
+        # Older versions do not say which weights wrote which tokens, so keep the version at submission.
         submitted = self._last_version
         outcome: FinishedRequest | BaseException
 
@@ -165,6 +169,7 @@ class SGLangEngine(RolloutEngine):
 
         while self._in_flight and not self._failed:
             remaining_s = deadline_s - time.monotonic()
+            # Wait for the first request only, then take those that have finished already.
             try:
                 ticket, outcome = self._finished.get(
                     timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s))
@@ -172,6 +177,7 @@ class SGLangEngine(RolloutEngine):
             except queue.Empty:
                 if collected:
                     break
+                # Nothing has finished: find out whether the engine still works before waiting again.
                 self._check_health()
                 if remaining_s <= 0:
                     break
@@ -184,6 +190,7 @@ class SGLangEngine(RolloutEngine):
                 continue  # of a request that was forgotten
             self._last_sign_s = time.monotonic()
             if isinstance(outcome, BaseException):
+                # A dead process is the cause of whatever error its requests end with.
                 self._raise_if_dead()
                 if not isinstance(outcome, RequestFailedError):
                     raise outcome
@@ -210,6 +217,7 @@ class SGLangEngine(RolloutEngine):
         if time.monotonic() - self._last_sign_s < limit_s:
             return
 
+        # Without a finished request the responses may only be long, so ask before giving up.
         if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
             raise EngineDeadError(
                 f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s"
@@ -226,6 +234,7 @@ class SGLangEngine(RolloutEngine):
             if request_ids is None or in_flight.request.request_id in request_ids
         ]
         futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
+        # SGLang can abort all requests at once, but not while others must continue.
         has_others = bool(self._in_flight)
         start_s = time.monotonic()
 
@@ -237,6 +246,7 @@ class SGLangEngine(RolloutEngine):
                 for future in futures:
                     future.cancel()
                 return
+            # A request that had not arrived yet misses the abort, so repeat it until all have ended.
             futures = {future: futures[future] for future in wait(futures, timeout=_ABORT_POLL_S).not_done}
             if time.monotonic() - start_s > self._health_limit_s:
                 raise EngineDeadError(
@@ -262,6 +272,7 @@ class SGLangEngine(RolloutEngine):
         try:
             self._loader.prepare(manifest)
         except WeightTransferError:
+            # Nothing has been written yet: the engine can continue with its old weights.
             if was_ready:
                 self._close_session()
                 self._resume()
@@ -278,6 +289,7 @@ class SGLangEngine(RolloutEngine):
     def load_folder(self, folder: Path) -> None:
         """By SGLang's own reading of the files."""
         self._lifecycle.require_update()
+        # Check the headers against the manifest before SGLang loads anything.
         for chunk, dtype in _tensors_of(folder):
             self._lifecycle.record(chunk, dtype)
         self._close_session()
@@ -303,6 +315,7 @@ class SGLangEngine(RolloutEngine):
         self._last_version = version
         started_anew: list[GenerationRequest] = []
 
+        # Cached prefixes were computed by the old weights.
         if not self._wait_for(self._stamp_and_flush(version), self._health_limit_s):
             # Older versions flush only what is idle: requests that wait for the end of the update start anew
             # after it.
@@ -335,6 +348,7 @@ class SGLangEngine(RolloutEngine):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
+        # A nested pause must not resume what an outer one has paused.
         was_paused = self._is_paused
         self._pause()
 
@@ -348,6 +362,7 @@ class SGLangEngine(RolloutEngine):
     def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
         """One message to the weight loader of every rank, while generation is paused."""
         assert self._is_paused
+        # Versions that have sessions take weights only inside one.
         if not self._session_is_open and self._backend.features.has("begin_weight_update"):
             self._call("begin_weight_update")
             self._session_is_open = True
@@ -406,9 +421,11 @@ class SGLangEngine(RolloutEngine):
         if self._lifecycle.state is LifecycleState.ASLEEP:
             return
         self._close_session()
+        # A paused engine does not answer aborts.
         if self._is_paused:
             self._resume()
         self.abort()
+        # Nothing may use the cache any more when its memory is released.
         self._pause()
         self._flush()
         self._lifecycle.leave(LifecycleState.ASLEEP)
@@ -466,8 +483,10 @@ class SGLangEngine(RolloutEngine):
             try:
                 return future.result(_POLL_S)
             except TimeoutError:
+                # The coroutine itself has raised TimeoutError.
                 if future.done():
                     raise
+                # A dead process never answers, so look for one during the wait.
                 self._raise_if_dead()
                 if limit_s is not None and time.monotonic() - start_s > limit_s:
                     future.cancel()

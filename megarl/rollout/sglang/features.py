@@ -53,6 +53,7 @@ def detect() -> Features:
     import sglang.srt.managers.io_struct as requests
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+    # An endpoint needs both its request class and the manager's method.
     present = {
         name: field_names(getattr(requests, endpoint.request))
         for name, endpoint in ENDPOINTS.items()

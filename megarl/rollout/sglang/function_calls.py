@@ -32,6 +32,7 @@ def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
 
+    # An SGLang without a list of names cannot be checked here.
     if known and name not in known:
         raise ValueError(
             f"agent.parser is {name!r}, but SGLang has no such parser; there are: {', '.join(known)}"
@@ -68,6 +69,7 @@ class SGLangParser:
         self._name = name
         self._tools = [Tool.model_validate(tool) for tool in tools]
         self._make: Callable[[list[Any], str], Any] = FunctionCallParser
+        # Read the marks around a call from SGLang's detector of this format.
         detector = self._make(self._tools, name).detector
         begin = detector.bot_token.strip()
         end = detector.eot_token.strip()

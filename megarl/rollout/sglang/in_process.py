@@ -72,6 +72,7 @@ class InProcessBackend(Backend):
         kind = ENDPOINTS[endpoint]
         method: Callable[[Any], Any] = getattr(self._manager, kind.method)
         answer = await method(getattr(requests, kind.request)(**payload))
+        # Some methods answer with a pair of success and message instead of raising.
         if isinstance(answer, tuple) and not answer[0]:
             raise CallRefusedError(f"{endpoint}: {answer[1]}")
 
@@ -104,6 +105,7 @@ class InProcessBackend(Backend):
 
     def stop(self) -> None:
         atexit.unregister(self.stop)
+        # Kill all before waiting for any, so that the waits do not add up.
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -115,6 +117,7 @@ class InProcessBackend(Backend):
 def _make_engine(server_args: dict[str, Any]) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
+    # The arguments are checked when the engine is made, so their choices are extended before.
     if server_args["device"] == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 

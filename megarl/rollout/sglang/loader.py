@@ -67,8 +67,10 @@ class RankLoader:
             )
 
         if command == "receive":
+            # The first call of an update prepares the receiver; later ones continue where it stopped.
             if arguments["is_first"]:
                 self._begin(model)
+            # A rank that has received everything only takes part in the call.
             return rank not in arguments["ranks"] or self._receiver.receive()
 
         if command == "leave":
@@ -114,16 +116,19 @@ class RankLoader:
 
         Raises WeightTransferError if this rank now holds other slices of the tensors.
         """
+        # An incomplete plan is never used to receive, so it need not follow the model.
         if self._plan.not_followed or self._plan.is_of(model):
             return
         plan = record_plan(model, self._plan.manifest)
 
+        # The trainers keep sending the slices that were agreed on.
         if plan.not_followed or plan.slices != self._plan.slices:
             raise WeightTransferError(
                 "SGLang has sliced its parameters differently since it was asked where its tensors go: "
                 "restart the engine"
             )
 
+        # The receiver must look up its places again, and the new memory's padding may hold anything.
         self._plan = plan
         self._has_moved = True
         self._must_zero = True
@@ -139,6 +144,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     rank = dist.get_rank()  # an engine is one world of as many processes as its tensor-parallel size
 
     try:
+        # Made with the first message, since it needs the model's device.
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
         answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
     except WeightTransferError as error:
@@ -149,6 +155,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
     path = Path(message["answers"]) / f"{message['number']}.{rank}.json"
     with contextlib.suppress(OSError):  # whoever asked misses the answer, and says so
+        # Rename the finished file, so that a reader never finds half an answer.
         path.with_suffix(".partial").write_text(json.dumps(answer))
         path.with_suffix(".partial").replace(path)
 
@@ -219,6 +226,7 @@ class LoaderClient:
         not_followed = {name: why for answer in answers for name, why in answer["not_followed"].items()}
         faults = []
 
+        # Together the ranks' slices must tile every tensor.
         for name, meta in manifest.items():
             if name in not_followed:
                 continue
@@ -228,6 +236,7 @@ class LoaderClient:
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
                 faults.append(f"{name} does not fit the engine's model: {fault}")
 
+        # Ranks keep different tensors, so only what is unreached on all of them is a fault.
         unreached = set.intersection(*(set(answer["unreached"]) for answer in answers))
         if unreached and not not_followed:
             faults.append(f"no tensor goes into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
@@ -238,6 +247,7 @@ class LoaderClient:
                 + "; ".join(faults[:_MAX_NAMED])
             )
 
+        # Keep the plan only after it has passed all checks.
         self._manifest = manifest
         self._not_followed = not_followed
         self._slices = [
@@ -285,6 +295,7 @@ class LoaderClient:
 
         for name in self._manifest:
             found = defaultdict(set)
+            # A slice that several ranks hold counts once, and its copies must agree.
             for answer in answers:
                 for *corners, part in answer[name]:
                     found[decode_slice(corners)].add(part)
@@ -327,12 +338,14 @@ class LoaderClient:
         )
         paths = [self._answers / f"{self._number}.{rank}.json" for rank in range(self._num_ranks)]
 
+        # SGLang does not report whether its ranks ran the loader, so look for their answers.
         if missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             raise WeightTransferError(
                 f"SGLang's ranks {missing} did not run megarl's weight loader ({command}); its log says why"
             )
 
         answers = [json.loads(path.read_bytes()) for path in paths]
+        # Remove the answers before a failure is raised, or they would stay behind.
         for path in paths:
             path.unlink()
 

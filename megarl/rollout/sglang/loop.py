@@ -45,6 +45,7 @@ def _run(prepare: Callable[[], None], started: Future[asyncio.AbstractEventLoop]
 
     started.set_result(loop)
     loop.run_forever()
+    # Cancel what is left, so that no task is destroyed while it is pending.
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

@@ -57,6 +57,7 @@ def read_sample(
     tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
 
+    # SGLang may end a request for another reason, such as an abort: that is no sample.
     if reason["type"] not in ("stop", "length") or (
         reason["type"] == "length" and len(tokens) != sampling.max_new_tokens
     ):

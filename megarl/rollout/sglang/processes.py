@@ -19,6 +19,7 @@ from megarl.rollout.sglang import last_words
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """One rank of the model. Given to SGLang as its `run_scheduler_process_func`."""
+    # Adapt this process before the scheduler starts.
     _end_alone()
     hide_megatron()
     _stay_on_this_machine()
@@ -80,6 +81,7 @@ def _stay_on_this_machine() -> None:
     def make(
         host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
     ) -> Any:
+        # Only the rank that makes the store listens: give it a socket of this one address.
         if is_master:
             options["master_listen_fd"] = listen(host_name, port).detach()
         return open_store(host_name, port, world_size, is_master, **options)

@@ -46,6 +46,7 @@ class ServerBackend(Backend):
             stdout=2,
             pass_fds=[ready_fd],
         )
+        # Close this end here, or the pipe would stay open after the server has ended.
         os.close(ready_fd)
         settings = {
             "server_args": self._server_args,
@@ -57,6 +58,7 @@ class ServerBackend(Backend):
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.flush()
 
+        # The server answers when it is ready; an empty line means that it ended or is too slow.
         with os.fdopen(ready) as pipe:
             answered, _, _ = select.select([pipe], [], [], self._start_limit_s)
             answer = pipe.readline() if answered else ""
@@ -130,6 +132,7 @@ class ServerBackend(Backend):
     def stop(self) -> None:
         """Its standard input ends, and with it the server and what it spawned; what is slow is killed."""
         assert self._process.stdin is not None
+        # List the descendants now: after the server's end they can no longer be found through it.
         children = (
             psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         )

@@ -121,6 +121,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     }
 
     if on_cpu:
+        # On a CPU the cache is bounded in tokens, and attention and sampling are torch's own.
         arguments |= {
             "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
             + _SPARE_TOKENS,
@@ -133,9 +134,11 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         if "num_experts_per_tok" in _model_config(model.path):
             # others lay experts' weights out anew, where updates do not find them
             arguments["moe_runner_backend"] = "triton"
+        # SGLang can give memory back and take it again only with its memory saver.
         if spec.release_memory:
             arguments["enable_memory_saver"] = True
 
+    # The user's arguments take precedence, and None leaves SGLang's default.
     return {
         name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None
     }
@@ -191,6 +194,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
     for name in names:
         if name not in known:
+            # Without a similar name, suggest those with the same beginning.
             close = (
                 get_close_matches(name, sorted(known), n=3)
                 or [each for each in sorted(known) if each.startswith(name[:5])][:3]

@@ -29,6 +29,7 @@ _POLL_S = 0.05
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
+    # From now on the end of standard input means that the starter is gone.
     threading.Thread(target=_end_with_starter, daemon=True).start()
 
     try:
