@@ -99,7 +99,7 @@ def supervise(
                 _, listeners = receive_descriptors(listener_source)
                 poll.unregister(listener_source.fileno())
                 listener_source.close()
-                # From now on the child's calls that start threads wait for an answer.
+                # Calls that wait for an answer wake this loop from here on.
                 for listener in listeners:
                     poll.register(listener, select.POLLIN)
             for descriptor in ready.keys() & callbacks.keys():

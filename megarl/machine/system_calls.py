@@ -120,7 +120,6 @@ def numbers_of(calls: str, column: int) -> dict[str, int]:
 
 def allow_only_harmless_calls() -> None:
     """Install the allow-list in this process, for good. Raises OSError."""
-    # Stop only `clone`: the main filter answers `clone3` as absent, so that libraries fall back.
     column = _own_column()
     _install(_program(column, os.getpid()), flags=0)
 
@@ -137,6 +136,7 @@ def notify_of_threads() -> int:
     """
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # without which only root may install a filter
     column = _own_column()
+    # Only `clone` is stopped: the allow-list answers `clone3` as absent, so that libraries fall back to it.
     clone = numbers_of(_CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]
 

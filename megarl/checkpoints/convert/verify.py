@@ -74,7 +74,6 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
     def job(name: str, room: Room) -> None:
         found[name] = _compare_tensor(name, left, right, lambda nbytes: progress(nbytes, total), workers)
 
-    # Compare one tensor per job.
     workers.run(partial(job, name) for name in names)
     architecture = [
         (field.name, getattr(left.architecture, field.name), getattr(right.architecture, field.name))
