@@ -71,6 +71,7 @@ def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> i
         groups[row.prompt_number].append(row)
     total = 0
 
+    # A prompt that is shared is padded by itself; a single row is padded as one sequence.
     for group in groups.values():
         shared = [group[0].prompt, *(row.response for row in group)] if len(group) > 1 else [group[0].tokens]
         total += sum(padded_length(length, context_parallel_size) for length in shared)
@@ -108,11 +109,13 @@ def fullest_micro_batch(
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size
 
+    # A limit in rows: distinct prompts make every row as expensive as it can be.
     if room is None:
         return [
             longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))
         ]
 
+    # A limit in tokens: fill the budget row by row, with the rows of a prompt side by side.
     rows: list[Row] = []
     left = room
     together = rows_of_prompt(config, role)
@@ -124,7 +127,9 @@ def fullest_micro_batch(
         needed = (
             _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
         )
+        # The row that no longer fits is shortened to what is left, so that the budget is used up.
         if left < needed:
+            # The first row of a prompt also needs room for at least one prompt token.
             if left > least * is_first:
                 response = min(longest.response, left - least * is_first)
                 rows.append(
@@ -196,6 +201,7 @@ def micro_batches(
         fewest = rows * padded_length(2, size)
         if rows_of_prompt > 1:
             fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
+        # The most: every row is as long as allowed, and a micro-batch holds whole rows only.
         of_row = _room_of_row(longest, rows_of_prompt > 1, size)
         least = -(-fewest // room)
         most = -(-rows // (room // of_row))

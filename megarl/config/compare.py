@@ -56,6 +56,7 @@ def other_run(saved: Path, config: RunConfig) -> list[Difference]:
         for each in _all_differences(saved, config)
         if each.key in _OF_THE_RUN
         or each.key.startswith("algorithm.")
+        # Only the path of a checkpoint makes a run begin elsewhere; `auto` and `disable` do not.
         or (each.key == _RESUME and not {each.before, each.now} <= {RESUME_AUTO, RESUME_DISABLE})
     ]
 
@@ -67,6 +68,7 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
             f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"
         )
 
+    # A key that only one side has is a difference too: versions add and remove keys.
     before = dict(flat(values))
     now = dict(flat(plain_values(config)))
     return [

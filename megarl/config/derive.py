@@ -81,6 +81,7 @@ def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> Rol
     trains = role.optim is not None
     rows = rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
+    # Rows may not divide evenly, so the fullest replica sets the number of micro-batches.
     fullest = rows_of_replica(config, role, trains=trains)
 
     return RoleArithmetic(

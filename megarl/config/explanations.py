@@ -24,6 +24,7 @@ def explanation(owner: type, name: str) -> str:
         owner: The class. A field that it inherits is explained where it is defined.
         name: The field or the member.
     """
+    # Skip base classes from elsewhere, such as Enum: their comments are not about this key.
     classes = [each for each in owner.__mro__ if each.__module__.startswith("megarl.")]
     texts = (_explanations(inspect.getsourcefile(each) or "").get((each.__name__, name)) for each in classes)
     return next((text for text in texts if text), "")
@@ -42,6 +43,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
     alone, behind = _comments(source)
     found = {}
 
+    # Fields are annotated assignments; members of an enumeration are plain ones.
     for owner in ast.parse(source).body:
         if not isinstance(owner, ast.ClassDef):
             continue

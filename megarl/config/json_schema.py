@@ -38,6 +38,7 @@ def json_schema(kind: str) -> Schema:
     section `algorithm`."""
     if kind == PRESET:
         return {"$schema": DRAFT, "title": "A preset of the section algorithm", **_preset()}
+    # Only `kind: sft` selects the supervised schema, because a file without a kind is PPO.
     if kind == ANY_RUN:
         is_sft = {"properties": {"kind": {"const": RunKind.sft.value}}, "required": ["kind"]}
         choice = {"if": is_sft, "then": _run(RunKind.sft), "else": _run(RunKind.ppo)}
@@ -50,6 +51,7 @@ def _run(kind: RunKind) -> Schema:
     root = SCHEMAS[kind]
     section = _section(root, root())
     properties = section["properties"]
+    # A schema of one kind accepts no other value of `kind`.
     properties["kind"] = {"const": kind.value, "description": properties["kind"]["description"]}
 
     for name in GROUPS:
@@ -65,6 +67,7 @@ def _run(kind: RunKind) -> Schema:
     # What must be given may come from the inherited file.
     required = section.pop("required", None)
     nested = {name: needed for name, each in properties.items() if (needed := each.pop("required", None))}
+    # The root has no required keys of its own: all of them are in its sections.
     assert required is None
     needed = {
         "required": list(nested),
@@ -91,6 +94,7 @@ def _with_presets(name: str, section: Schema) -> Schema:
 def _preset() -> Schema:
     section = _section(AlgorithmConfig, AlgorithmConfig())
     others = _section(PPOConfig, PPOConfig())
+    # `with` may not hold the preset's own section (the loader refuses it), and requires no key.
     del others["properties"][PRESET]
     for each in others["properties"].values():
         each.pop("required", None)
@@ -115,6 +119,7 @@ def _section(section: type, value: Any = None) -> Schema:
     for entry in fields(section):
         default = getattr(value, entry.name) if value is not None else _default(entry)
         kind = types[entry.name]
+        # A nested section takes its defaults from the parent's value, and not from its own class.
         if is_dataclass(kind):
             properties[entry.name] = _section(typing.cast(type, kind), default)
             continue
@@ -162,6 +167,7 @@ def _or_reference(value: Schema) -> Schema:
 def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = None) -> Schema:
     """A value of the type `kind`; `items` says more of a list of numbers."""
     parts = typing.get_args(kind)
+    # An optional value: null is one more choice of an enumeration, or one more type.
     if type(None) in parts:
         (inner,) = (part for part in parts if part is not type(None))
         value = _value(inner, allowed)
@@ -200,6 +206,7 @@ def _limits(allowed: Range) -> Schema:
         "maximum": allowed.at_most,
         "exclusiveMaximum": allowed.below,
     }
+    # JSON has no infinity, so an open end is replaced by the loader's own limit.
     given = {name: end for name, end in limits.items() if math.isfinite(end)}
     if "minimum" not in given and "exclusiveMinimum" not in given:
         given["minimum"] = -LARGEST

@@ -22,6 +22,7 @@ def has_transformer_engine() -> bool:
 
 
 def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:
+    # An explicit choice is kept; `rules.run.layers` reports where it cannot work.
     if asked is not Layers.auto:
         return LayerChoice(asked, f"engine.layers={asked.value}")
     if not on_cuda:
@@ -44,6 +45,7 @@ def describe_layers(config: RunConfig) -> str:
         )
         for cuda in devices
     ]
+    # One line suffices where the device makes no difference.
     if len(set(choices)) == 1:
         return f"{choices[0].layers.value} ({choices[0].why})"
 

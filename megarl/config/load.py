@@ -150,6 +150,7 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
 
 def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
+    # Nearly every key of another kind of run would be unknown, so this is reported alone.
     if (meant := _schema_of_kind(kind) or schema) is not schema:
         other = (
             "use `megarl train`"
@@ -161,8 +162,10 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
     review = _Review(schema)
     given: Any = OmegaConf.create()
 
+    # Merge the layers, the most important last, each without what does not fit the schema.
     for layer in layers:
         review.add(layer)
+        # A preset replaces its whole section; keys of less important layers must not survive in it.
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
@@ -170,10 +173,12 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
     problems = list(review.problems)
     refused = set(review.refused)
 
+    # Interpolations are resolved only here, and each failure hides the next: drop the key and retry.
     while True:
         try:
             merged = _merged(schema, given)
             missing = sorted(OmegaConf.missing_keys(merged))
+            # Fill in empty values, so that the checks that follow can still run.
             for key in missing:
                 OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
             config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
@@ -181,6 +186,7 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         except (OmegaConfBaseException, ValueError) as error:  # a value refers to another one: ${...}
             key = str(getattr(error, "full_key", None) or "")
             problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
+            # Without a value to remove, the same error would come back forever.
             if not _drop(given, key):
                 raise ConfigError(path, problems) from error
             refused.add(key)
@@ -194,6 +200,7 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         refused.add(key)
         problems.append(f"{key}: {problem}")
 
+    # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
         hint = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {hint}"])
@@ -229,6 +236,7 @@ def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
     for leaf in leaves(config):
         key = leaf.key
         for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
+            # Members of an enumeration may be strings too, but are no text of the user's.
             if not isinstance(text, str) or isinstance(text, Enum):
                 continue
             if text == "None":
@@ -276,6 +284,7 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
         value = getattr(section, entry.name)
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value, outputs)
+        # A list of sections, such as reward.functions, holds paths of its own.
         elif isinstance(value, list) and _item_section(
             key_types(typing.cast(type, type(section)))[entry.name]
         ):
@@ -326,6 +335,7 @@ class _Review:
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
 
+        # Refuse unknown keys, descend into sections, and collect the plain values.
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
@@ -358,6 +368,7 @@ class _Review:
 
         # Almost always all of them fit, and asking once is much quicker than asking for each.
         all_fit = not plain or _accepts(section, plain)
+        # Paths are resolved here, because only the layer knows which file named them.
         inputs = {
             entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
         }
@@ -379,9 +390,11 @@ class _Review:
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
         """Those of verl's and TRL's names have their own here, which are then not said to be missing."""
         known = set(schema_keys(self.schema))
+        # Users bring keys of other frameworks, so those names are translated first.
         elsewhere = verl_problems(key, value, known)
         if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
             elsewhere = [of_trl]
+        # The key exists here and only carries one of Hydra's signs.
         if not elsewhere and key.startswith(_SIGNS):
             elsewhere = [VerlProblem(text, name) for name, text in _without_sign(key, value) if name in known]
         for each in elsewhere or [VerlProblem(problem)]:
@@ -461,6 +474,7 @@ def _without_sections(section: Any) -> Any:
     """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all
     of them."""
     hints = key_types(section)
+    # The fields are copied, because make_dataclass sets the name and type of those it is given.
     own = [
         (entry.name, hints[entry.name], copy(entry))
         for entry in fields(section)
@@ -491,6 +505,7 @@ def expected(hint: Any) -> str:
         return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
     if hint is typing.Any:
         return "anything"
+    # What is left is a union, which is a value that may be null.
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
 
     return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
@@ -511,6 +526,7 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))
 
+    # Several sections may have the name: prefer the one whose whole path is most similar.
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
         return (
             f"did you mean "

@@ -24,9 +24,11 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     expert_cut = (
         parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
     )
+    # Float32 weights are their own master copy.
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     total = 0
 
+    # Experts are divided over other ranks than the rest, and have fewer copies for ZeRO 1.
     for parameters, copies in (
         (-(-dense // dense_cut), parallel.num_copies),
         (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
@@ -59,6 +61,7 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
     for role in model_roles(config):
         if role.optim is not None:
             parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
+            # Twelve bytes: the float32 master and the two float32 moments.
             total += parameters * (weight_bytes + 12)
             total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
 
@@ -75,7 +78,9 @@ def most_checkpoints(config: RunConfig) -> int:
 
     if checkpoint.every_minutes or keeps_best:
         made = steps  # nobody knows which of them
+    # The last step may already have a checkpoint, as a multiple of every_steps.
     elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
         made += 1
 
+    # keep=0 keeps all; otherwise the new one is beside those kept, and perhaps beside the best.
     return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)

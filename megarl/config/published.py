@@ -29,6 +29,7 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
     said: dict[str, str] = {}
 
     for role in model_roles(config):
+        # Roles may share a path, and a path that exists needs no stand-in.
         if role.path_key in said or os.path.exists(role.path):
             continue
         published = _published(Path(role.path), folders)
@@ -46,6 +47,7 @@ def _published(path: Path, folders: Sequence[Path]) -> Path | None:
     """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their
     `quickstart/model`."""
     endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
+    # Within a folder the longest ending is tried first, as the most specific match.
     found = (folder / ending for folder in folders for ending in endings)
     return next((folder for folder in found if os.path.isfile(folder / "config.json")), None)
 

@@ -276,6 +276,7 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
 
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     """names: All roles of the run."""
+    # A role without a path of its own falls back to the last key.
     path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
     section: TrainedModelConfig | None = (
         None if role.trained_key is None else attrgetter(role.trained_key)(config)

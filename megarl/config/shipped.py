@@ -48,6 +48,7 @@ def is_shipped(path: Path) -> bool:
     A clone may be used with a megarl that is installed elsewhere.
     """
     for folder in path.resolve().parents:
+        # A clone is recognised by megarl's own source beside its folder of configurations.
         is_of_clone = (
             folder.name == _NAME
             and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()

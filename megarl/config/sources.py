@@ -76,6 +76,7 @@ class Layer(NamedTuple):
         if self.file is None or (kind is InputKind.data and is_shipped(self.file)):
             return path
         joined = near / path
+        # A name on the hub looks like a relative path, so an existing file takes precedence.
         if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
             return path
 
@@ -110,6 +111,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         near = file.parent
         layers = _file_layers(file, ())
 
+    # Of several choices for one group, the last on the command line counts.
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="
@@ -117,6 +119,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             chosen[section] = names[-1]
 
     layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
+    # What remains are overrides of single keys, which win over every file.
     others = [
         override
         for override in overrides
@@ -147,6 +150,7 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     values = _read_yaml(file)
     layers = []
 
+    # The inherited file's layers come first, so that this file overrides them.
     if BASE in values:
         base = values.pop(BASE)
         if not isinstance(base, str):
@@ -165,6 +169,7 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
     """Takes the choice of a group's file out of `values`, and gives that file's layers."""
     layers = []
     for section in GROUPS:
+        # A group's choice is a name, or a section that holds the name under `base`.
         choice = values.get(section)
         if isinstance(choice, str):
             name = values.pop(section)
@@ -173,10 +178,12 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
         else:
             continue
         found = _group_file(section, name, near)
+        # A wrong name is kept as a problem, so that the other layers are still checked.
         if isinstance(found, Refused):
             layers.append(Layer(source, {}, refused=(found,)))
             continue
         inherited = _file_layers(found, ())
+        # Only the first layer replaces the section: later ones refine what it has set.
         for number, layer in enumerate(inherited):
             others = layer.values.pop(WITH, {})
             if not isinstance(others, dict) or section in others:
@@ -194,6 +201,7 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
 
 
 def _group_file(section: str, name: object, near: Path) -> Path | Refused:
+    # A file of the user's own comes before a shipped one of the same name.
     folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
     for folder in folders:
         if os.path.isfile(folder / f"{name}.yaml"):  # False also of what no file can be called
@@ -220,6 +228,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except _UNREADABLE as error:
         raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}"]) from error
 
+    # Interpolations stay unresolved until all layers are merged.
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must hold a mapping of sections (model:, data:, ...)"])
@@ -241,6 +250,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
             refused.append(Refused(None, f"{override!r} is not an override; write key.sub=value"))
             continue
         try:
+            # Each override is parsed by itself, so that a broken one does not hide the others.
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
             refused.append(Refused(key, f"{override!r}: {in_one_line(error)}"))

@@ -114,6 +114,7 @@ def validate(config: RunConfig) -> list[Violation]:
     the run's machine needs.
     """
     violations = list(_ranges(config))
+    # Rules that rely on a number out of range would only add follow-up messages.
     broken = {key for violation in violations for key in violation.keys}
 
     # What the configuration alone says.
@@ -132,6 +133,7 @@ def validate(config: RunConfig) -> list[Violation]:
         if (model := architectures.get(role.name)) is not None:
             violations += _violations(MODEL_RULES, broken, role, model, section=role.parallel_key)
 
+    # A model that could not be read is reported already, so its rules are skipped.
     for name, rules in kind.model.items():
         if name in architectures:
             violations += _violations(rules, broken, config, architectures[name])

@@ -51,6 +51,7 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
         config: The run's configuration.
         sources: What the reward functions return for the samples of each data source of `data.val_files`.
     """
+    # Over all data sources a majority vote needs answers from each of them.
     together = RewardKeys(
         has_answer=bool(sources) and all(keys.has_answer for keys in sources.values()),
         numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
@@ -71,6 +72,7 @@ def may_be_measured(config: PPOConfig, metric: str) -> bool:
     name."""
     if not metric.startswith("val/"):
         return False
+    # Assume functions that return an answer and this number: what they return is not known yet.
     known = source_metrics(config, RewardKeys(True, number_in(metric)))
     return any(metric.endswith(f"/{name}") for name in known)
 

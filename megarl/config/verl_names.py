@@ -80,6 +80,7 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProbl
         (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
         for name, entry in found
     ]
+    # Without a single name of verl's, the caller has its own message for an unknown key.
     if not any(entry for _, entry in found):
         return []
     return list(
@@ -88,6 +89,7 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProbl
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
+    # Follow a branch only as far as verl's names reach; below that it is one key.
     if (
         isinstance(value, Mapping)
         and value

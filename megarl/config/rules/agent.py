@@ -22,6 +22,7 @@ def episodes(config: PPOConfig) -> Violations:
             f"reads a turn's text itself",
         )
 
+    # The remaining rules are about turns, which only episodes have.
     if not agent.is_used:
         return
     most = config.data.max_response_length

@@ -190,6 +190,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             f"<= high",
         )
 
+    # In bypass the trainer computes no log-probs of the samples, so whatever reads them is refused.
     if not correction.bypass:
         return
     bypass = f"{_CORRECTION}.bypass"

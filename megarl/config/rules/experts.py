@@ -28,6 +28,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     keys = _Keys(role.parallel_key)
     experts = architecture.experts
 
+    # A dense model: settings for experts would silently have no effect.
     if experts is None:
         for name, key in (("expert_parallel_size", keys.dealt), ("expert_tensor_parallel_size", keys.cut)):
             if (size := getattr(parallel, name)) > 1:
@@ -43,6 +44,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 yield Violation((f"{role.name}.experts.{each.name}",), said)
         return
 
+    # Experts have to divide evenly over the ranks, and so does each expert's width.
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:
         yield Violation(
@@ -65,6 +67,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 f"use {either(nearest_divisors(width, size))}",
             )
 
+    # Tensor-parallel ranks hold the same tokens unless sequence parallelism splits them.
     if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         yield Violation(
             (f"{role.parallel_key}.sequence_parallel", keys.tensor),
@@ -88,6 +91,7 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
     there = parallel.stage_size
 
     if there % (dealt * cut):
+        # Suggest one size where changing it alone is enough, and otherwise the product of both.
         fitting = (
             nearest_divisors(there // cut, dealt)
             if there % cut == 0
@@ -125,12 +129,14 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         )
         return
 
+    # A configuration that SGLang's class does not follow would silently be another model.
     for difference in FAMILIES[policy.model_type].sglang_differs(policy):
         yield Violation(
             ("rollout.engine",),
             f"{path} has experts and {difference}: SGLang's {policy.model_type} would be another model",
         )
 
+    # The checks below divide by tensor // dealt, which has to be exact.
     if tensor % dealt:
         yield Violation(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),

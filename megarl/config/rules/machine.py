@@ -113,6 +113,7 @@ def _model_files(config: RunConfig) -> Violations:
         if not os.path.isfile(Path(folder) / "config.json"):
             continue
         if not has_weights(folder):
+            # Weights in another format can be converted; otherwise they have to be downloaded.
             others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
             message = f"{folder!r} has no weights in safetensors files"
             if others:
@@ -154,6 +155,7 @@ def _gpus(config: RunConfig) -> Violations:
 def _engine_packages(config: RunConfig) -> Violations:
     """Check that a run which joins no cluster has the packages of its rollout engine."""
     engine = config.rollout_engine
+    # The nodes of a cluster that is joined have environments of their own.
     if engine is None or cluster_address() is not None:
         return
     absent = [
@@ -199,6 +201,7 @@ def writable_folders(config: RunConfig) -> Violations:
         if folder is None or not folder.strip():
             continue
         try:
+            # Creating something is the only reliable test: mode bits do not show a read-only mount.
             tempfile.TemporaryDirectory(dir=(nearest := existing_folder(Path(folder).absolute()))).cleanup()
         except OSError as error:
             message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be"

@@ -68,6 +68,7 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
             (f"{key}.sequences", f"{key}.max_tokens"),
             f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null",
         )
+    # A reward model counts its own tokens, so `rules.reward` checks its rows.
     elif role.reads_policy_tokens and limit.max_tokens is not None:
         yield from _row_fits(config, role, limit.max_tokens)
 
@@ -81,6 +82,7 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
     room = f"max_tokens {max_tokens}"
     padded = ""
 
+    # The ranks of context parallelism share a row, so each of them adds its budget.
     if size > 1:
         lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
         room = f"{room} x context_parallel_size {size} = {max_tokens * size}"
@@ -107,6 +109,7 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
             "use recompute=none",
         )
 
+    # The default modules show no intent of the user's, while others were set on purpose.
     if how is not Recompute.selective and modules != Recomputation().modules:
         named = ", ".join(module.value for module in modules)
         yield Violation(
@@ -158,6 +161,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
 
+    # Every (virtual) pipeline stage has to hold the same number of layers.
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
     layers = architecture.num_hidden_layers
 
@@ -239,6 +243,7 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
                 f"log-probs needs one vocabulary",
             )
 
+    # The critic only embeds the policy's tokens, so a larger vocabulary does no harm.
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
         yield Violation(
             ("critic.model.path", "model.path"),

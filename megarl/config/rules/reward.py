@@ -64,6 +64,7 @@ def _scores_with_one_number(folder: Path) -> Violations:
         )
         return
 
+    # config.json gives the number of labels as num_labels or id2label; without both a default holds.
     labels = fields.get(
         "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
     )
@@ -79,6 +80,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
     model = config.reward.model
     positions = architecture.max_position_embeddings
     tokens = config.max_row_tokens
+    # A conversation has to fit both the model's positions and one micro-batch.
     room = {
         "max_position_embeddings": positions,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),

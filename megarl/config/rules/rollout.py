@@ -108,6 +108,7 @@ def shared_devices(config: PPOConfig) -> Violations:
     there = parallel.world_size
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
+    # Without room for even one engine, only a smaller engine helps.
     fitting = there // rollout.tensor_parallel_size
     hint = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
     yield Violation(
@@ -168,6 +169,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
             "max_error_rate=0, or max_staleness above 0",
         )
 
+    # The rules below are about samples of older weights, which exist only with staleness.
     if not staleness:
         return
     correction = algorithm.rollout_correction
@@ -181,6 +183,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
             "rollout_correction.bypass=true",
         )
 
+    # In a custom placement, any role in the rollout's pool takes turns with the engines.
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
     others = sorted(
         role
