@@ -118,6 +118,7 @@ class _Work:
         self._layers = architecture.num_hidden_layers // (
             parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         )
+        # What is computed again in the backward pass need not be kept.
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
@@ -150,6 +151,7 @@ class _Work:
 
     def _tokens(self, trains: bool) -> int:
         rows = self._rows(trains)
+        # Without packing, every row is padded to the longest one of the micro-batch.
         if self._config.engine.packing:
             tokens = micro_batch_tokens(rows, self._context) // self._context
         else:
@@ -169,9 +171,11 @@ class _Work:
         (virtual) stage received last: a micro-batch, and the gradient that it gave back; its angles of the
         longest row; and of models with experts how often each token counts, and what routers that train
         counted."""
+        # Buffers outlive a pass, so the larger of scoring and training counts.
         tokens = max(self._tokens(trains), self._tokens(trains=False))
         gathered = self._widths.whole * self._parallel.sequence_parallel * trains
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
+        # The first stage receives nothing from another rank, but its later virtual stages do.
         received = self._widths.part * (1 + trains) * (chunks - self._is_first)
         angles = chunks * self._longest * self._architecture.head_dim * _FLOAT32
         counted = (
@@ -189,6 +193,7 @@ class _Work:
         tokens = self._tokens(trains=False)
         width = self._widths
 
+        # For a CPU, all that a layer would keep for a backward pass counts as live at once.
         if self.kernels is _Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
@@ -208,11 +213,13 @@ class _Work:
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
 
         head = 0
+        # A critic's head gives one value per token, so it has no logits.
         if self._is_last:
             head = tokens * 2 * width.whole * self._element + (
                 0 if self._role.with_value_head else self._scores(tokens)
             )
 
+        # The two moments that may need the most: inside a layer, and in the head.
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self.batch(trains=False)
 
@@ -259,6 +266,7 @@ class _Work:
     def train(self) -> int:
         tokens = self._tokens(trains=True)
         kept = tokens * self._kept() * self._element
+        # The backward pass may need the most in the last layer, in the head or in the embedding.
         moments = [self._way_back_of_layer(tokens)]
         if self._is_last:
             moments.append(self._way_back_of_head(tokens))
@@ -342,6 +350,7 @@ class _Work:
     def _way_back_of_layer(self, tokens: int) -> int:
         """Of the last layer, when all others are still kept."""
         width = self._widths
+        # A layer that is computed again has its activations back while its gradients are made.
         all_again = self._layers_again == self._layers
         again = self._kept_of_layer if all_again else self._kept_of_mlp if self._mlp_is_computed_again else 0
         if all_again or again:

@@ -23,6 +23,7 @@ def assign(
         devices = _take(pool, used, devices_per_node)
         if devices is None:
             return None
+        # Groups with devices share the pool's reservation, in which they take turns.
         owner = next((group.name for group in pool.groups if group.together), None)
         for request in pool.groups:
             places = _places(request, devices)
@@ -65,6 +66,7 @@ def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_De
         wanted = found
 
     devices = []
+    # The devices of a node are given out in order, so counting them is enough.
     for node, count in wanted:
         if node >= len(used) or used[node] + count > devices_per_node:
             return None
@@ -84,6 +86,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
     taken: list[tuple[int, int]] = []
     node = 0
 
+    # Fill the nodes in order with whole tensor-parallel groups.
     while len(taken) < whole and node < len(free):
         if free[node] >= pool.together:
             free[node] -= pool.together
@@ -93,6 +96,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
 
     if len(taken) < whole:
         return None
+    # The last, smaller piece may fill a gap on an earlier node.
     if rest:
         last = next((index for index, count in enumerate(free) if count >= rest), None)
         if last is None:
@@ -105,6 +109,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
 def _places(request: GroupRequest, devices: Sequence[_Device]) -> list[_Place] | None:
     """The first devices of the pool in whole tensor-parallel groups: what is left over on a node stays
     without one."""
+    # Processes without devices run on the pool's first node, or on node 0.
     if request.together == 0:
         return [(devices[0][0] if devices else 0, ())] * request.num_processes
     on_nodes: dict[int, list[int]] = {}

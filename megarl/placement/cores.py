@@ -19,6 +19,7 @@ _WAITS = "reward"  # its process waits for others, which are of the user's code
 def at_work(plan: PlacementPlan) -> AtWork:
     """A phase alone has all cores for its processes; side by side they share. It follows from the plan, never
     from load."""
+    # Phases that may run side by side, looked up from either of the two.
     beside: dict[str, set[str]] = {}
     for one, other in overlaps(plan):
         beside.setdefault(one, set()).add(other)
@@ -32,6 +33,7 @@ def at_work(plan: PlacementPlan) -> AtWork:
     table: dict[str, dict[str, int]] = {}
 
     for name, (calls, own) in computing.items():
+        # Plan for the worst case: everything that may overlap with this phase runs at once.
         at_a_time = {name, *beside.get(name, ())} & computing.keys()
         number = _on_fullest_node(plan, {role for each in at_a_time for role in computing[each][1]})
         for role in own:

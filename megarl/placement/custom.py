@@ -29,6 +29,7 @@ def custom_problems(config: RunConfig) -> list[str]:
         ]
 
     requests = group_requests(config)
+    # Sizes can only be checked once every role has a pool and every pool is valid.
     problems = [*_role_problems(placement, requests), *_pool_problems(placement)]
     return problems or list(_sizes(placement, requests))
 
@@ -83,6 +84,7 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
                 f"{placement.num_nodes}; use {len(counts)} nodes"
             )
 
+    # Without a given size, nodes are as large as the pools need.
     if placement.devices_per_node is None:
         return
     for node in range(placement.num_nodes):

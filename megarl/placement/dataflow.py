@@ -118,6 +118,7 @@ def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
     they write, or writes what they read or write."""
     before: dict[str, frozenset[str]] = {}
     for index, phase in enumerate(step):
+        # Write after read, read after write and write after write all order two phases.
         direct = [
             earlier.name
             for earlier in step[:index]
@@ -134,6 +135,7 @@ def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tupl
     push of weights is in the way of generation."""
     step = [phase for phase in phases_of(plan.roles) if phase.roles]
     before = waits_for(phases_of(plan.roles))
+    # Generating ahead lifts the wait for training, but not for phases of the rollout itself.
     return [
         (one.name, other.name)
         for one, other in combinations(step, 2)

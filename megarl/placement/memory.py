@@ -86,6 +86,7 @@ def plan_memory(
     on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles, with the rank of their process
     pools: dict[tuple[int, int], str] = {}
 
+    # Collect the roles of each device; groups of one pool share devices.
     for group in plan.groups:
         for process in group.processes:
             for number in process.devices:
@@ -94,6 +95,7 @@ def plan_memory(
                     (role, process.rank) for role in group.roles
                 )
 
+    # Devices with the same roles and pipeline stages have equal usage, so it is computed once.
     known: dict[tuple[tuple[str, int], ...], tuple[dict[str, dict[str, Usage]], dict[str, int]]] = {}
     devices = []
 
@@ -146,6 +148,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
 def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]:
     share = engine_share(config)
     limit_gb = config.placement.device_memory_gb
+    # All engines are alike, so the first phase in which one is in memory tells the sizes.
     engine = next(
         usages["rollout"]
         for device in devices
@@ -202,6 +205,7 @@ class _Sizes:
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
         works = role in phase.roles
+        # Only the engine has no model role; it is in memory as a whole or not at all.
         if role not in self._roles:
             return self._engine(phase, works) if Item(role, ENGINE) in held else Usage()
         model = self._roles[role]
@@ -214,6 +218,7 @@ class _Sizes:
         moments = second_moments(model, self._architectures[role], stage)
         work = working_memory(self._config, model, self._architectures[role], stage, moments)
 
+        # The optimizer step follows the backward pass, so the larger of the two counts.
         if Item(role, GRADIENTS) in phase.needs:
             activations = max(work.train, work.step)
         else:
@@ -243,6 +248,7 @@ class _Sizes:
         policy = self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
+        # An engine writes no more at a time than its concurrency, or its share of a step's samples.
         sequences = min(
             config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
         )
@@ -308,6 +314,7 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Bytes of one device's part of the keys and values of a row as long as allowed."""
+    # With more ranks than key-value heads, each rank still holds one whole head.
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
     return (
         config.max_row_tokens
@@ -343,6 +350,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
         return Usage(parameters=held.total * element_bytes)
 
     state_bytes = 8 + master_bytes
+    # Experts have fewer copies than dense weights, so ZeRO 1 divides their state less.
     optimizer = -(-held.dense * state_bytes // parallel.num_copies)
     optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
 

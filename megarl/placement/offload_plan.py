@@ -70,6 +70,7 @@ class OffloadPlan:
         held = {item for phase in self.phases for item in phase.needs}
         in_phase: dict[str, frozenset[Item]] = {}
 
+        # The second round starts from what the first one left, which is the steady state.
         for phase in (*self.phases, *self.phases):
             held = held - self.leaving(phase.name) | phase.needs
             in_phase[phase.name] = frozenset(held)
@@ -125,6 +126,7 @@ class OffloadPlan:
         of two models. What a forward pass needs may stay beside another model's."""
         if item in phase.needs:
             return False
+        # Only roles on the same devices compete for memory.
         others = [
             need
             for need in phase.needs

@@ -156,8 +156,10 @@ class PlacementPlan:
         first."""
         group = self.group(name)
         reserved = next(each for each in self.reservations if each.name == group.reservation).bundles
+        # A group without devices has one bundle per process.
         if not group.uses_devices:
             return tuple((rank,) for rank in range(len(group.processes)))
+        # Groups that share a reservation cut it differently, so bundles are found by device.
         numbers = {
             (bundle.node, device): number
             for number, bundle in enumerate(reserved)
@@ -203,6 +205,7 @@ def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
         sharing.setdefault(group.reservation, []).append(group)
 
     for name, members in sharing.items():
+        # Groups that share devices cut them differently, so then each device is a bundle of its own.
         if len(members) == 1:
             bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)
         else:

@@ -25,6 +25,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
         raise ConfigError("placement", problems)
     pools = pool_requests(config)
 
+    # Without a given size, take the smallest nodes that all groups fit on.
     for devices_per_node in _node_sizes(config, pools):
         groups = assign(pools, placement.num_nodes, devices_per_node)
         if groups is not None:
@@ -45,6 +46,7 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
     if placement.devices_per_node is not None:
         return [placement.devices_per_node]
 
+    # A custom placement fixes the devices of each node, so the fullest node sets the size.
     if placement.strategy is PlacementStrategy.custom:
         counts = [pool.devices_on_nodes or () for pool in pools]
         return [
@@ -57,6 +59,7 @@ def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int
             )
         ]
 
+    # At least an even share of the devices per node, and at most all of them on one node.
     needed = sum(pool.num_devices for pool in pools)
     return range(-(-needed // placement.num_nodes), needed + 1)
 
@@ -66,6 +69,7 @@ def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
     size = _node_sizes(config, pools)[0]
     needed = sum(pool.num_devices for pool in pools)
     roles = ", ".join(_described(pool) for pool in pools if pool.num_devices)
+    # If there are enough devices in total, a tensor-parallel group is what does not fit.
     split = (
         ", and a tensor-parallel group must fit on one node" if needed <= placement.num_nodes * size else ""
     )

@@ -70,6 +70,7 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
     """In the order of the roles. Roles of one pool with one layout are fused in one group."""
     needs = group_requests(config)
     strategy = config.placement.strategy
+    # Supervised fine-tuning has no strategy: its only role is the actor.
     table = _STRATEGIES[strategy](config) if isinstance(config, PPOConfig) else {"actor": _Pool("actor")}
     pools: dict[str, PoolRequest] = {}
 
@@ -83,6 +84,7 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
 
 def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupRequest, ...]:
     for index, group in enumerate(groups):
+        # The same layout means the same ranks, so one process can hold both models.
         if new.parallel is not None and group.parallel == new.parallel:
             fused = replace(group, roles=(*group.roles, *new.roles))
             return (*groups[:index], fused, *groups[index + 1 :])

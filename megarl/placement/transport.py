@@ -20,6 +20,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
         transport: _why_not(transport, plan)
         for transport in (Transport.device, Transport.group, Transport.folder)
     }
+    # The folder always works, so the list is never empty.
     working = [transport for transport, reason in why_not.items() if reason is None]
     if asked is Transport.auto:
         return working[0]
