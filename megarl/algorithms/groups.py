@@ -29,6 +29,7 @@ class Groups:
     def of(cls, uid: np.ndarray, counts: Tensor) -> Groups:
         """uid (B,); counts (B,) bool, on the device where the reductions will be."""
         names, inverse = np.unique(uid.astype(str), return_inverse=True)
+        # Rows that do not count get the number after the last group.
         index = torch.where(counts, torch.from_numpy(inverse).to(counts.device), len(names))
         return cls(index, torch.bincount(index))
 
@@ -40,8 +41,10 @@ class Groups:
     def blocks(self, num_rows: int) -> Iterator[Tensor]:
         """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many
         more as end a group."""
+        # A stable sort keeps the rows of a group in the order of the batch.
         order = torch.argsort(self.index, stable=True)
         ends = self.sizes.cumsum(0)
+        # Cut where the first group ends at or after each multiple of num_rows.
         targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(
             max=len(order)
         )
@@ -95,6 +98,7 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None =
     groups = _groups_of(scores, uid)
     if is_scored is None:
         return groups.spread(scores) > 0
+    # Samples that were not scored never are the maximum or the minimum.
     largest, smallest = (torch.where(is_scored, sign * scores, -torch.inf) for sign in (1, -1))
 
     return groups.maximum(largest) + groups.maximum(smallest) > 0
@@ -116,6 +120,7 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
     groups = _groups_of(scores, uid)
     weight = 1.0 / groups.size  # a prompt counts once, whatever the number of its samples
     flat = groups.spread(scores) == 0
+    # If all scores are equal, no prompt is at the best or at the worst.
     differ = scores.max() > scores.min()
     shares = {
         "without_signal": flat,

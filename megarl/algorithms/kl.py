@@ -60,6 +60,7 @@ def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[
 
     def estimate(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
         surrogate = k2(log_probs, ref_log_prob)
+        # The difference is 0 in value and carries only the gradient of k2.
         return estimator(log_probs, ref_log_prob).detach() + (surrogate - surrogate.detach())
 
     return estimate
@@ -108,6 +109,7 @@ def apply_kl_penalty(
 
     for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
         scores, old, reference = block.columns
+        # The controller of beta needs the same estimates, so their sums are taken in the same pass.
         estimates = block.only_valid(KL_ESTIMATORS[estimator](old, reference))
         sums[block.rows] = block.row_sums(estimates)
         rewards.values[block.tokens] = block.only_valid(scores - beta * estimates)
@@ -154,6 +156,7 @@ class AdaptiveKLController(FixedKLController):
     """
 
     def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
+        # Each of them is a divisor in `update`.
         if target <= 0 or horizon <= 0:
             raise ValueError(
                 f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the "

@@ -120,6 +120,7 @@ class ActorLoss:
         policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
         per_token = policy.loss
 
+        # Correction weights come with the batch, or are made here from the log-probs of now.
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
@@ -132,6 +133,7 @@ class ActorLoss:
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
+        # The entropy is a bonus, so it lowers the loss.
         if self._needs_entropy:
             loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
 
@@ -148,6 +150,7 @@ class ActorLoss:
         dtype = policy.loss.dtype
         metrics = {
             "actor/pg_clipfrac": self.counts.token_mean(policy.bounded.to(dtype), mask),
+            # Over samples of the old policy, the mean of -log ratio estimates KL(old, new).
             "actor/approx_kl": self.counts.token_mean(-inputs.log_ratio, mask),
             "actor/ratio_max": Metric.max(inputs.ratio, mask),
             "actor/ratio_min": Metric.min(inputs.ratio, mask),

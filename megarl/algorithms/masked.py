@@ -76,6 +76,7 @@ def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
     rows_of_columns = [as_rows(column) for column in columns]
     all_count = leaves_nothing_out(mask)
     ends = rows_of_mask.lengths.cumsum(0).tolist()
+    # A packed column is cut into slices without a copy; others are flattened block by block.
     flat = [column.flat() if column.is_packed else None for column in rows_of_columns]
 
     for rows in rows_of_mask.blocks():
@@ -195,6 +196,7 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
     if number == 0:
         return Moments(0, 0.0, 0.0, maximum, minimum)
     offset = total / number
+    # Rounding may leave the variance slightly below 0.
     return Moments(number, shift + offset, max(squares / number - offset * offset, 0.0), maximum, minimum)
 
 
@@ -204,6 +206,7 @@ def masked_mean(x: Column, mask: Column) -> float:
     total = 0.0
 
     for block in token_blocks(mask, x):
+        # The sum is in float64, because float32 loses digits over many tokens.
         valid = block.valid(block.columns[0])
         number = number + len(valid)
         total = total + float(valid.sum(dtype=torch.float64))
@@ -219,6 +222,7 @@ def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = 
     result is 0.
     """
     number, mean, variance, *_ = moments(itself, mask, x)
+    # The moments divide by n, and n / (n - 1) makes the variance the unbiased one.
     scale = 1 / math.sqrt(variance * number / max(number - 1, 1) + epsilon)
     return map_tokens(lambda x: (x - mean).mul_(scale), mask, x, out=out)
 
@@ -265,6 +269,7 @@ def aggregate(
     al. 2025, arXiv 2503.20783). A mini-batch without tokens gives 0. Raises ValueError where the kind needs
     `norm_tokens` and there is none.
     """
+    # Masked slots may hold anything, even NaN, which a product with 0 would keep.
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:
         per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -56,6 +56,7 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
 
     if "critic/score/mean" in metrics:
         metrics["reward/mean"] = metrics["critic/score/mean"]
+    # Some keys may name the same column, whose moments are then computed once.
     over_tokens = {
         id(column): moments(itself, mask, column)
         for column in map(batch.get, _SPREAD_KEYS)
@@ -111,6 +112,7 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
 
     if "old_log_probs" in batch and ages.maximum > 0:
         for name, of_age in (("current", torch.eq), ("older", torch.ne)):
+            # The default argument binds the function of this iteration to the lambda.
             chosen = map_tokens(
                 lambda versions, of_age=of_age: of_age(versions, version),
                 mask,

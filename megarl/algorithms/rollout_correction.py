@@ -78,6 +78,7 @@ def correct(
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= totals.metrics(config.kind)
 
+    # A rejected response loses all its tokens, not only those that differ the most.
     if config.rejection.estimator is not RejectionEstimator.none:
         accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
         kept = on_every_token(accepted, mask)
@@ -113,7 +114,9 @@ def _weights(
             counts = num_tokens[block.rows]
             raw = _of_sequence(block.row_sums(log_ratio), counts, config.level)
             limited = _limited(raw, config)
+            # A response has one weight, which stands on each of its tokens.
             of_tokens = limited.repeat_interleave(block.lengths)
+            # A response without tokens has a weight of 1 by the formula, and must not count.
             raw = raw[counts > 0]
             limited = limited[counts > 0]
         weights.values[block.tokens] = block.only_valid(of_tokens)
@@ -164,6 +167,7 @@ def correction_weights(
     """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. On a device
     nothing waits for them: what is no number is not refused, and ends in the weights."""
     log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
+    # The bounds are those of `correct`, so that both give the same weights.
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     if config.level is CorrectionLevel.token:
@@ -195,6 +199,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
         sequences[block.rows] = block.row_sums(log_ratio).float()
         x = block.valid(log_ratio).double()
         if len(x):
+            # expm1 keeps the digits of a small x, which e^x - 1 would lose.
             less_one = torch.expm1(x)
             ratio = less_one + 1
             sums += torch.stack(
@@ -209,6 +214,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
         return {}
     k1, k3, reverse, square = (sums / count).tolist()
     has_tokens = row_lengths(mask) > 0
+    # The sum over a response may exceed the limit that its tokens respect.
     sequences = sequences[has_tokens].double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     values = {
         "kl_k1": k1,

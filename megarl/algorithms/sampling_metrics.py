@@ -66,6 +66,7 @@ def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) 
 
     for answer, count in votes.items():
         others = [votes[other] for other in votes if other != answer]
+        # Integers and fractions count exactly, and do not overflow as floats would.
         ways = sum(
             comb(count, won) * _ways_of_others(others, k - won, won) for won in range(1, min(count, k) + 1)
         )
@@ -78,6 +79,7 @@ def _ways_of_others(counts: Sequence[int], votes: int, most: int) -> Fraction:
     """Ways to give `votes` votes to answers with so many samples, none above `most`, each divided by 1 + the
     number that reach it."""
     ways = {(0, 0): 1}  # (votes given, answers at `most`) -> ways
+    # Dynamic programming: each answer extends the table of those before it.
     for count in counts:
         longer: dict[tuple[int, int], int] = defaultdict(int)
         for (given, tied), number in ways.items():

@@ -38,8 +38,10 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Col
 
     per_row = torch.as_tensor(scores, dtype=torch.float32)
     rows = as_rows(response_mask)
+    # Without gaps, a row's last token is where its length ends.
     last = rows.lengths.cumsum(0) - 1
 
+    # With gaps, it is the last True token of the row, which may come earlier.
     if not leaves_nothing_out(rows):
         for block in token_blocks(rows):
             assert block.mask is not None

@@ -44,6 +44,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     function = _load(config.function, _ESTIMATOR)
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+        # Functions of users see padded tensors, whatever form the batch has.
         padded = inputs.padded()
         mask = inputs.response_mask
         assert isinstance(padded.response_mask, Tensor)
@@ -54,6 +55,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
             padded.response_mask,
             f"{config.function} must return Advantages(advantages, returns)",
         )
+        # A user's function may leave anything in masked slots.
         own = (masked(values, padded.response_mask) for values in given if isinstance(values, Tensor))
 
         return Advantages(
@@ -83,6 +85,7 @@ def policy_loss_of(config: PolicyLossConfig) -> PolicyLoss:
 def try_functions(config: AlgorithmConfig) -> None:
     """Calls those that are configured with two samples of one prompt. Raises UserFunctionError for what would
     fail in a run."""
+    # The samples differ in length, so that a function meets masked slots.
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(mask.shape)
     needs = config.advantage.estimator.needs

@@ -24,6 +24,7 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """
     groups = inputs.groups
     advantages = groups.deviation(inputs.outcomes)
+    # The deviation is exactly 0 for equal outcomes, so this cannot amplify rounding errors.
     if config.normalize_by_std:
         advantages = advantages / (groups.standard_deviation(inputs.outcomes) + _EPSILON)
 
@@ -42,6 +43,7 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     scores = inputs.outcomes
     is_best = scores == groups.maximum(scores)
     best_is_alone = groups.sum(is_best.to(scores.dtype)) == 1
+    # Hide the best sample itself, so that the best of the others is left.
     second = groups.maximum(torch.where(is_best, -torch.inf, scores))
     advantages = torch.where(is_best & best_is_alone & (groups.size > 1), scores - second, 0.0)
     if config.normalize_by_std:
@@ -87,6 +89,7 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     groups = inputs.groups
     scores = inputs.outcomes
     counts = inputs.lengths > 0
+    # Rows without a token are no samples, so neither count includes them.
     num_with_signal = ((groups.spread(scores) > 0) & counts).sum()
 
     return inputs.on_every_token(groups.deviation(scores) * (counts.sum() / num_with_signal.clamp(min=1)))
@@ -97,6 +100,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
     paper's variant for several samples of a prompt). A group of one has nothing to compare and stands at 0
     before whitening."""
     centred = inputs.groups.deviation(inputs.outcomes)
+    # Each outcome stands on all its tokens, so lengths weight the mean and the variance.
     lengths = inputs.lengths
     num_tokens = lengths.sum()
     centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
@@ -122,6 +126,7 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     weights = (
         parts.new_ones(parts.shape[1]) if inputs.score_weights is None else inputs.score_weights.to(parts)
     )
+    # The sum is not finite as soon as one of the scores is not.
     refuse_unusable("a reward function's score", parts.sum(dim=1), inputs.uid)
     total = parts.new_zeros(len(parts))
 

@@ -54,9 +54,11 @@ def gae(
     for block in _episodes(response_mask, token_level_rewards, values):
         (steps, kept_values), slots = block.columns, block.slots
         next_values = kept_values
+        # Move valid tokens to the front, so that the recursion skips gaps in the mask.
         if slots is not None:
             steps = to_front(steps, slots)
             next_values = to_front(kept_values, slots)
+        # With lam = 1 the bootstrap term vanishes, which saves a pass over the tokens.
         if lam != 1.0:
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)
@@ -122,6 +124,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     ]
     advantages, returns = (empty_like(columns[0], columns[0].dtype) for _ in range(2))
 
+    # The baseline compares all samples of a prompt, so a block never splits a group.
     for rows in inputs.groups.blocks(columns[0].num_rows_of_block):
         index = inputs.groups.index[rows]
         rewards, mask, old, squared = (column[rows] for column in columns)
@@ -139,11 +142,13 @@ def _of_whole_groups(
     slots = front_slots(mask)
     num_groups = int(index[-1]) + 1
     returns = _rewards_to_go(masked(rewards, mask), slots, gamma=1.0)
+    # Rounding may leave a squared norm slightly below 0.
     norms = masked(1.0 - 2.0 * log_probs.exp() + squares, mask).clamp(min=0)
 
     # here: 1 where a sample has a token t
     here = mask.to(returns.dtype)
     returns_here = returns
+    # Align the samples by their count of valid tokens, so that tool output shifts nothing.
     if slots is not None:
         here, norms, returns_here = (to_front(x, slots) for x in (here, norms, returns))
     gathered = norms.cumsum(dim=1).mul_(here)
@@ -154,6 +159,7 @@ def _of_whole_groups(
 
     weight = over_samples(gathered)
     compared = ((over_samples(here) > 1) & (weight > 0))[index]
+    # The divisor 1 avoids a division by 0; `compared` leaves those places out.
     baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
     advantages = torch.where(compared, returns_here - baseline, 0.0) * here
 
@@ -192,6 +198,7 @@ def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
 
     for rows in rows_of_mask.blocks_of_like_length():
         padded = [column[rows] for column in rows_of_columns]  # with 0
+        # Without gaps the tokens are in place already, and no slots are needed.
         if all_count:
             yield _Episodes(rows, None, padded)
         else:
@@ -207,11 +214,14 @@ def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
     grows as in a sum of 16 and one of log2(R / 16).
     """
     num_rows, num_tokens = x.shape
+    # Zeros behind the last token change no suffix sum.
     padded = torch.nn.functional.pad(x, (0, -num_tokens % _CHUNK_TOKENS))
     distance = torch.arange(_CHUNK_TOKENS, device=x.device)
     powers = discount ** (distance[:, None] - distance).clamp(min=0).to(x.dtype)
     sums = (padded.view(-1, _CHUNK_TOKENS) @ powers.tril()).view(num_rows, -1, _CHUNK_TOKENS)
+    # The first sum of each chunk is the chunk's total.
     following = _suffix_sums_by_doubling(sums[:, :, 0].contiguous(), discount**_CHUNK_TOKENS)
+    # Each token then gets the discounted total of all later chunks.
     sums[:, :-1].addcmul_(following[:, 1:, None], discount ** (_CHUNK_TOKENS - distance).to(x.dtype))
 
     return sums.view(num_rows, -1)[:, :num_tokens]
@@ -225,6 +235,7 @@ def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
     span = 1
     factor = discount
 
+    # A discount that has underflowed to 0 adds nothing more.
     while span < x.shape[1] and factor != 0.0:
         torch.add(sums[:, :-span], sums[:, span:], alpha=factor, out=longer[:, :-span])
         longer[:, -span:] = sums[:, -span:]

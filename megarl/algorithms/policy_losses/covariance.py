@@ -45,6 +45,7 @@ def select_for_clip_cov(
         lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool
     )
     candidates = as_rows(is_candidate).values.nonzero().flatten()
+    # A generator of its own makes the draw independent of the global random state.
     drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
 
     return _selected(candidates[drawn[: number_to_select(mask, config.covariance.share)]], mask)
@@ -65,6 +66,7 @@ def select_for_kl_cov(
     """`selected_tokens` (B, R) bool: the `covariance.share` of the mini-batch's tokens with the largest
     covariance."""
     covariance = as_rows(token_covariance(columns, mask)).values
+    # Masked tokens must never be among the largest.
     if not leaves_nothing_out(mask):
         covariance = covariance.masked_fill(~as_rows(mask).flat(), -torch.inf)
     return _selected(covariance.topk(number_to_select(mask, config.covariance.share)).indices, mask)

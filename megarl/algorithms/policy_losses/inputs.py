@@ -36,6 +36,7 @@ class PolicyInputs:
     ) -> PolicyInputs:
         """old_log_probs None: they are those of now, so that every ratio is exactly 1 and has its
         gradient."""
+        # With 0 in masked slots every ratio there is 1, and no NaN reaches a gradient.
         log_probs = masked(log_probs, mask)
         return cls(
             log_probs=log_probs,

@@ -25,6 +25,7 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     bounded = clipped > plain
     if config.clip_dual is None:
         return TokenLosses(loss, bounded)
+    # The ceiling limits the loss where a large ratio meets a negative advantage.
     ceiling = -config.clip_dual * advantages
     dual_clipped = (advantages < 0) & (loss > ceiling)
 
@@ -41,6 +42,7 @@ def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     response's ratio is clipped, so it has no gradient.
     """
     response = exp_ratio(inputs.row_mean(inputs.log_ratio.detach()))
+    # The second factor is 1 in value and passes the gradient to each token's log-prob.
     ratio = response * (inputs.log_probs - inputs.log_probs.detach()).exp()
     plain = -ratio * inputs.advantages
     clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * inputs.advantages
@@ -58,6 +60,7 @@ def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """
     advantage = inputs.row_mean(inputs.advantages)
     log_ratio = inputs.log_ratio
+    # Clip only on the side towards which the advantage pushes.
     cut = torch.where(
         advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
     )
@@ -85,6 +88,7 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """
     negative = torch.full_like(inputs.advantages, config.sapo.temperature_negative)
     temperature = negative.masked_fill(inputs.advantages > 0, config.sapo.temperature_positive)
+    # The factor 4 / tau makes the slope 1 at a ratio of 1.
     gate = torch.sigmoid(temperature * (inputs.ratio - 1.0)) * 4.0 / temperature
 
     return TokenLosses(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
@@ -130,6 +134,7 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
     weight = inputs.ratio.detach()
     if config.clip_dual is not None:
         weight = weight.clamp(max=config.clip_dual)
+    # The value is that of the weight; the gradient reaches only the log-prob.
     surrogate = weight * (inputs.log_probs - inputs.log_probs.detach()).exp()
 
     return TokenLosses(torch.where(bounded, 0.0, -surrogate * inputs.advantages), bounded)
