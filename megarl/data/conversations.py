@@ -65,6 +65,7 @@ class ConversationEncoder:
         except ValueError as error:
             raise ConversationError(f"sample {uid}, by the reward model's tokenizer: {error}") from error
 
+        # A trailing padding token would move the position that is scored.
         while token_ids and token_ids[-1] == self._pad_token_id:
             token_ids.pop()
         if not token_ids:
@@ -90,6 +91,7 @@ class ConversationEncoder:
                 "or set reward.model.overlong=truncate to leave the oldest tokens out"
             )
 
+        # Truncation keeps the newest tokens, because the answer is at the end.
         return Conversation(
             token_ids[-self._max_length :],
             length > self._max_length,
@@ -106,6 +108,7 @@ def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None
     chosen: dict[tuple[str, ...], Prompt] = {}
     longest = None
 
+    # Templates refuse orders of roles, so one chat of each order is enough.
     for prompt in prompts:
         chosen.setdefault(tuple(message["role"] for message in prompt.messages), prompt)
         if longest is None or len(prompt.token_ids) > len(longest.token_ids):

@@ -87,6 +87,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
         hint = "convert it, for example with pandas.DataFrame.to_parquet"
         raise DataError(f"{path}: not a parquet file ({one_line(error)}); {hint}") from error
 
+    # Only the wanted columns are read, because others may be large.
     batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
     return OpenTable(columns, _rows_of(path, batches), parquet.metadata.num_rows)
 
@@ -94,6 +95,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
 def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
     number = 0
     while True:
+        # Damage may show only when a batch is read and converted.
         try:
             batch = next(batches, None)
             rows = None if batch is None else batch.to_pylist()
@@ -108,11 +110,13 @@ def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]
 
 def _json_lines(path: str) -> Iterator[Row]:
     """Lines of blanks are left out."""
+    # Bytes are decoded line by line, so that an error can name its line.
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.isspace():
                 continue
             try:
+                # The first line may begin with a byte-order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 values = json.loads(text, object_pairs_hook=refuse_repeated_keys)
             except (ValueError, RecursionError) as error:  # a RecursionError where it is too deep
@@ -141,6 +145,7 @@ def _open_csv(path: str) -> OpenTable:
     if columns is None:
         return OpenTable([], iter(()), 0)
 
+    # Rows become dicts, in which a repeated name would lose a column.
     for name in columns:
         if not name or columns.count(name) > 1:
             problem = (
@@ -202,12 +207,14 @@ def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
         if isinstance(entries, list)
         else []
     )
+    # Names in state.json must not lead out of the folder.
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
 
     if not files or len(files) != len(names):
         problem = f"_data_files is {entries!r}, but must name the files of this folder"
         raise DataError(f"{folder / SAVED_TO_DISK}: {problem}; save the data set again")
 
+    # The files of one data set share a schema, so the first one tells the columns.
     schema, _ = _open_stream(files[0])
     columns = schema.names
     kept = [name for name in wanted if name in columns]

@@ -49,6 +49,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
     lines = list[str]()
     problems = list[str]()
 
+    # Problems are collected, so that all names that cannot be found are reported at once.
     for role in model_roles(config):
         if is_hub_name(role.path):
             try:
@@ -62,6 +63,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
                     f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights"
                 )
 
+    # The data files: a data set that is not fetched keeps its name.
     for key in ("train_files", "val_files"):
         files = list[str]()
         for name in getattr(config.data, key):
@@ -76,6 +78,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
         ]
         config = _changed(config, ["data", key], files)
 
+    # Roles that share a model's key repeat its line.
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
@@ -126,6 +129,7 @@ def _data_file(key: str, name: str, fetch: bool) -> str:
     folder = folder or _fetched(key, name, "dataset", wanted)
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
 
+    # Of several files, only the user can say which to train with.
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
         raise _NotFoundError(

@@ -109,10 +109,13 @@ class BatchLoader:
         uids: list[str] = []
 
         for _ in range(num_wanted):
+            # The part that is furthest behind its share serves the next row.
             number = self._furthest_behind(self._num_served)
+            # Each part has epochs of its own, because a small one repeats sooner than a large one.
             epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
             index = self._starts[number] + self._order(number, epoch)[place]
             indices.append(index)
+            # The epoch keeps the uid unique when the row is served again.
             uids.append(f"{epoch}-{index}")
             self._num_served[number] += 1
 
@@ -177,6 +180,7 @@ class BatchLoader:
                     "without resuming"
                 )
 
+        # Orders follow from seed, epoch and part, so the counts alone restore the position.
         self._num_served = list(state["num_served"])
 
     def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

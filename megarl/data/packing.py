@@ -146,18 +146,23 @@ def plan_micro_batches(
         _check_room(row_lengths, sizes, max_tokens, context_parallel_size)
     capacity = max_tokens * context_parallel_size if max_tokens is not None else sequences
     assert capacity is not None
+    # Deal the rows to the data-parallel replicas, each with about the same work.
     hands = _over_ranks(sizes, dp_size)
+    # The tightest packing of the fullest replica sets the number of micro-batches for all.
     packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
     num_micro_batches = _round_up(max(map(len, packed)), multiple_of)
     cut = []
 
     for hand, tight in zip(hands, packed, strict=True):
         micro_batches = _over_micro_batches(hand, sizes, capacity, num_micro_batches, spread=True)
+        # Spreading may need more micro-batches than packing did, and then the packing is kept.
         if len(micro_batches) > num_micro_batches:
             micro_batches = tight
         cut.append([*micro_batches, *([] for _ in range(num_micro_batches - len(micro_batches)))])
 
+    # All replicas run equally many micro-batches: empty ones get a row, or else a filler.
     _fill_empty(cut)
+    # The shortest row is the cheapest filler.
     filler = MicroBatchRows(
         rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
     )
@@ -168,6 +173,7 @@ def _sizes(
     lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_parallel_size: int, *, by_tokens: bool
 ) -> _Sizes:
     rows = np.arange(len(lengths))
+    # Without shared prompts, every row is a group of its own.
     group, prompt = (
         (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
     )
@@ -175,12 +181,14 @@ def _sizes(
     own = [1] * len(lengths)
     of_prompt = [0] * len(lengths)
 
+    # A limit in tokens counts padding too; a limit in rows counts each row as 1.
     if by_tokens:
         own, of_prompt = (
             [padded_length(length, context_parallel_size) for length in tokens.tolist()]
             for tokens in (lengths - prompt, prompt)
         )
 
+    # Attention to the prompt is the row's work: its cost is the whole row's less the prompt's.
     own_cost = row_cost(lengths) - prompt_cost
     return _Sizes(group.tolist(), own, own_cost.tolist(), of_prompt, prompt_cost.tolist())
 
@@ -244,11 +252,13 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
     load = np.zeros(dp_size)
     hands: list[dict[int, list[int]]] = [{} for _ in range(dp_size)]
 
+    # Groups are dealt whole, so that each prompt is computed on one replica only.
     for group in sorted(groups, key=lambda group: -costs[group]):
         rank = int(load.argmin())
         hands[rank][group] = groups[group]
         load[rank] += costs[group]
 
+    # Even out with single rows where whole groups are too coarse.
     for _ in range(_MOVES_PER_RANK * dp_size):
         giver = int(load.argmax())
         taker = int(load.argmin())
@@ -259,6 +269,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
             for group, rows in hands[giver].items()
         )
         best = min(moves, key=lambda move: max(move.giver, move.taker))
+        # No move would lower the greatest work.
         if max(best.giver, best.taker) >= load[giver]:
             break
         group = sizes.group[best.rows[0]]
@@ -266,6 +277,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
         hands[giver][group] = [row for row in hands[giver][group] if row not in moved]
         if not hands[giver][group]:
             del hands[giver][group]
+        # `_move` and `_take_within` expect the longest row first.
         joined = [*hands[taker].get(group, []), *best.rows]
         hands[taker][group] = sorted(joined, key=lambda row: -sizes.own_cost[row])
         load[giver] = best.giver
@@ -296,6 +308,7 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
             giver = giver - cost
             taker = taker + cost
 
+    # A giver that keeps no row of the group no longer pays for its prompt.
     return (
         _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker)
         if chosen
@@ -318,6 +331,7 @@ def _over_micro_batches(
     for group in sorted(hand, key=lambda group: -sizes.cost(hand[group])):
         left = list(hand[group])
         weight = sizes.weight(left)
+        # A group that fits stays together; otherwise the emptiest micro-batches share it.
         while left:
             count = len(micro_batches)
             has_room = room[:count] >= weight
@@ -338,6 +352,7 @@ def _over_micro_batches(
             micro_batches[target] += taken
             room[target] -= sizes.weight(taken)
             load[target] += sizes.cost(taken)
+            # The rows that are left still need their prompt, so its weight stays.
             weight -= sum(sizes.own[row] for row in taken)
 
     return micro_batches
@@ -349,6 +364,7 @@ def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
     taken: list[int] = []
     place = 0
 
+    # Rows are sorted by length, so a binary search finds the next one that fits.
     while (place := bisect_left(rows, -room, lo=place, key=lambda row: -sizes.own[row])) < len(rows):
         row = rows.pop(place)
         taken.append(row)

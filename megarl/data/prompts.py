@@ -80,6 +80,7 @@ class PromptDataset:
         rows = Fingerprint()
         tokens = Fingerprint()
 
+        # Another chat template changes the tokens but not the rows, so the two are told apart.
         for prompt in self._prompts:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             rows.add(values=[prompt.messages, *values])
@@ -177,6 +178,7 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
     )
     source = Path(row.file).stem
 
+    # The name becomes part of metric names, so it has to be printable.
     if columns.data_source is not None:
         source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
         if not source.strip() or not source.isprintable():

@@ -180,10 +180,12 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     tools = tool_schemas(row, data.columns.tools)
     try:
         whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
+        # All that comes before the first trained answer is the prompt.
         prompt_ids, answer_ids = _answer(tokenizer, messages[: trained[0] + 1], tools)
         response_ids = [*answer_ids]
         is_trained = [True] * len(answer_ids)
         bridges = TurnTemplate(tokenizer, tools)
+        # Append later turns as generation does: an untrained bridge, then the answer.
         for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
             bridge_ids = bridges.bridge(messages[before + 1 : index])
             _, answer_ids = _answer(tokenizer, messages[: index + 1], tools)
@@ -192,6 +194,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     except ValueError as error:
         raise row.error(column, str(error)) from error
 
+    # What the template writes behind the last trained answer is not compared.
     whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
     is_as_rendered = whole_ids == prompt_ids + response_ids
     fingerprint = Fingerprint()
@@ -229,6 +232,7 @@ def _answer(
     chat_ids = encode_rendered(tokenizer, chat)
     refuse_silent_template(names_of(tools), prompt)
     refuse_silent_template(names_of(messages[-1].get("tool_calls")), chat[len(prompt) :])
+    # Compare tokens and not texts: a tokenizer may merge across the boundary.
     if chat_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
     refuse_unsaid_answer(tokenizer, messages, prompt, chat[len(prompt) :])

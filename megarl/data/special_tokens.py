@@ -16,6 +16,7 @@ def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     blank after its first character, so that the tokenizer reads it as plain text."""
     if isinstance(value, str):
         pattern = _pattern(tokenizer)
+        # A replacement may spell another special token, so repeat until there is none.
         while pattern.search(value):
             value = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
         return value

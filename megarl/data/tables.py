@@ -53,6 +53,7 @@ def read_rows(
     for file in files:
         opened = open_file(file, (*required, *optional))
         _refuse_absent(file, required, opened.columns, hint)
+        # It stays below 0 if the file has no rows.
         number = -1
         for number, values in enumerate(opened.rows):
             row = DataRow(file, number, values)
@@ -103,6 +104,7 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
 
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
+    # Messages with calls may lack content, which the checks below require.
     messages = [_with_calls(row, column, index, message) for index, message in enumerate(messages)]
 
     for index, message in enumerate(messages):
@@ -132,6 +134,7 @@ def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
         messages = load_strictly(text)
     except (ValueError, RecursionError) as error:
         reason = f"it is not JSON ({str(error) or type(error).__name__})"
+        # A single quote before the first colon is the mark of str() on a Python list.
         if "'" in text[: text.index(":")]:
             reason = "it is the Python text of a list"
         raise row.error(
@@ -224,6 +227,7 @@ def keep_within(
         return list(items)
     first = over[0]
     longest = max(row.length for row in over)
+    # Name the longest row, so that raising the limit once is enough.
     summary = (
         f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
     )

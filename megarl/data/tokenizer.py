@@ -42,6 +42,7 @@ def load_tokenizer(
             f"--local-dir DIR`"
         )
 
+    # Read the JSON files first, so that a message can name the one that is damaged.
     for name in _JSON_FILES:
         try:
             if os.path.isfile(Path(path) / name):
@@ -272,6 +273,7 @@ def decode_turns(
     """Of a row (R,), and whether the model wrote each: messages of the roles `assistant` and `environment`.
     What the environment said is as the chat template put it, without special tokens, and as the model read
     it."""
+    # A turn begins wherever the author of the tokens changes.
     starts = [0, *(np.flatnonzero(np.diff(wrote)) + 1).tolist(), len(ids)]
     return [
         {

@@ -89,10 +89,12 @@ class TurnTemplate:
             message | {"content": self._shortened(text)} if (text := _text(message)) else message
             for message in messages
         ]
+        # A short chat stands for the conversation: only what follows the answer is used.
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *short]
         rendered = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
         before, answer, after = rendered.rpartition(_ANSWER)
 
+        # The marker has to appear once, closed at once by the end token.
         if (
             not answer
             or _ANSWER in before
@@ -114,12 +116,14 @@ class TurnTemplate:
         limit = self._max_result_tokens
         if limit is None:
             return text
+        # Bound the cost of tokenizing a result that is far too long.
         if len(text) > 2 * _CHARACTERS * limit:
             text = text[: _CHARACTERS * limit] + text[-_CHARACTERS * limit :]
         token_ids = encode_rendered(self._tokenizer, text)
         kept = limit
         size = len(token_ids)
 
+        # Text that was cut may become more tokens, so shrink until the measured size fits.
         while size > limit:
             head = token_ids[: (kept + 1) // 2]
             tail = token_ids[len(token_ids) - kept // 2 :]
@@ -156,6 +160,7 @@ class TurnTemplate:
             expected = opened
             for messages in turns:
                 chat += [{"role": "assistant", "content": _ANSWER}, *messages]
+                # Grow the text as a conversation does: append each turn, and render nothing twice.
                 expected += _ANSWER + self._after(messages)
             found = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
             if _without_opened_thinking(found) != _without_opened_thinking(expected):

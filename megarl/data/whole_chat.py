@@ -46,6 +46,7 @@ def render_whole(
     leaves out a field of a message, or the text of a system, user or tool message; and where an answer spells
     a token that begins or ends turns. What an earlier answer keeps of its content is the template's to say.
     """
+    # An answer that spells such a token would change where its turn ends.
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             _refuse_turn_tokens(tokenizer, index, message)
@@ -56,6 +57,7 @@ def render_whole(
         raise ValueError(problem)
 
     for index, message in enumerate(messages):
+        # Every text of the message has to be rendered, except what a template may drop.
         written = text
         if message["role"] == "assistant":
             message = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
@@ -80,6 +82,7 @@ def refuse_unsaid_answer(
     """
     index = len(messages) - 1
     message = messages[-1]
+    # A template may open the thinking in the prompt, and then the answer lacks the tag.
     opened = _THINK if prompt.rstrip().endswith(_THINK) else ""
     _refuse_unsaid(tokenizer, index, message, opened + answer)
     thought, end, _ = message["content"].partition(_END_THINK)
@@ -154,6 +157,7 @@ def _refuse_unsaid(
                 f"message {index}: the chat template does not write its {key} ({_short(text)}); "
                 f"{_hint(tokenizer, key)}"
             )
+        # Use up the place, so that a repeated text needs a second one.
         left = left.replace(found, "\0", 1)
 
 
@@ -164,6 +168,7 @@ def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
         return "write it as tool_calls"
     if key == "content":
         return "use a template that writes it"
+    # Templates name the field for reasoning differently: find the name that this one reads.
     known = [name for name in _REASONING if name != key and re.search(rf"[.'\"]{name}\b", source)]
     if key in _REASONING and known:
         return f"rename the field to {known[0]!r}, which the template reads"
