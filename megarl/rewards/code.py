@@ -90,6 +90,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
     quick = replace(LIMITS, wall_s=min(QUICK_WALL_S, LIMITS.wall_s))
     with closing(_Tester(program, quick, shared=True)) as tester:
         for number in sorted(range(len(tests)), key=lambda number: repr(tests[number])):
+            # The deadline counts only once a test has run out of time.
             if again and time.monotonic() > deadline:
                 break
             outcome = tester.passes(number, tests[number])
@@ -148,10 +149,12 @@ class _Tester:
         return None if may_change else False
 
     def _prints(self, test: StreamTest) -> bool | None:
+        # Leave room for the expected output, or a correct program would be cut off.
         output_kb = max(self._limits.output_kb, 2 * len(test.stdout.encode()) // 1024)
         finished = run_program(
             self._program, _level(), replace(self._limits, output_kb=output_kb), test.stdin
         )
+        # A kill may be due to the CPU limit, so a second attempt may end otherwise.
         if finished.ended == "time" or finished.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
 

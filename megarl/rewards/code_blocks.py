@@ -84,6 +84,7 @@ def _best_untagged(texts: Sequence[str]) -> str | None:
     """Returns the last text that defines something, or else does something, or else compiles, as what a
     program prints may too."""
     found = [(text, tree) for text in reversed(texts) if (tree := _tree(text)) is not None]
+    # Try the strictest criterion on all blocks before the next one.
     for is_wanted in (_defines, _does, bool):
         for text, tree in found:
             if any(map(is_wanted, tree.body)):

@@ -127,6 +127,7 @@ class _Interpreter:
         """Returns what the expression prints as JSON, how that went, and whether the process was a fresh
         one."""
         was_fresh = not self._is_ready
+        # A fresh process has to run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
         ran = self._session.run(program)
         self._is_ready = ran.is_alive
@@ -165,6 +166,7 @@ class ProgramSide:
         )
         if how != "value":
             return Value(None, how, was_fresh)
+        # The sampled program may have printed anything, so the form is checked.
         if isinstance(said, dict) and "value" in said:
             return Value(said["value"], "value", was_fresh)
 
@@ -188,12 +190,14 @@ class Judge:
         is_new = True
         data = None
 
+        # The judge asks for one value of the program at a time, until the assertion is decided.
         while True:
             arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
             said, how, _ = self._interpreter.ask(f"judge({arguments})")
             if how != "value" or "holds" in said:
                 return how == "value" and said["holds"], None
             source = test.sources[said["needs"]]
+            # The assertion calls a function that the program returned, which only its process can do.
             if any(key == _GIVEN for key, _ in said["bound"][1]):
                 source = f"({source})(*{_GIVEN}, **{_NAMED})"
             value = program.value(number, source, imports, said["bound"])

@@ -179,6 +179,7 @@ def _of_assert(text: str) -> CodeTest:
             raise ValueError(f"the test {text[:100]!r} can never pass: NaN equals nothing; use math.isnan")
         return simple
 
+    # Several assertions have to hold together.
     condition = judged[0] if len(judged) == 1 else ast.BoolOp(ast.And(), judged)
     return AssertTest(ast.unparse(ast.fix_missing_locations(condition)), tuple(split.sources), split.used)
 
@@ -190,6 +191,7 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             tree = ast.parse(text.strip())
+            # ast.parse accepts some programs that compile refuses.
             compile(tree, "<test>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{what} is not an assert statement of Python: {error}") from None
@@ -225,6 +227,7 @@ def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str,
     """Returns a test that needs no judge: one value of the program is compared with a literal."""
     match condition:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+            # The literal may stand on either side.
             for call, literal in ((left, right), (right, left)):
                 match call:
                     case ast.Call(func=ast.Name(id=name), args=[_, ast.Dict(keys=[])]) if name == REMOTE:
@@ -317,6 +320,7 @@ class _Split(ast.NodeTransformer):
         root = _root(node)
         if root is not None and root in self._of_program and root not in self._bound:
             return self._remote(node)
+        # Names that a comprehension or lambda binds hide the program's inside it.
         before = self._bound
         self._bound = self._bound | _bound_by(node)
         visited = self.generic_visit(node)
@@ -330,6 +334,7 @@ class _Split(ast.NodeTransformer):
             self._import(name)
         given = [name for name in names if name in self._bound]
         source = ast.unparse(node)
+        # An expression over bound names has another value each time, so it is never shared.
         if source not in self.sources or given:
             self.sources.append(source)
         keys: list[ast.expr | None] = [ast.Constant(name) for name in given]

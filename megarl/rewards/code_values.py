@@ -70,6 +70,7 @@ def _encode(value: Any, parts: Iterator[int]) -> Any:
     if value is None or value is True or value is False:
         return value
 
+    # A subclass may override operators, so the methods of the built-in types are called.
     if isinstance(value, int):
         plain = int.__pos__(value)
         return plain if -_EXACT_IN_JSON < plain < _EXACT_IN_JSON else ["int", hex(plain)]
@@ -101,6 +102,7 @@ def _encode_by_type(value: Any, parts: Iterator[int]) -> Any:
         return ["set", each_of(value)]
     if name == "collections.deque":
         return ["deque", each_of(value)]
+    # An iterator may be endless, so only its beginning is read.
     if isinstance(value, (collections.abc.Iterator, collections.abc.ValuesView)):
         return ["iterator", each_of(islice(iter(value), LONGEST_ITERATOR))]
 
@@ -139,6 +141,7 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
         return frozenset(_hashable(items))
     if kind == "deque":
         return collections.deque(items)
+    # Only known types are constructed, because the program may have sent anything.
     if kind not in _CONSTRUCTED and kind != "decimal.Decimal":
         raise ValueError(f"{kind!r} is no kind of value")
     if kind == "fractions.Fraction" and max(abs(each) for each in items) >= 10**_LONGEST_FRACTION:

@@ -43,6 +43,7 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
     child = os.fork()
     if child == 0:
         _answer(call, limits, readable, write, to_supervisor, parent)
+    # Close the child's ends here, or the end of its answer would never be seen.
     os.close(write)
     to_supervisor.close()
     answer = bytearray()
@@ -97,11 +98,13 @@ def _answer(
     """Make the call in the child process, which ends with it."""
     try:
         end_with(parent)
+        # What the function prints must not mix with the answer.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nowhere, stream)
         send_thread_calls(to_supervisor)
         to_supervisor.close()
+        # Keep the answer's pipe as descriptor 3, and close all else that the child inherited.
         os.dup2(write, 3)
         close_descriptors_from(4)
         confine(limits, readable, WRITABLE)

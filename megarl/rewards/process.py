@@ -187,12 +187,14 @@ def score(request: ScoreRequest) -> Outcome:
         total += function.config.weight * score
         parts.append(score)
         answers.append(answer)
+        # With several functions, each number is named after the function that gave it.
         if len(_functions) > 1:
             numbers[name] = score
             values = {f"{name}/{key}": value for key, value in values.items()}
         numbers |= values
 
     has_answer = tuple(answer is not None for answer in answers)
+    # The first function that gives an answer provides the sample's vote.
     given = next((answer for answer in answers if answer is not None), [None])
     return Outcome(total, numbers, parts=tuple(parts), answer=given[0], has_answer=has_answer)
 

@@ -184,6 +184,7 @@ class RewardScorer:
         while waiting:
             unscored = self._score_some(requests, waiting, begun, outcomes, errors)
             begun = {}  # those that a broken pool has left are begun anew
+            # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
@@ -243,6 +244,7 @@ class RewardScorer:
                 for child in active_children()
                 if child.name == WORKERS_NAME and child.pid is not None
             ]
+            # The smallest wait counts, since one process that had a core is enough.
             waited_s = min(map(waited_for_core_s, workers), default=0.0)
             if time.monotonic() - start_s - waited_s > self._start_time_limit_s:
                 return False
@@ -273,6 +275,7 @@ class RewardScorer:
                 outcomes[index] = result
             else:
                 errors.append(self._describe(index, requests[index].uid, result))
+                # Further successes cannot undo this, so the rest need not be scored.
                 if len(errors) > self._max_error_rate * len(requests):
                     self._stop()  # the pool starts again if there is a next time
                     raise RewardError(self._too_many(errors, len(requests)))

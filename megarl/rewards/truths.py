@@ -129,6 +129,7 @@ class Trial(NamedTuple):
         if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
             return None
         assert isinstance(self.response, Response)
+        # Only the function whose form the text has can be expected to recognise it.
         position = self.response.form_of
 
         return (
@@ -147,6 +148,7 @@ def as_response(request: ScoreRequest) -> Response:
     truth = request.ground_truth
     labels = function_labels([function.config for function in functions])
 
+    # A ground truth that one function refuses is wrong for all of them.
     for function, label in zip(functions, labels, strict=True):
         if (refusal := _refusal(function, label, truth)) is not None:
             return Response(refusal=refusal)
@@ -205,6 +207,7 @@ def reads_truth(function: Callable[..., Any]) -> bool:
     code = getattr(function, "__code__", None)
     if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return True  # one of its keyword arguments
+    # One instruction may load two variables, and its value is then a tuple of names.
     loaded = (each.argval for each in dis.get_instructions(code) if "LOAD" in each.opname)
 
     return "ground_truth" in code.co_cellvars or any(
@@ -226,6 +229,7 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
     end_s = None if limit_s is None else time.monotonic() + limit_s
     trials: list[Trial] = []
 
+    # Try one row first: a function that never ends shows before all rows are queued.
     for part in (rows[:1], rows[1:]):
         requests = [row.request() for row in part]
         begun: list[tuple[Future[Any], Future[Any]]] = [
@@ -349,6 +353,7 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
     mixed: dict[str, tuple[str, str]] = {}
     for source, places in seen.items():
         if len(places) > 1:
+            # Order by how many functions answered: the most are last, the fewest first.
             by_number = sorted(places, key=sum)
             mixed[source] = places[by_number[-1]], places[by_number[0]]
 
