@@ -102,6 +102,8 @@ class Environments:
 
     def order(self, order: TurnOrder) -> None:
         process = self._process_of(order.episode)
+
+        # The hang limit counts from the first unanswered turn, not from the last report of an idle process.
         if not process.unanswered:
             process.heard_s = time.monotonic()
         process.orders.append(order)
@@ -114,6 +116,7 @@ class Environments:
         if episode in process.episodes:
             process.episodes.remove(episode)
             process.unanswered.discard(episode)
+            # A turn that was not sent must not create the environment again after it has been closed.
             process.orders = [order for order in process.orders if order.episode != episode]
             process.ended.append(episode)
 
@@ -130,6 +133,7 @@ class Environments:
             EnvironmentLimitError: All restarts are used up.
             WorkerError: The code of an environment failed.
         """
+        # Send each idle process its turns, and interrupt a waiting call that has new turns to send.
         for process in self._processes:
             if process.future is None and (process.orders or process.ended or process.unanswered):
                 process.future = process.group.call(
@@ -146,6 +150,7 @@ class Environments:
                 process.is_interrupted = True
                 process.group.call_beside(EnvironmentWorker.interrupt)
 
+        # Collect the answers. A dead or hung process is restarted while the others continue.
         futures = [process.future for process in self._processes if process.future is not None]
         ready = self._wait(futures, wait_s) if futures else []
         reports: list[TurnReport] = []
@@ -157,11 +162,13 @@ class Environments:
                 try:
                     heard = process.future.get()
                 except (WorkerError, PhaseTimeoutError) as error:
+                    # An error of the user's environment would come back after a restart, so it ends the run.
                     if not is_dead(error):
                         raise
                     lost += self._restart(number, str(error))
                     continue
                 process.future = None
+                # An empty answer is no progress, except for the first one, which ends the start.
                 if heard or not process.is_up:
                     process.heard_s = time.monotonic()
                     process.is_up = True
@@ -181,9 +188,12 @@ class Environments:
     def _restart(self, number: int, why: str) -> list[int]:
         process = self._processes[number]
         last_words = f"environment process {number} of {len(self._processes)} ended or hung: {why}"
+
+        # Drain the spans first: the group is replaced, and nobody asks the old one for them later.
         self._spans += process.group.drain_spans()
         process.group.shutdown()
 
+        # The limit is checked after the shutdown, so that no process remains if the run ends here.
         if self.num_restarts == self._restart_limit:
             limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
             raise EnvironmentLimitError(
@@ -198,6 +208,7 @@ class Environments:
         return sorted(process.episodes)
 
     def drain_spans(self) -> list[Span]:
+        # Each process is rank 0 of its own group, so its number becomes the rank.
         for number, process in enumerate(self._processes):
             self._spans += [span._replace(rank=number) for span in process.group.drain_spans()]
         spans = self._spans

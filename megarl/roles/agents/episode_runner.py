@@ -124,6 +124,7 @@ class EpisodeRunner:
         for number in numbers:
             running = self._running.pop(number, None)
             if running is not None:
+                # The episode is either at an engine or at its environment; both must forget it.
                 self._scheduler.cancel([] if running.request_number is None else [running.request_number])
                 self._environments.end(number)
 
@@ -133,10 +134,12 @@ class EpisodeRunner:
         Raises what RequestScheduler.poll and Environments.poll raise, and RunError for an episode that was
         started too often.
         """
+        # If both sides have work, neither may block the other for longer than one short turn.
         both = min(wait_s, _TURN_S)
         self._scheduler.poll(both if self._environments.is_busy else wait_s)
         reports, lost = self._environments.poll(0.0 if self._scheduler.is_at_work else both)
 
+        # Advance the episodes that were answered.
         for report in reports:
             running = self._running.get(report.episode)
             if running is None:  # it was cancelled meanwhile
@@ -145,6 +148,7 @@ class EpisodeRunner:
             if running.waits_since_s is not None:
                 running.waited_s += self._clock() - running.waits_since_s
                 running.waits_since_s = None
+            # A late answer of an earlier attempt does not advance the episode.
             if (
                 episode.timed_out(report.place)
                 if report.answer is None
@@ -152,6 +156,7 @@ class EpisodeRunner:
             ):
                 self._advance(report.episode)
 
+        # Episodes whose environment died start again from their prompt.
         for number in lost:
             if number in self._running:
                 self._restart(number)
@@ -159,6 +164,8 @@ class EpisodeRunner:
     def waiting(self) -> list[RequestState]:
         """Returns the episodes that wait for an answer. Any thread may call it."""
         now_s = self._clock()
+
+        # Copy first: the thread that polls changes the dictionary meanwhile.
         all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
 
@@ -186,6 +193,7 @@ class EpisodeRunner:
             sampling = replace(running.request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
             turn = running.request._replace(prompt=step.token_ids, sampling=sampling)
             deliver = partial(self._wrote, number, step.place)
+            # Prefer the replica of the last turn, whose prefix cache holds the episode so far.
             (running.request_number,) = self._scheduler.add(
                 [turn], deliver, on_failure=running.on_failure, first=running.is_first, prefer=running.replica
             )
@@ -193,6 +201,7 @@ class EpisodeRunner:
             running.waits_since_s = self._clock()
             self._environments.order(TurnOrder(number, running.task, step))
         else:
+            # The episode is over. Remove it before its callback, which may begin others.
             self._environments.end(number)
             del self._running[number]
             self._waited_s += running.waited_s
@@ -214,6 +223,8 @@ class EpisodeRunner:
     def _restart(self, number: int) -> None:
         running = self._running[number]
         self._scheduler.cancel([] if running.request_number is None else [running.request_number])
+
+        # The replica is not preferred any longer: the new attempt shares only the prompt with its cache.
         running.request_number = running.replica = running.waits_since_s = None
 
         try:

@@ -71,6 +71,8 @@ class EpisodeRollout(Rollout):
         """
         requests = self.requests(prompts, sampling, step, generation)
         rows = prompts.repeat(sampling.n)
+
+        # Engines that sleep or were restarted need the current weights before they get requests.
         self._weights.bring_in()
         version = self._weights.version
         n = sampling.n
@@ -81,6 +83,7 @@ class EpisodeRollout(Rollout):
         whole = list[int]()
 
         def end(row: int, replica: int, trajectory: Trajectory) -> None:
+            # No weights are pushed during this call: another version means that an engine missed one.
             if trajectory.weight_versions != (version,):
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a turn with the weight versions "
@@ -92,12 +95,15 @@ class EpisodeRollout(Rollout):
             missing[row // n] -= 1
             whole.extend([] if missing[row // n] else [row // n])
 
+            # Score whole prompts while others are generated; the last ones are scored with the batch.
             if scoring is not None and whole and len(ended) < len(requests) and scoring.may_begin:
                 of_whole = [ended[prompt * n + place] for prompt in whole for place in range(n)]
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
                 whole.clear()
 
         tasks = [_task(rows, row, request) for row, request in enumerate(requests)]
+
+        # These episodes go first; other threads have no access to the replicas until they end.
         with self._replicas.exclusive():
             numbers = self._runner.begin(
                 requests, tasks, [partial(end, row) for row in range(len(requests))], first=True
@@ -106,6 +112,7 @@ class EpisodeRollout(Rollout):
                 while len(ended) < len(requests):
                     self._runner.poll()
             finally:
+                # After an error, episodes that still run would deliver into a batch that nobody assembles.
                 self._runner.cancel(numbers)
 
         return self.assemble(rows, [ended[row] for row in range(len(requests))], version)
@@ -144,6 +151,7 @@ class EpisodeRollout(Rollout):
         is the share of the time of ended episodes in which they waited for tools.
         """
         with self._replicas.exclusive():
+            # The generation thread updates the same counters.
             share = self._runner.drain_wait()
         of_waits = {} if share is None else {"agent/waiting_share": share}
         return {
@@ -183,6 +191,8 @@ def batch_of_trajectories(
     """Builds the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
     assert len(trajectories) == len(prompts)
     answers = [_answer_mask(trajectory) for trajectory in trajectories]
+
+    # Columns of tokens. All of them have the lengths of the responses.
     tensors = {
         **prompts.columns,
         "responses": RaggedTensor.of_rows(
@@ -215,6 +225,7 @@ def batch_of_trajectories(
 
 
 def _answer_mask(trajectory: Trajectory) -> list[bool]:
+    # The last segment is the answer: an episode ends with a turn of the model.
     length = len(trajectory.token_ids)
     last = len(trajectory.segments[-1])
     return [False] * (length - last) + [True] * last

@@ -56,6 +56,8 @@ class AsyncRollout:
         self._prompts = prompts
         self._rules = rules
         self._on_update = on_update
+
+        # The buffer needs the version of the first push, which is not known before the first step.
         self._make_buffer = lambda version: RolloutBuffer(
             rollout, weights, prompts, scoring, rules, make_staleness(version)
         )
@@ -80,6 +82,7 @@ class AsyncRollout:
         buffer = self._started()
         self._is_awaited = True
 
+        # Wait for the generation thread, which notifies as soon as the groups of the step are finished.
         with self._condition:
             try:
                 self._condition.notify_all()
@@ -87,6 +90,7 @@ class AsyncRollout:
                 if self._failure is not None:
                     raise self._failure
                 self._step_groups = buffer.take()
+                # Counted after the step's groups were taken, so that only later steps remain.
                 self._num_in_progress = len(buffer.staleness.live)
             finally:
                 self._is_awaited = False
@@ -104,6 +108,7 @@ class AsyncRollout:
     ) -> DataProto:
         """Returns what Rollout.generate does, for the prompts that `next` returned last: their samples, or
         their greedy responses."""
+        # The buffer keeps the greedy response, if any, behind the n samples of each group.
         n = self._rules.sampling.n
         places = range(n) if sampling == self._rules.sampling else [n]
         samples = [samples[place] for samples in self._step_groups.samples for place in places]
@@ -160,6 +165,7 @@ class AsyncRollout:
 
     def _started(self) -> RolloutBuffer:
         if self._buffer is None:
+            # Restore before the first admission: a restored group must not be generated again.
             buffer = self._make_buffer(self._weights.version)
             buffer.restore(self._stored, self._trained)
             buffer.begin()
@@ -174,10 +180,12 @@ class AsyncRollout:
 
         for_weights: The caller pushes weights. With `drain`, requests in flight finish first.
         """
+        # Nobody else uses the replicas yet, or this thread already has them.
         if self._buffer is None or self._num_inside:
             yield
             return
 
+        # Set before the request, because the thread may see the request at any moment.
         self._finishes_first = for_weights and self._on_update is OnUpdate.drain
         self._is_requested = True
 
@@ -189,6 +197,7 @@ class AsyncRollout:
             self._num_inside += 1
             try:
                 yield
+                # New weights admit further groups. Start them here, so that they do not depend on timing.
                 if for_weights:
                     self._buffer.begin()
             finally:
@@ -216,14 +225,17 @@ class AsyncRollout:
         scheduler = self._rollout.scheduler
         buffer.score()
 
+        # Yield the replicas, after the requests in flight if the weight push drains them.
         if self._is_requested and not (self._finishes_first and (rollout.is_at_work or buffer.awaits_scores)):
             scheduler.pause()
+            # The caller may poll the scheduler itself, and must then be able to readmit replicas.
             scheduler.may_readmit = True
             self._has_yielded = True
             self._condition.notify_all()
             self._condition.wait_for(lambda: not self._has_yielded or self._is_closed)
             return
 
+        # The trainer waits for a finished step: let it take the groups before this thread polls again.
         if self._is_awaited and buffer.is_ready:
             self._condition.notify_all()
             self._condition.wait_for(lambda: not (self._is_awaited and buffer.is_ready) or self._is_closed)

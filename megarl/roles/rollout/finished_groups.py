@@ -44,6 +44,8 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     """Serializes groups. There must be at least one, and their samples must be of one kind."""
     rows = [(group, sample) for group in groups for sample in group.samples]
     written = [sample for _, sample in rows]
+
+    # One row per sample; the values of the group are repeated on each of its rows.
     tensors: dict[str, Column] = {
         "token_ids": RaggedTensor.of_rows([sample.token_ids for sample in written], torch.int32),
         "log_probs": RaggedTensor.of_rows([sample.log_probs for sample in written], torch.float32),
@@ -53,6 +55,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     }
     arrays: dict[str, list] = {"uid": [group.uid for group, _ in rows]}
 
+    # A sample is a single response of an engine; an episode also needs its turns and tool calls.
     if samples := [sample for sample in written if isinstance(sample, Sample)]:
         arrays["finish_reason"] = [sample.finish_reason for sample in samples]
         tensors |= route_column(samples)
@@ -83,6 +86,8 @@ def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     """Returns the groups by uid. Raises ValueError for data that `to_bytes` has not made."""
     rows = DataProto.from_bytes(data)
+
+    # The file may be damaged or of another version, so look for all columns before anything is read.
     there = rows.ragged.keys() | rows.tensors.keys() | rows.non_tensor_batch.keys()
     of_kind = ("is_model", "rewards", *_OF_EPISODES) if "is_model" in there else ("finish_reason",)
     if missing := {*_OF_TOKENS, *_OF_ROWS, *of_kind} - there:
@@ -91,6 +96,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
 
+    # Rows of a group are together and in order, so the samples keep their places.
     for uid, version, is_dropped, sample in zip(
         rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True
     ):
@@ -116,6 +122,7 @@ def _samples(rows: DataProto) -> list[Sample]:
     for (ids, log_probs, versions), reason, experts in zip(
         _tokens(rows, *_OF_TOKENS), reasons, routes, strict=True
     ):
+        # Runs of equal versions become spans again.
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
         samples.append(Sample(ids, log_probs, reason, spans, experts))
@@ -131,6 +138,7 @@ def _episodes(rows: DataProto) -> list[Trajectory]:
     for (*tokens, is_model, rewards), (end, num_calls, errors, tool_s) in zip(
         _tokens(rows, *_OF_TOKENS, "is_model", "rewards"), arrays, strict=True
     ):
+        # A segment begins wherever the author changes; the first always begins one.
         starts = np.flatnonzero(np.diff(is_model, prepend=not is_model[0]))
         parts = zip(starts, *(np.split(values, starts[1:]) for values in tokens), strict=True)
         segments = [
@@ -142,6 +150,7 @@ def _episodes(rows: DataProto) -> list[Trajectory]:
             )
             for start, ids, own, versions in parts
         ]
+        # The reward of a turn was stored on its last token.
         ends = np.flatnonzero(is_model & ~np.append(is_model[1:], False))
         episodes.append(
             Trajectory(

@@ -133,6 +133,8 @@ class Replicas:
             RunError: A replica reports another version.
         """
         lost: dict[int, Exception] = {}
+
+        # Ask the engines themselves: a call that returned does not prove that the weights arrived.
         asking = {
             number: group.call_rank(0, RolloutWorker.weight_version) for number, group in replicas.items()
         }
@@ -144,6 +146,7 @@ class Replicas:
                 f"{wrong}"
             )
 
+        # If no replica has answered, none is known to have this version.
         if said:
             self.weight_version = version
         self.starting -= said.keys()
@@ -159,6 +162,7 @@ class Replicas:
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
 
+        # The placement has no other place for this replica, so a restart cannot succeed.
         if lost := self._places[number].pool.lost_nodes():
             raise NodeLostError(
                 f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of "
@@ -173,6 +177,7 @@ class Replicas:
                 "where it comes and goes, allow more"
             )
 
+        # The new process starts while the others generate; it has no weights until it is readmitted.
         self.num_restarts += 1
         left = self._restart_limit - self.num_restarts
         _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
@@ -236,6 +241,7 @@ class Replicas:
             try:
                 sizes += group.call(RolloutWorker.resident_memory_gb)
             except (WorkerError, PhaseTimeoutError) as error:
+                # A dead replica is restarted by the next call that needs it. Here it only counts as 0.
                 if not is_dead(error):
                     raise
 
@@ -259,6 +265,7 @@ class Replicas:
     def drain_spans(self) -> list[Span]:
         """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank.
         See RoleGroup.drain_spans."""
+        # Spans of replaced replicas were kept when those were killed.
         for number in range(len(self.groups)):
             self._keep_spans(number)
         spans = self._spans
@@ -293,6 +300,7 @@ def results_of(
     results: dict[int, T] = {}
     failure: WorkerError | PhaseTimeoutError | None = None
 
+    # Wait for all calls even after a failure: a replica must not have a call under way afterwards.
     for number, future in futures.items():
         try:
             results[number] = future.get()
@@ -313,6 +321,7 @@ def is_dead_or_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
     """Whether the process or its engine is gone or stuck. Any other error comes from the call itself."""
+    # The group is killed when a call exceeds its limit, so a timeout is a death.
     if isinstance(error, PhaseTimeoutError):
         return True
     return error.kind is FailureKind.death or error.error_type == qualified_name(EngineDeadError)

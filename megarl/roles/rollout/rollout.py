@@ -151,6 +151,8 @@ class Rollout:
             with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info
         )
         requests = self.requests(prompts, sampling, step, generation)
+
+        # Engines that sleep or were restarted need the current weights before they get requests.
         self._weights.bring_in()
         version = self._weights.version
         samples: dict[int, Sample] = {}
@@ -160,8 +162,10 @@ class Rollout:
         missing = [n] * len(prompts)
         whole = []
 
+        # Collect samples in the order in which they finish.
         for arrived in self._finished(requests):
             for replica, (number, sample) in arrived:
+                # No weights are pushed during this call: another version means that an engine missed one.
                 if sample.weight_versions != (version,):
                     raise EngineFaultError(
                         f"rollout replica {replica} wrote a sample with the weight versions "
@@ -171,6 +175,7 @@ class Rollout:
                 samples[number] = sample
                 missing[number // n] -= 1
                 whole += [] if missing[number // n] else [number // n]
+            # Score whole prompts while others are generated; the last ones are scored with the batch.
             if scoring is not None and whole and len(samples) < len(requests) and scoring.may_begin:
                 of_whole = [samples[prompt * n + place] for prompt in whole for place in range(n)]
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
@@ -253,6 +258,7 @@ class Rollout:
         """Yields lists of (replica, sample) that finished together, each request once."""
         arrived: list[tuple[int, FinishedRequest]] = []
         with self._replicas.exclusive():
+            # These requests go first: the trainer waits for them, and nobody for those generated ahead.
             numbers = self.scheduler.add(
                 requests, lambda replica, finished: arrived.append((replica, finished)), first=True
             )
@@ -260,11 +266,13 @@ class Rollout:
             try:
                 while missing:
                     self.scheduler.poll()
+                    # Hand out a copy, because the next poll fills the same list.
                     if arrived:
                         missing -= len(arrived)
                         yield list(arrived)
                         arrived.clear()
             finally:
+                # The consumer may have stopped early or failed, and nobody needs the rest of the samples.
                 self.scheduler.cancel(numbers)
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
@@ -282,6 +290,7 @@ class Rollout:
         `rollout/replica_<number>/tokens_per_s` while samples were being generated.
         """
         with self._replicas.exclusive():
+            # The scheduler counts from the start of the run, so report the difference.
             before = self._reported
             now = _Reported(self._replicas.num_restarts, self.scheduler.totals())
             self._reported = now
@@ -289,11 +298,13 @@ class Rollout:
                 "rollout/num_restarts": float(now.num_restarts - before.num_restarts),
                 "rollout/num_resent": float(now.scheduler.num_resent - before.scheduler.num_resent),
             }
+            # Two calls at the same instant leave no time to relate the idle time to.
             if seconds := now.scheduler.now_s - before.scheduler.now_s:
                 metrics["perf/engines_idle"] = 1 - (
                     sum(now.scheduler.busy_s) - sum(before.scheduler.busy_s)
                 ) / (seconds * len(self._replicas))
             if generating_s := now.scheduler.generating_s - before.scheduler.generating_s:
+                # The number of replicas may have changed between the two counts.
                 written = [
                     last - first
                     for first, last in zip_longest(
@@ -328,6 +339,8 @@ def batch_of_samples(
 ) -> DataProto:
     """Builds the batch that Rollout.generate returns. `prompts` has one row per sample."""
     assert len(samples) == len(prompts)
+
+    # All token columns of samples have the same rows, so one computes the lengths for all.
     responses = RaggedTensor.of_rows(
         [sample.token_ids for sample in samples], torch.int32, padding=pad_token_id
     )
@@ -351,6 +364,8 @@ def batch_of_samples(
 
 def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:
     versions = {sample.weight_versions for sample in samples}
+
+    # Usually a single version drew all tokens; then no array per sample is needed.
     if len(versions) == 1 and len(only := next(iter(versions))) == 1:
         rows = RaggedTensor.constant(only[0], lengths, torch.int32)
     else:

@@ -199,9 +199,11 @@ class RolloutBuffer:
         while staleness.may_admit(version):
             prompts, place = self._next_prompt()
             uid = str(prompts.rows.non_tensor_batch["uid"][place])
+            # Trained out of order before the checkpoint. Its position tells when the entry can be dropped.
             if uid in self._trained:
                 self._trained[uid] = prompts.serial + place
                 continue
+            # A stored group keeps its age; if it is too old for its step, it is generated again.
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
                 number = staleness.admit(stored.version)
@@ -213,6 +215,7 @@ class RolloutBuffer:
                 else:
                     self._finish(number)
             else:
+                # Admit before the request starts: the callbacks need the number of the group.
                 number = staleness.admit(version)
                 self._groups[number] = group = _Group(prompts, place, version)
                 deliver = self._deliver_to(number)
@@ -225,6 +228,7 @@ class RolloutBuffer:
         """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it
         repeatedly."""
         if self._unscored and self._scoring.may_begin:
+            # A group may have been taken or dropped since it was finished.
             unscored = [self._groups[number] for number in self._unscored if number in self._groups]
             self._unscored = []
             if unscored:
@@ -235,19 +239,29 @@ class RolloutBuffer:
     def take(self) -> StepGroups:
         """Returns the groups of the next step, which must be ready, and starts new groups."""
         staleness = self.staleness
+
+        # If too many groups were dropped, the step is not ready; return all, so that the trainer can explain.
         taken = set(staleness.take(self._weights.version) if staleness.is_ready else self._groups)
         last = max(taken)
+
+        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics.
         gone = [
             number
             for number, group in self._groups.items()
             if number in taken or (group.is_dropped and number < last)
         ]
         groups = [self._groups.pop(number) for number in gone]
+
+        # A trained prompt behind an open group must be skipped when the data are read again from there.
         first = min((group.serial for group in self._groups.values()), default=math.inf)
         self._trained = {uid: serial for uid, serial in self._trained.items() if serial > first}
         self._failures = []
         self._trained |= {group.uid: group.serial for group in groups if group.serial > first}
+
+        # The places of the taken groups are free now.
         self.begin()
+
+        # A group that failed or was cancelled has missing samples and cannot become rows.
         whole = [group for group in groups if len(group.samples) == self._rules.size]
         samples = [[group.samples[place] for place in range(self._rules.size)] for group in whole]
 
@@ -269,6 +283,7 @@ class RolloutBuffer:
 
         `trained` lists the uids of later prompts that were trained already.
         """
+        # The oldest open group decides: everything from there on has to be served again.
         first = next(iter(self._groups.values()), None)
         prompts, place = (first.prompts, first.place) if first is not None else (self._prompts, self._place)
         state = self._loader.state_dict() if prompts is None else self._loader.behind(prompts.position, place)
@@ -292,7 +307,10 @@ class RolloutBuffer:
         Groups that still match the run's configuration are not generated again, nor are prompts in `trained`
         (see position).
         """
+        # Their positions are unknown until the loader serves them again.
         self._trained = dict.fromkeys(trained, math.inf)
+
+        # A group of another size or kind belongs to another configuration, and is generated again.
         kind = self._rollout.kind
         size = self._rules.size
         self._stored = {
@@ -309,10 +327,12 @@ class RolloutBuffer:
             sampling = self._rules.sampling
             position = self._loader.state_dict()
             serial = self._loader.num_served
+            # Draw only up to the end of the step, so that each request has the seed of its position in it.
             step, first = divmod(serial, size)  # as in a run that drops no prompt, counted from 0
             rows = self._loader.take(size - first)
             requests = _by_prompt(self._rollout.requests(rows, sampling, step + 1, first=first), sampling.n)
             if self._rules.greedy:
+                # The greedy response takes the index behind the n samples.
                 greedy = self._rollout.requests(rows, GREEDY, step + 1, first=first)
                 requests = [
                     [*own, one._replace(request_id=sampling.n)]
@@ -329,6 +349,7 @@ class RolloutBuffer:
             group = self._groups[number]
             versions = sample.weight_versions
 
+            # A sample may span several pushes, but never weights older than its start or not yet pushed.
             if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was "
@@ -345,6 +366,7 @@ class RolloutBuffer:
     def _fail(self, number: int, why: str) -> None:
         """Drops a group whose samples cannot be generated. Later groups are trained earlier, and another
         group is started."""
+        # Cancel the other samples of the group, since an incomplete group cannot be trained.
         group = self._groups[number]
         group.cancel()
         group.is_dropped = True
@@ -361,10 +383,13 @@ class RolloutBuffer:
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])
             )
 
+        # The drop has made room for another group.
         self.begin()
 
     def _finish(self, number: int) -> None:
         self._unscored.append(number)
+
+        # With a filter the group is finished only when its scores show a signal.
         if self._rules.max_without_signal is None:
             self.staleness.finish(number)
         else:
@@ -398,6 +423,8 @@ def _by_prompt(requests: Sequence[GenerationRequest], n: int) -> list[list[Gener
 def _rows_of(groups: Sequence[_Group]) -> DataProto:
     """Returns the prompts of the groups, one row per group, in order."""
     parts = []
+
+    # Groups of the same drawn batch share one selection.
     for _, together in groupby(groups, key=lambda group: group.prompts.serial):
         of_it = list(together)
         rows = of_it[0].prompts.rows

@@ -63,6 +63,7 @@ class ReplicaScaling:
         Raises:
             InsufficientResourcesError: The cluster has no room. Nothing has changed.
         """
+        # Reserve all devices before anything changes, so that a refusal leaves the run as it was.
         reserved = [
             self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)
         ]
@@ -76,8 +77,10 @@ class ReplicaScaling:
                 pool.release()
             raise
 
+        # The generation thread must have no call under way while replicas join or leave.
         self._pools += reserved
         with self._replicas.exclusive():
+            # The transfer schedules depend on the places of all replicas; the next push builds them again.
             self._sync.send_to([self._of(number).ranks for number in range(count)])
             while len(self._replicas) > count:
                 self._replicas.leave()
@@ -85,12 +88,15 @@ class ReplicaScaling:
                 self._replicas.join(self._of(len(self._replicas)).place)
             self._scheduler.resize()
 
+        # Give back devices only after their replicas have ended.
         while len(self._pools) > max(0, count - len(self._planned)):
             self._pools.pop().release()
 
     def _of(self, number: int) -> PlannedReplica:
         if number < len(self._planned):
             return self._planned[number]
+
+        # A replica that joined shares no device with a trainer, so its rank places only have to be unique.
         place = ReplicaPlace(self._pools[number - len(self._planned)])
         return PlannedReplica(
             place,

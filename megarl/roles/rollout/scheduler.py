@@ -199,8 +199,11 @@ class RequestScheduler:
         Returns:
             The numbers under which the requests can be cancelled.
         """
+        # The caller's ids may repeat between batches, so each request gets a number of its own.
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
+
+        # Register before queueing: a snapshot by another thread must find every queued request.
         self._pending |= {
             new.request_id: _PendingRequest(old, deliver, on_failure, now_s)
             for old, new in zip(requests, numbered, strict=True)
@@ -214,6 +217,8 @@ class RequestScheduler:
         for number in numbers:
             self._pending.pop(number, None)
             self._losses.pop(number, None)
+
+        # Requests that were sent must be aborted at the engine. The others are just not sent.
         for replica, cancelled in self._queue.cancel(numbers).items():
             unsent = {request.request_id for request in self._unsent[replica]}
             self._unsent[replica] = [
@@ -243,6 +248,7 @@ class RequestScheduler:
 
     def pause(self) -> None:
         """Ends all calls to replicas. Requests in flight stay with their replicas until the next `poll`."""
+        # A waiting start uses nothing at the replica, so it is dropped and waited for later.
         while self._tasks:
             for replica, task in self._tasks.items():
                 if not task.is_start:
@@ -259,6 +265,7 @@ class RequestScheduler:
         count = len(self._replicas)
         before = len(self._groups)
 
+        # Requeue before the router forgets the replicas, which must have no request then.
         for replica in range(count, before):
             self._lose(replica)
             self._tasks.pop(replica, None)
@@ -304,6 +311,8 @@ class RequestScheduler:
         """Returns the totals up to now. Any thread may call it."""
         now_s = self._clock()
         counted_s = self._counted_s
+
+        # Add the busy time since the last count, without changing state that belongs to the polling thread.
         since = [now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight()]
         busy_s = tuple(
             before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0)
@@ -324,10 +333,12 @@ class RequestScheduler:
         """Notices replicas that a weight push has replaced or given weights, and starts to wait for restarted
         ones."""
         for replica, group in enumerate(self._replicas.groups):
+            # Another process has the place: what the old one was given is lost, and its call as well.
             if group is not self._groups[replica]:
                 self._groups[replica] = group
                 self._lose(replica)
                 self._tasks.pop(replica, None)
+            # Wait for the start only if the weights can be sent afterwards.
             is_admissible = replica in self._replicas.starting and self.may_readmit and self._can_readmit()
             task = self._tasks.get(replica)
             if is_admissible and task is None:
@@ -344,10 +355,12 @@ class RequestScheduler:
             replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
         ]
 
+        # An idle replica finishes no sample; its time without one starts with the next request.
         for replica in at_work:
             if not self._queue.load(replica):
                 self._last_sample_s[replica] = now_s
 
+        # Assign first, then call, so that one call carries all new requests.
         for replica, requests in self._queue.assign(at_work).items():
             self._unsent[replica] += requests
         for replica in at_work:
@@ -359,6 +372,7 @@ class RequestScheduler:
                     RolloutWorker.submit_and_poll, self._unsent[replica], _WAIT_S
                 )
                 self._unsent[replica] = []
+                # Two ways to hang: the process does not answer, or it answers without finishing a sample.
                 deadline_s = min(
                     now_s + self._limits.answer_limit_s,
                     self._last_sample_s[replica] + self._limits.sample_limit_s,
@@ -375,6 +389,8 @@ class RequestScheduler:
     def _collect(self, wait_s: float) -> None:
         if not self._tasks:
             return
+
+        # Wake up at the first deadline even if no replica answers.
         start_s = self._clock()
         limit_s = min(task.deadline_s for task in self._tasks.values()) - start_s
         ended = self._wait([task.future for task in self._tasks.values()], max(0.0, min(limit_s, wait_s)))
@@ -396,6 +412,7 @@ class RequestScheduler:
                 self._readmit(replica)
             return []
 
+        # Without a task the deadline has passed: the reports of the processes say what they were doing.
         try:
             if task is not None:
                 return task.future.get()
@@ -421,6 +438,7 @@ class RequestScheduler:
 
     def _describe(self, lost: Collection[int]) -> str:
         """Names prompts that may be the cause: several replicas were lost while they had them."""
+        # A single loss says nothing about the prompt: all requests of the replica were lost with it.
         most = max((self._losses[number] for number in lost), default=0)
         if most < 2:
             return ""
@@ -439,11 +457,14 @@ class RequestScheduler:
 
     def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
         number = finished.request_id
+
+        # The request was cancelled while the engine finished it.
         if not self._queue.finish(replica, number):
             return
         self._losses.pop(number, None)
         request, deliver, on_failure, _ = self._pending.pop(number)
 
+        # Only the owner of the request knows whether a run can continue without the sample.
         if isinstance(finished, FailedRequest):
             if on_failure is None:
                 raise RunError(
@@ -453,6 +474,7 @@ class RequestScheduler:
             on_failure(finished.why)
             return
 
+        # A faulty sample ends the run before anything can train on it.
         sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
@@ -481,6 +503,8 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
         faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
+
+    # The spans must cover all tokens without a gap, with rising versions.
     ends = [0, *(span.end for span in sample.spans)]
 
     if (
