@@ -47,6 +47,8 @@ class LogProbCheck:
         tokens by the weights of now exceeds the bound."""
         if not self.wants(batch):
             return
+
+        # Only tokens drawn by the current weights can be compared: the trainer scores with those.
         columns = of_one_form(batch.columns)
         version = batch.meta_info["weight_version"]
         mask = map_tokens(
@@ -75,6 +77,7 @@ class LogProbCheck:
         )
 
     def _explain(self, difference: torch.Tensor, mask: torch.Tensor, mean: float) -> str:
+        # First tokens come from the engine's prefill, later ones from its decode: report them apart.
         row, position = divmod(int(torch.nan_to_num(difference, nan=torch.inf).argmax()), mask.shape[1])
         first = _mean(difference[:, :1], mask[:, :1])
         later = _mean(difference[:, 1:], mask[:, 1:])
@@ -140,6 +143,8 @@ class FirstRatioCheck:
         Raises FirstRatioError."""
         if self._passed or "actor/ratio_max" not in metrics:
             return
+
+        # The extremes allow for rounding of single tokens; the mean catches a systematic difference.
         low = metrics["actor/ratio_min"]
         high = metrics["actor/ratio_max"]
         mean = metrics["actor/approx_kl"]

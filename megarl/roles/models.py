@@ -80,6 +80,7 @@ class UpdatePlan:
                 f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
 
+        # With a single mini-batch per pass, a random order of the rows would change nothing.
         return batch.make_iterator(
             size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None
         )
@@ -107,6 +108,7 @@ class MegatronRole:
     def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
         """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of
         tokens. Rows that only fill a micro-batch have no response token that a loss reads."""
+        # Plan micro-batches of about equal work for the data-parallel replicas.
         rows = token_rows(batch.columns, keys)
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         prompts = tuple(_prompts(rows["prompts"])) if self._share_prompts else None
@@ -114,6 +116,7 @@ class MegatronRole:
         model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
 
+        # Cut the batch into one part per replica. Fillers repeat real rows and must not count in the loss.
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
             fillers = [micro_batch.is_filler for micro_batch in rank.micro_batches for _ in micro_batch.rows]
@@ -134,6 +137,7 @@ class MegatronRole:
     ) -> DerivedFuture:
         """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where
         it has another name. reads: what the workers read beside the tokens."""
+        # The moves are queued before the call, so that the workers restore the parameters first.
         moves = self._schedule.before(phase)
         plan, parts = self._split(batch, reads)
 
@@ -162,12 +166,15 @@ class MegatronRole:
         moves = self._schedule.before(phase)
         futures = []
 
+        # Token counts are those of the whole mini-batch: each replica sees only its share of the rows.
         for mini_batch in mini_batches:
             loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
             futures.append(self.group.call(method, self._split(mini_batch, mini_batch.columns)[1], loss))
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
             updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]
+
+            # Check the first mini-batch before its metrics are averaged with the others'.
             if check_first is not None:
                 check_first(values_of(updates[0]))
             return over_updates(updates)
@@ -199,6 +206,7 @@ def _plan(
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     """Of each row. Where rows are of the same values, as samples of a prompt are, its tokens are looked at
     once."""
+    # Rows with the same place in the column are the same prompt; compare the tokens of one of them.
     places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
     row_at = {place: row for row, place in reversed(list(enumerate(places)))}
     rows = sorted(row_at.values())
@@ -351,6 +359,7 @@ class Actor(MegatronRole):
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
         """See WeightSource.save_hf."""
+        # The parameters may be offloaded in favour of the engines.
         came_in = self._schedule.bring_in_actor()
         self._weights.save_hf(folder, source_folder)
         if came_in:
@@ -367,12 +376,15 @@ class Actor(MegatronRole):
         algorithm = self._algorithm
         check = self._check_log_probs
         assert algorithm is not None
+
+        # During the critic's warm-up there is no update of the actor that could score the batch.
         by_update = self._scores_in_update and step > self._updates.critic_warmup_steps
         if not (by_update or algorithm.rollout_correction.bypass):
             return self.log_probs(batch)
         if check is None or not check.wants(batch):
             return ABSENT.log_probs(batch)
 
+        # Score only for the check. The batch must not change, so the result is dropped.
         return DerivedFuture([self.log_probs(batch)], lambda results: DataProto())
 
     @property
@@ -402,6 +414,7 @@ class Actor(MegatronRole):
         if check is None or check.passed:
             return future
 
+        # Compare with the engine's log-probs before anything trains on them.
         def checked(results: list[Any]) -> DataProto:
             check(batch.union(results[0]))
             return results[0]
@@ -417,6 +430,8 @@ class Actor(MegatronRole):
         """
         algorithm = self._algorithm
         assert algorithm is not None
+
+        # Nothing has scored the batch yet: the update's own pass does.
         if "old_log_probs" not in batch.tensors:
             return self._update_scored(batch, step, algorithm)
         one_update = self._updates.is_one
@@ -424,6 +439,8 @@ class Actor(MegatronRole):
             actor_rows(mini_batch, algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
         ]
+
+        # One update stores no log-probs, and bypass takes the engine's: neither can be checked.
         ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
 
         return self._update(
@@ -442,6 +459,7 @@ class Actor(MegatronRole):
                 "of a step compare themselves with: batch = batch.union(actor.old_log_probs(batch, step))"
             )
 
+        # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
         plan, parts = self._split(rows, rows.columns)
@@ -449,6 +467,7 @@ class Actor(MegatronRole):
             algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True
         )
 
+        # The log-probs enter the batch only when the future is read, for metrics and kept samples.
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
             batch.take_in(_restored([replica.scores for replica in replicas], plan, batch, _OF_ACTOR))
@@ -485,6 +504,8 @@ def actor_rows(
     Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
     """
     columns = mini_batch.columns
+
+    # Send only what the loss reads: every other column would be transferred for nothing.
     keys = [*model_keys(columns), "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
@@ -493,6 +514,7 @@ def actor_rows(
     if ROUTED_EXPERTS in columns:
         keys.append(ROUTED_EXPERTS)
 
+    # Importance weights are given, or are computed from the engine's log-probs.
     if "rollout_weights" in columns:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:

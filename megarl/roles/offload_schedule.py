@@ -66,6 +66,8 @@ class OffloadSchedule:
         now queue behind it."""
         if self._plan is None:
             return []
+
+        # Whoever works on these devices has to end before its state can leave them.
         roles = self._plan.phase(phase).roles
         self._wait_for_others(roles)
         moves = self._let_go(phase, roles)
@@ -74,6 +76,7 @@ class OffloadSchedule:
 
     def runs(self, phase: str, future: RemoteFuture) -> None:
         """`future` ends when the phase does."""
+        # The next phase on the same devices waits for this future.
         for role in self._plan.phase(phase).roles if self._plan is not None else ():
             self._running[role] = future
 
@@ -107,7 +110,11 @@ class OffloadSchedule:
         """
         if self._plan is None:
             return
+
+        # The training phases on the engines' devices have to end first.
         self._wait_for_others(("rollout",))
+
+        # This is the end of the training mode: measure it before anything moves.
         if self.engines_are_offloaded and self._resident_gb:
             self._measure("training")
         gather(*self._let_go(_SEND, ("rollout",)))
@@ -119,6 +126,8 @@ class OffloadSchedule:
         """The engines have their weights: what is in their way goes."""
         if self._plan is None:
             return
+
+        # The actor goes out again if it was in memory only for this push.
         if self._actor_came_in:
             self.take_out_actor()
         self._held |= {_ENGINES} & self._plan.offloadable
@@ -150,10 +159,12 @@ class OffloadSchedule:
         assert self._plan is not None
         leaving = self._plan.leaving(phase) & self._held
 
+        # Engines are not workers of a model, so they release their memory by another call.
         if _ENGINES in leaving:
             self._put_engines_to_sleep()
             leaving -= {_ENGINES}
 
+        # A fused process runs its calls in order, so its own moves need no wait; those of others do.
         own = {item for item in leaving if any(self._plan.are_fused(item.role, role) for role in roles)}
         gather(*self._take_out(leaving - own))
         return self._take_out(own)
@@ -169,6 +180,7 @@ class OffloadSchedule:
         return self._move(MegatronWorker.offload_state, items)
 
     def _bring_in(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
+        # Record before the calls are made: a second phase must not move the same parts again.
         missing = items - self._held
         self._held |= missing
         return self._move(MegatronWorker.restore_state, missing)
@@ -189,6 +201,7 @@ class OffloadSchedule:
         sizes_gb = {"rollout": self._engines.resident_memory_gb()}
         seen: set[str] = set()
 
+        # Fused roles share a process, so one of them stands for all.
         for role in self._plan.takes_turns_with("rollout"):
             if not any(self._plan.are_fused(role, other) for other in seen):
                 seen.add(role)

@@ -28,6 +28,7 @@ _SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wa
 
 def score_weights(config: RewardConfig) -> list[float]:
     """Of the K `score_parts`."""
+    # The model's part comes last, as in the scores.
     of_model = [] if config.model.path is None else [config.model.weight]
     return [*(function.weight for function in config.functions), *of_model]
 
@@ -63,6 +64,7 @@ class Reward:
         """The functions begin to score these samples, all of each prompt; `finish` gives the scores. Raises
         what the call before it did."""
         with self._lock:
+            # Raise the failure of the last call here; otherwise it would be lost with the future.
             if self._beginning is not None:
                 self._beginning.get()
             self._begun |= set(map(str, groups.non_tensor_batch["uid"]))
@@ -75,6 +77,7 @@ class Reward:
             self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
             return {}
 
+        # Do not wait: the caller polls, and the replicas would stand still meanwhile.
         if not has_ended(self._asking.calls):
             return {}
         asked = self._asking
@@ -85,11 +88,14 @@ class Reward:
     def finish(self, batch: DataProto) -> DerivedFuture:
         """As `score`, where some of the prompts may have been begun."""
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+
+        # Separate the prompts that are being scored from those that have not been begun.
         with self._lock:
             beginning = [] if self._beginning is None else [self._beginning]
             begun = [uid in self._begun for uid in uids]
             self._begun -= set(uids)
 
+        # Wait for the last `begin` as well, so that its failure is raised.
         others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
 
@@ -97,6 +103,7 @@ class Reward:
 
     def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
         """functions: the first gives what they say."""
+        # The reward model works at the same time as the functions.
         rows = token_rows(batch.columns, [_OF_TURNS] if _OF_TURNS in batch.columns else [])
         model = [] if self.model is None else [self.model.score(batch)]
 
@@ -104,6 +111,7 @@ class Reward:
             scores = self._sum(results[0], results[-1]) if model else results[0]
             of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
 
+            # The environment's rewards stay on their turns; the score becomes the sum of all.
             if _OF_TURNS in rows:
                 of_rows = map_tokens(torch.add, rows["response_mask"], of_rows, rows[_OF_TURNS])
                 totals = masked_row_sums(of_rows, rows["response_mask"]).tolist()
@@ -135,6 +143,8 @@ class Reward:
 def _needed(batch: DataProto) -> DataProto:
     """By the functions."""
     rows = token_rows(batch.columns, [_ANSWERS] if _ANSWERS in batch.columns else [])
+
+    # Transfer only what functions read. For an episode the response is the last turn.
     named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
     answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
     if _ANSWERS in rows:

@@ -73,6 +73,7 @@ class SavedModels:
 
     def finish_save(self, folder: Path, step: int) -> None:
         """Waits for what is not written yet, and completes each model's folder."""
+        # A manifest is written only after all ranks of the model have given their checksums.
         for model, ranks in zip(
             self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True
         ):
@@ -113,6 +114,7 @@ def _in_their_words() -> Iterator[None]:
 def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:
     """What names the model, its configuration and tokenizer, and last the manifest with the checksums that
     the ranks give."""
+    # Add configuration and tokenizer, so that the folder can be read without the original model.
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)
     copy_companions(model.source, companions, getattr(torch, model.dtype.value), model.head)
@@ -125,6 +127,8 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
         expert_parallel_size=model.parallel.expert_parallel_size,
         expert_tensor_parallel_size=model.parallel.expert_tensor_parallel_size,
     )
+
+    # The manifest comes last: a folder without one is not complete.
     description = Description(head=model.head, dtype=model.dtype.value, layout=layout, step=step)
     write_manifest(folder, description, {name: checksum for rank in ranks for name, checksum in rank.items()})
 

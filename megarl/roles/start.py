@@ -130,6 +130,7 @@ class _Starter:
         for group in plan.groups:
             if group.roles[0] not in workers:
                 continue
+            # Groups on the same devices must have offloaded their state before this one allocates.
             self._make_room(group.roles[0], groups)
             pool = group_pool(plan, self._pools, group)
             limit_s = self._config.trainer.phase_time_limit_s
@@ -139,12 +140,14 @@ class _Starter:
                 and "actor" in group.roles
                 and joins_weight_groups(self._config, plan)
             )
+            # NCCL settings are environment variables, so they must be set before the process starts.
             environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
             started = RayWorkerGroup(
                 pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan)
             )
             groups |= started.spawn()
 
+        # The engines start next: models on their devices must have offloaded their state by then.
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups
@@ -187,6 +190,8 @@ def start_ppo(
     # The dtype of a configuration that no file has given; the paths because workers may run in another
     # folder.
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
+
+    # Decide which role runs where, and what leaves memory in which phase.
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
@@ -196,11 +201,15 @@ def start_ppo(
         seed=config.trainer.seed,
         critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
+
+    # Start the models first, because they make room on devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
     replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(
         turns, {role: group for role, group in groups.items() if role != "reward"}, replicas
     )
+
+    # Connect the actor to the engines.
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
@@ -282,6 +291,7 @@ def _workers(
     }
     for role in model_roles(config):
         architecture = models[role.name]
+        # A role with its own tokenizer also needs to know how to encode conversations.
         reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
         workers[role.name] = RayClassWithInitArgs(
             _WORKERS[role.kind], starter.model(role, architecture), *reading
@@ -317,6 +327,8 @@ def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManag
     parts = [pool.part([numbers[0]]) for numbers in bundles]
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
         return [ReplicaPlace(part) for part in parts]
+
+    # Ray shows a process only the GPUs of its own bundle, so an engine that spans several needs all names.
     gpus = visible_gpus(pool)
 
     return [
@@ -368,6 +380,7 @@ def _scaling(
     ]
     size = config.rollout.tensor_parallel_size
 
+    # Pools for replicas beyond the plan are reserved only when somebody asks for them.
     def reserve(number: int) -> RayResourcePool:
         return RayResourcePool(
             [1],
@@ -397,6 +410,7 @@ def _rollout(
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
         return Rollout(replicas, weights, rules, limits, config.trainer.seed, routes_of)
 
+    # Start one process of environments per bundle.
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
@@ -407,6 +421,8 @@ def _rollout(
         hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
         phase_time_limit_s=limit_s,
     )
+
+    # The limit of tokens covers all turns together, the environment's answers included.
     of_episodes = EpisodeLimits(
         max_turns=agent.max_turns,
         max_tokens=rules.max_response_length,
@@ -443,6 +459,8 @@ def start_evaluation(
     config = with_absolute_paths(config)
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
+
+    # The engines share no device here, so the schedule has no plan and moves nothing.
     schedule = OffloadSchedule()
     workers = {
         role: worker

@@ -52,6 +52,8 @@ class WeightForecast:
     @property
     def sent_away(self) -> list[int]:
         away = [0] * len(self.trainer_places)
+
+        # What stays on the device goes through IPC buffers and uses no link between devices.
         for (source, target), schedule in self.plan.schedules.items():
             if self.trainer_places[source] != self.engine_places[target]:
                 away[source] += schedule.numel * self.element_bytes
@@ -69,6 +71,8 @@ def forecast_weights(
     nbytes = message_bytes(
         transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu
     )
+
+    # Where the ranks are, and which slices each of them holds or needs.
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
     held = slices_by_rank(policy, layouts_of(policy, config.actor.parallel))
@@ -76,6 +80,8 @@ def forecast_weights(
         engine_slices(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size)
         * config.rollout.num_replicas
     )
+
+    # Plan the transfer schedules exactly as a run does.
     plan = plan_transfer(
         _shapes(policy),
         [RankSlices(place, slices) for place, slices in zip(sources, held, strict=True)],
@@ -129,6 +135,7 @@ def engine_slices(architecture: Architecture, size: int, expert_parallel_size: i
 def _tensor_parallel_slices(
     architecture: Architecture, size: int, expert_parallel_size: int
 ) -> Sequence[TensorSlices]:
+    # SGLang pads the vocabulary so that each rank has the same number of rows.
     padding = (
         _VOCABULARY_PADDING
         if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0

@@ -51,14 +51,17 @@ class RolloutWeights:
         failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError if a
         replica reports another version than it was sent.
         """
+        # An update under way would change the weights while they are sent.
         self.await_actor()
         with self._replicas.exclusive(for_weights=True):
             self.version += 0 if again else 1
+            # Make room: the actor's parameters and the engines' weights must be in memory together.
             self._schedule.before_push()
             replicas = self._replicas.all
             lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
             to = {number: replica for number, replica in replicas.items() if number not in lost}
             self._report, lost_in_push = self._pusher.push(to, self.version)
+            # The actor leaves before the engines allocate their caches, which need its memory.
             self._schedule.after_push()
             self._finish(to, lost | lost_in_push)
 
@@ -68,6 +71,7 @@ class RolloutWeights:
         Replicas that were restarted during the last generation, and could not be readmitted then, get their
         weights here.
         """
+        # Restarted replicas count only if the actor is offloaded; the scheduler readmits them otherwise.
         left_out = self._replicas.starting and self._schedule.actor_is_offloaded
         if self.version and (self._schedule.engines_are_offloaded or left_out):
             self.push(again=True)
@@ -89,11 +93,15 @@ class RolloutWeights:
         assert self.can_readmit(), (
             "there is no room for the actor's weights beside the caches of the other replicas"
         )
+
+        # Only this replica receives; the others keep their weights and continue to generate.
         replicas = {number: self._replicas.groups[number]}
         came_in = self._schedule.bring_in_actor()
         lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
         if not lost:
             _, lost = self._pusher.push(replicas, self.version)
+
+        # The actor was in memory only for this push. The caches need its room.
         if came_in:
             self._schedule.take_out_actor()
         self._finish(replicas, lost)
@@ -105,6 +113,8 @@ class RolloutWeights:
         well = {number: replica for number, replica in replicas.items() if number not in lost}
         if self._schedule.engines_move:
             lost |= self._replicas.wake_cache(well)  # the actor has made room for it
+
+        # Restart the lost replicas, then let the others confirm the version that they have.
         self._replicas.replace(lost)
         well = {number: replica for number, replica in well.items() if number not in lost}
         self._replicas.replace(self._replicas.accept(well, self.version))

@@ -62,6 +62,8 @@ class TransferSession:
         Raises WorkerError where the tensors are not those of an engine's model, or a trainer rank fails.
         """
         lost: dict[int, Exception] = {}
+
+        # Compare the groups, not the numbers: a restarted replica has a new group under its old number.
         new = {
             number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica
         }
@@ -73,6 +75,7 @@ class TransferSession:
             self._expect(needed, number)
         new = {number: replica for number, replica in new.items() if number not in lost}
 
+        # A name is used once, so that a replica that joined another session in between is recognized.
         if new:
             self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
             join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
@@ -89,6 +92,8 @@ class TransferSession:
         """Replicas that are dead. One in their place is to be joined anew; the others do not notice."""
         for number in lost:
             self._joined.pop(number, None)
+
+        # The trainer ranks release what they hold for the dead replicas.
         if lost and not self._source.group.has_ended:
             gather(
                 *(
@@ -162,11 +167,13 @@ class TransferSession:
         joining: dict[int, WorkerFuture[None]] = {}
 
         for number, replica in replicas.items():
+            # Route the schedules: who is beside each engine rank, and who relays to it.
             targets = {
                 target: place.device
                 for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
             }
             route = device_route(self._plan, devices, targets)
+            # The trainer rank beside each engine rank opens the IPC buffers.
             serving = [
                 call(rank, WeightExport.serve_weights, number, device, sources)
                 for rank, device, sources in zip(route.beside, targets.values(), route.sources, strict=True)
@@ -175,6 +182,7 @@ class TransferSession:
                 call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {}))
                 for rank in self._ranks
             ]
+            # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
                 EngineLink(DevicePlace(address, device), sources, self._source.torch_dtype)
                 for address, device, sources in zip(
@@ -195,11 +203,13 @@ class TransferSession:
         meeting: dict[int, list[WorkerFuture[None]]] = {}
 
         for number, replica in replicas.items():
+            # The first sender is rank 0 of the process group and reserves the port where all meet.
             route = group_route(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
             address = P2PAddress(
                 self._names[number], point.host, point.port, route.size, point.backend, self._limit_s
             )
+            # Nobody waits here: joining blocks until all members have been called.
             meeting[number] = [
                 call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), schedules)
                 for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
@@ -210,6 +220,7 @@ class TransferSession:
             ]
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
 
+        # Hear the engines first: a dead one is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
         for number, futures in meeting.items():
             for future in futures:

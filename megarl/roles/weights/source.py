@@ -58,6 +58,7 @@ class WeightSource:
         num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size
         calls = []
 
+        # Each tensor must be counted once, so replicas of the same weights are left out.
         for rank, place in enumerate(self.group.mesh):
             dense = place.dp == place.cp == 0
             experts = rank % self.parallel.stage_size < num_holders
@@ -102,6 +103,7 @@ class WeightSource:
         plan = self._export_plan
         reports: list[SendReport] = []
 
+        # The ranks write the weights. `make_folder` adds the other files.
         def write(folder: Path) -> None:
             def call(rank: int, is_first: bool) -> WorkerFuture[SendReport | None]:
                 return self.group.call_rank(
@@ -140,6 +142,7 @@ def _all_written(
 
     while pending:
         ended = wait_for_any(list(pending), _LOOK_S)
+        # A rank that hangs ends no call by itself; asking for the results applies the limit of the calls.
         if not ended:
             with suppress(WorkerError):  # which is heard below
                 gather(*pending)  # who hangs is found in time
@@ -152,6 +155,7 @@ def _all_written(
                     raise
                 failures.append(error)
                 continue
+            # The rank only paused because the others were silent; call it again to continue.
             if report is None:
                 pending[call(rank, False)] = rank
             else:

@@ -111,11 +111,13 @@ class WeightSync:
         if self._transport is Transport.folder:
             reports = self._through_folder(replicas, version, lost)
         else:
+            # Join the replicas that are new since the last push; the others stay joined.
             lost |= self._session.make(replicas)
             to = {number: replica for number, replica in replicas.items() if number not in lost}
             if not to:  # nobody is left to receive, and trainers may have joined nobody
                 self._session.forget(lost)
                 return None, lost
+            # Start both sides before waiting for either: each waits for the other.
             receiving = {
                 number: replica.call_rank(
                     0,
@@ -132,10 +134,12 @@ class WeightSync:
             }
             calls = _Push(self._source.group, sending, receiving, lost)
             reports = calls.finish()
+            # All calls have ended by now, so that no rank is left in the middle of a message.
             if calls.failure is not None:
                 self._session.forget(lost)
                 raise calls.failure
 
+        # The replicas have all weights. Compare checksums if the configuration asks for it.
         load_s = time.perf_counter() - start_s
         verify_s = self._check(
             {number: replica for number, replica in replicas.items() if number not in lost}, lost
@@ -143,6 +147,8 @@ class WeightSync:
         self._session.forget(lost)
         if len(lost) == len(replicas):
             return None, lost
+
+        # The slowest rank determines the time of the push, so take the maximum over the ranks.
         report = PushReport(
             seconds=time.perf_counter() - start_s,
             packing_s=max(report.packing_s for report in reports),
@@ -173,6 +179,7 @@ class WeightSync:
     ) -> list[SendReport]:
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
+            # The trainers write a complete folder before any replica reads it.
             folder = Path(scratch) / "model"
             reports = self._source.write_hf(folder, self._config_dir)
             loading = {
@@ -194,6 +201,7 @@ class WeightSync:
         }
 
         if to_check:
+            # Trainers and engines compute their checksums at the same time.
             parts = self._source.checksums()
             asking = {
                 number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()
@@ -209,6 +217,7 @@ class WeightSync:
             if differing and len(differing) == len(replicas):
                 raise next(iter(differing.values()))  # it is the push that is wrong, not one of the engines
             lost |= differing
+            # Remember the groups, since a restarted replica is another group and has to be verified.
             if self._verify is Verify.first:
                 self._verified += [replica for number, replica in to_check.items() if number not in lost]
 
@@ -269,6 +278,7 @@ class _Push:
             raise self._cause(error) from None
 
         if report is None:
+            # It waits for someone: tell it who is lost, so that it stops waiting for those.
             dropped = [number for number in self._replicas if number in self._lost]
             self._sending[rank] = self._trainers.call_rank(
                 rank, WeightExport.send_weights, self._replicas, dropped, False
@@ -278,6 +288,7 @@ class _Push:
         del self._sending[rank]
         self._reports.append(report)
 
+        # A rank may see that a replica is gone before the replica's own call fails.
         for number, why in report.lost.items():
             self._lost.setdefault(
                 number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}")
@@ -285,6 +296,7 @@ class _Push:
 
     def _cause(self, error: WorkerError) -> WorkerError:
         """Of a trainer rank's failure: where another has died, those that waited for it say so first."""
+        # Give the others a moment: the death of a rank is often reported after its peers' failures.
         deadline_s = time.monotonic() + _GRACE_S
         for sent in self._sending.values():
             try:
@@ -311,6 +323,8 @@ class _Push:
     def _look_for_hangs(self) -> None:
         """Of processes that do not answer at all, beyond the limit of the run."""
         self._next_look_s = time.monotonic() + _LOOK_S
+
+        # Asking for a result raises if the call has exceeded its limit.
         for sent in self._sending.values():
             try:
                 sent.get(_GLANCE_S)
