@@ -81,6 +81,8 @@ class AdvantageStep:
 
         if not (config := self._algorithm.kl).in_reward:
             return rewards, metrics
+
+        # This batch uses the coefficient from before the update, and its metric shows the same one.
         beta = self.kl_controller.coefficient
         rewards, kl = apply_kl_penalty(
             rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator
@@ -137,6 +139,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
 
     if "old_log_probs" not in tensors:
         return batch, {}
+
+    # Compute importance weights and reject samples whose two log-probs differ too much.
     correction = correct(
         tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config
     )
@@ -155,6 +159,8 @@ def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
     """
     tensors = of_one_form(batch.columns)
     version = batch.meta_info["weight_version"]
+
+    # A rejection may have left tokens out before; the age filter takes more out of the same mask.
     mask = tensors.get(LOSS_MASK, tensors["response_mask"])
     kept = map_tokens(
         lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool

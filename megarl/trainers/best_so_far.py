@@ -50,6 +50,7 @@ class BestSoFar:
                 self.metric,
             )
 
+        # The first value that is a number is the best: nan compares false with everything.
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
 

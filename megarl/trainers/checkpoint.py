@@ -103,6 +103,8 @@ class Checkpointer:
         self._is_told_to_end = is_told_to_end
         self._say = say
         self._clock = clock
+
+        # Continue the counts of the resumed run: steps, time, and the validations so far.
         resumed = resumed or {"step": 0, "seconds": 0.0}
         self._first_step = resumed["step"] + 1
         self._started_s = clock() - resumed["seconds"]
@@ -147,12 +149,14 @@ class Checkpointer:
         """The numbers of the steps that are still to be made. What was begun is committed between them, and
         awaited at the end."""
         for step in range(self._first_step, self._config.trainer.total_steps + 1):
+            # Told to end before the first step: later requests are seen in `save`, within a step.
             if self._is_told_to_end() and step == self._first_step:
                 self.stopped_after = step - 1
             if self.stopped_after is not None or self.stopped_early:
                 break
             yield step
             self.last_step = step
+            # The metrics of this step are complete now, so its checkpoint may be committed.
             self._go_on(wait=not self._config.checkpoint.asynchronous)
         self._go_on(wait=True)
 
@@ -171,6 +175,7 @@ class Checkpointer:
 
         Raises CheckpointError, of this save or of the one before it; then nothing of it is left.
         """
+        # A run that is told to end saves at once, whether or not this step is due.
         if self._is_told_to_end():
             self.stopped_after = step
         elif not self._is_due(step):
@@ -201,6 +206,8 @@ class Checkpointer:
     def _begin(self, step: int, state: State, files: Mapping[str, bytes]) -> None:
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
+
+        # Everything is read now, since training changes it while the files are written.
         of_run = {
             "step": step,
             "seconds": self.seconds,
@@ -209,6 +216,7 @@ class Checkpointer:
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
         }
 
+        # Models first: their ranks write in the background while the small files are written here.
         with self._or_nothing(save):
             save.folder = self._folder.begin(step)
             self._models.begin_save(save.folder)
@@ -221,6 +229,7 @@ class Checkpointer:
             if not self._config.checkpoint.asynchronous:
                 self._models.finish_save(save.folder, step)
 
+        # Training can continue from here on.
         save.blocked_s = self._clock() - save.started_s
         self._under_way = save
 
@@ -231,11 +240,13 @@ class Checkpointer:
             return
 
         with self._or_nothing(save):
+            # The models complete their folders, then the driver's part follows in a thread.
             if save.sealing is None:
                 if not (wait or self._models.is_written()):
                     return
                 if self._config.checkpoint.asynchronous:
                     self._models.finish_save(save.folder, save.step)
+                # The checkpoint must not become the latest before the metrics of its step are in their files.
                 self._monitor.flush()
                 save.sealing = self._thread.submit(self._commit, save)
             if not (wait or save.sealing.done()):
@@ -251,6 +262,7 @@ class Checkpointer:
 
     def _commit(self, save: _Save) -> int:
         """In a thread of its own: making sure that bytes are on a disk can take long."""
+        # Old checkpoints are removed last, so that a complete one exists at any time.
         nbytes = self._folder.seal(save.step, {"roles": self._models.names, "versions": versions()})
         self._folder.commit(save.step)
         self._folder.point_at_best(save.best)
@@ -263,6 +275,7 @@ class Checkpointer:
         try:
             yield
         except (RunError, OSError) as error:
+            # Remove what was written, and say which file or folder is the cause.
             self._under_way = None
             self._folder.abandon(save.step)
             # a rank that hangs is a TimeoutError as well

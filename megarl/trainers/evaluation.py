@@ -75,14 +75,19 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
     The names follow from the arguments and from what reward functions return, as `config.validation_metrics`
     states.
     """
+    # Samples whose scoring failed count only in the error rate.
     prompts = _by_prompt(samples)
     scored = [[sample for sample in prompt if sample.is_scored] for prompt in prompts]
     values = {"score/mean": [_mean([sample.score for sample in prompt]) for prompt in scored]}
+
+    # Majority voting needs an answer of every sample; otherwise the metric would change its meaning.
     has_answer = any(scored) and all(sample.has_answer for prompt in scored for sample in prompt)
 
+    # Estimate each metric for all k that every prompt has enough samples for.
     for k in sample_counts(min(map(len, prompts))):
         values[f"best@{k}"] = [_of_k(best_at_k, k, [sample.score for sample in prompt]) for prompt in scored]
         if pass_score is not None:
+            # A sum of weighted scores may fall short of the bound by a rounding error.
             passes = [
                 [float(sample.score >= pass_score - _ROUNDING) for sample in prompt] for prompt in scored
             ]
@@ -98,6 +103,7 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
                 for prompt in scored
             ]
 
+    # Reward functions may return a number only for some samples.
     for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
         numbers = [
             [sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers]

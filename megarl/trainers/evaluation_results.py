@@ -86,6 +86,7 @@ def compare(
     parts = by_data_source(samples)
     of_others = by_data_source(others)
 
+    # With a single source, a total would only repeat it.
     if len(parts) > 1:
         parts[ALL] = list(samples)
         of_others[ALL] = list(others)
@@ -93,6 +94,7 @@ def compare(
     for source, part in parts.items():
         values = prompt_values(part, pass_score)
         other_values = prompt_values(of_others[source], pass_score)
+        # Compare prompt by prompt: the standard error of paired differences is smaller.
         pairs = {name: _pairs(values[name], other_values[name]) for name in values if name in other_values}
         found[source] = SourceComparison(
             differences={

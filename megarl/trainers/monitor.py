@@ -98,6 +98,8 @@ class Monitor:
         self.position.step = number
         with self.phase("step"):
             yield
+
+        # Reached only without an error, so that no line is written for a step that failed.
         self._finish(number)
         self.position.step = None
         self._progress.advance(self._metrics)
@@ -110,6 +112,8 @@ class Monitor:
         began = Began()
         position.begun.append(began)
         position.phases.append(name)
+
+        # No `finally`: after an error the position still shows the phase that failed.
         yield
         position.phases.pop()
         position.begun.pop()
@@ -126,6 +130,8 @@ class Monitor:
         self._spans += self._drain()
         with self.phase("testing"):
             yield
+
+        # What was recorded meanwhile belongs to the validation alone.
         self._testing_spans += self._drain()
 
     def count(self, name: str, values: Mapping[str, float]) -> None:
@@ -152,6 +158,7 @@ class Monitor:
         self._tracker.log_samples(step, make, max_bytes)
 
     def _finish(self, step: int) -> None:
+        # Take over all spans of the step. Those of the validation go to the timeline only.
         spans = self._spans + self._drain()
         testing_spans = self._testing_spans
         self._spans = []
@@ -160,6 +167,7 @@ class Monitor:
         timings = phase_timings(spans)
         self._metrics |= timings
 
+        # Only a step that trained has tokens; a validation before the first step has none.
         if "num_tokens" in self._metrics:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
             throughput = self._metrics["num_tokens"] / training_s
@@ -171,6 +179,8 @@ class Monitor:
                 self._metrics["perf/trainer_idle"] = waited_s / training_s
 
         self._tracker.log(self._metrics, step)
+
+        # The whole file is written each time, so not after every step.
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()
 
@@ -190,6 +200,7 @@ def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
     edges: dict[str, list[float]] = defaultdict(list)
     phases = phases_by_call()
 
+    # The edges of a phase are those of all its calls, on any rank.
     for span in spans:
         name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):

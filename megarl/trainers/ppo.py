@@ -85,6 +85,7 @@ class PPOTrainer:
             StatusWriter(Path(self.config.trainer.output_dir), self._status.snapshot) as status,
         ):
             yield
+            # Reached only without an error: the status then says that the run was told to stop.
             if self.checkpoints.stopped_after is not None:
                 status.end_state = STOPPED
 
@@ -106,10 +107,13 @@ class PPOTrainer:
         trainer = self.config.trainer
         self.roles.weights.push()
         self.roles.drain_metrics()  # of the first push, which has waited for processes to start
+
+        # A resumed run has had this validation before.
         if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
 
         for step in self.checkpoints.steps():
+            # Replicas join or leave only between two steps, when no call of the trainer needs them.
             self._scale()
             with self.monitor.step(step):
                 yield step
@@ -117,12 +121,14 @@ class PPOTrainer:
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
                     self.checkpoints.validated(step, self._validate(step))
+                # Save last: a checkpoint may be due because this validation is the best.
                 self.checkpoints.save(step, self.state_dict, self._files)
 
     def _scale(self) -> None:
         """As `megarl scale` has asked for, if it has. What cannot be done is said, and the run goes on as it
         was."""
         try:
+            # The request is a file in the run's folder, which is removed when it is read.
             count = take_request(Path(self.config.trainer.output_dir))
             if count is not None and self.roles.scaling is not None:
                 self.roles.scaling.scale(count)
@@ -158,9 +164,11 @@ class PPOTrainer:
             # a fixed one is as the configuration says
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])
 
+        # The first push of the resumed run gets the version that the engines had.
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
+        # Samples that were generated ahead are trained instead of being generated again.
         if self._async_rollout is not None and (folder / SAMPLES_FILE).is_file():
             try:
                 self._async_rollout.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
@@ -183,6 +191,7 @@ class PPOTrainer:
             # rollout.generate, and reward.score of what it gives
             batch, scores, of_samples = self._sample(prompts, step)
 
+        # Start all models that score the samples; `union` waits for their results.
         batch = batch.union(
             *scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch)
         )
@@ -190,6 +199,7 @@ class PPOTrainer:
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
 
+        # Queue the updates. The actor's comes only after the critic's warm-up.
         updates = [critic.update(batch, step)]
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
@@ -197,8 +207,11 @@ class PPOTrainer:
                 weights.await_actor()  # the critic may go on
             with phase("update_weights"):
                 weights.push()
+
+        # Wait for the critic as well, and raise the first failure of either.
         results = gather(*updates)
 
+        # Collect the metrics of the step. The batch is complete only after the updates.
         parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
         parts += (self._async_rollout.drain_metrics(),) if self._async_rollout is not None else ()
 
@@ -229,6 +242,7 @@ class PPOTrainer:
           the actor scored them;
         - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
         """
+        # Metrics of the samples: lengths, ages, scores, groups.
         columns = of_one_form(batch.columns)
         arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
@@ -248,6 +262,7 @@ class PPOTrainer:
         metrics |= reward_model_metrics(batch.tensors)
         metrics |= agent_metrics(arrays)
 
+        # The update scored the batch, so these metrics could not be computed before it.
         if "old_log_probs" in columns and scores_in_update(
             self.config.algorithm, one_update=self.config.trainer.one_update
         ):
@@ -264,6 +279,8 @@ class PPOTrainer:
         """Those of the validation; none where there are no held-out prompts."""
         if self.evaluation is None:
             return {}
+
+        # Validation time is measured apart, so that it does not count in the throughput.
         with self.monitor.testing():
             result = self.evaluation.run(self.roles.rollout, self.roles.reward)
         self.monitor.record_validation(result, step)

@@ -48,6 +48,8 @@ def find_resume(config: RunConfig) -> Resume | None:
     damaged; it names the file, and the older ones that are whole: none of them is taken silently.
     """
     folder = checkpoint_folder(config)
+
+    # A run must not write its checkpoints among those of another run.
     if config.checkpoint.resume == RESUME_DISABLE:
         if folder.whole():
             raise _problem(
@@ -61,6 +63,7 @@ def find_resume(config: RunConfig) -> Resume | None:
         found = folder.latest()
     else:
         found = _given(Path(config.checkpoint.resume))
+        # Resuming from elsewhere would mix the checkpoints of two runs in one folder.
         if folder.whole() and not _is_in(found, folder):
             raise _problem(
                 "checkpoint.resume",
@@ -93,6 +96,7 @@ def _is_in(checkpoint: Path, folder: CheckpointFolder) -> bool:
 
 
 def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resume:
+    # Check the small files first. The large ones are verified by the ranks that read them.
     try:
         description = check_files(checkpoint)
         _check_steps(checkpoint, description)
@@ -101,6 +105,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
 
+    # On a CPU the order of sums depends on the number of threads.
     if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
         changes.append(
             Difference(
@@ -110,6 +115,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
             )
         )
 
+    # Collect all problems, so that the user sees them at once.
     problems = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it "
         f"decides {FIXED[change.key]}; "
@@ -166,6 +172,7 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
         )
         raise CheckpointError(f"{path}: {what}; the checkpoint is damaged")
 
+    # A file copied from another checkpoint is valid JSON, so compare the step as well.
     if state["step"] != step:
         raise CheckpointError(
             f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put "
@@ -235,6 +242,7 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
 
 def older_ones(damaged: Path) -> str:
     """What a user can go on from in the place of a checkpoint that is damaged."""
+    # Offer only checkpoints that are whole themselves, so that the next attempt does not fail as well.
     whole = [
         path
         for path in CheckpointFolder(damaged.parent).whole()

@@ -49,15 +49,21 @@ class StatusOfRun:
         rollout = self._roles.rollout
         position = self._position
         requests, replicas = rollout.snapshot()
+
+        # Rates are averages over a sliding window of the last minute.
         first = self._moments[0]
         now = self._moment()
         self._moments.append(now)
         seconds = max(now.now_s - first.now_s, 1e-9)
+
+        # Replicas may have joined or left within the window.
         num_tokens = [
             last - before
             for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)
         ]
         busy_s = sum(now.scheduler.busy_s) - sum(first.scheduler.busy_s)
+
+        # Copy, because the trainer's thread changes the list.
         begun = position.begun.copy()
         groups = _by_group(requests)
         num_groups = self._num_groups(groups)
@@ -98,6 +104,7 @@ class StatusOfRun:
         )
 
     def _num_groups(self, groups: dict[str, list[RequestState]]) -> dict[str, int]:
+        # A group waits if no sample of it is at a replica or at a tool.
         waiting = [
             all(one.replica is None and not one.waits_for_tools for one in of_group)
             for of_group in groups.values()
@@ -113,6 +120,8 @@ class StatusOfRun:
     def _stalled(self, requests: list[RequestState], replicas: list[ReplicaState]) -> str | None:
         limit_s = self._config.trainer.phase_time_limit_s
         at_work = [(number, replica) for number, replica in enumerate(replicas) if replica.in_flight]
+
+        # Warn well before the limit after which the replica is restarted.
         silent = [
             (number, replica) for number, replica in at_work if replica.silent_s > _STALLED_SHARE * limit_s
         ]

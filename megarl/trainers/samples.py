@@ -53,6 +53,7 @@ class SampleRows:
     def table(self, batch: DataProto, step: int) -> SampleTable:
         """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer
         computed none of its own."""
+        # Keep the tokens that the model wrote; of an episode, those of the environment as well.
         arrays = batch.non_tensor_batch
         are_episodes = "num_turns" in batch.non_tensor_batch
         own = ["old_log_probs"] if self._own_log_probs else []
@@ -104,9 +105,13 @@ class SampleRows:
                 else dict.fromkeys(OF_EPISODES, nothing)
             ),
         }
+
+        # All runs share one schema: columns that a run does not have are null.
         table = pa.table(
             {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
         )
+
+        # Store the text of each token that occurs, so that readers need no tokenizer.
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
 
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
@@ -131,6 +136,8 @@ def _of_episodes(
 ) -> dict[str, Any]:
     """Turns of the model do not touch: between two of them stands what they were answered."""
     turn_rewards = []
+
+    # The reward of a turn is on its last token.
     for wrote, of_tokens in zip(is_model.each(), rewards.each(), strict=True):
         is_end = wrote & ~torch.cat([wrote[1:], wrote.new_zeros(1)])
         turn_rewards.append(of_tokens[is_end].tolist())

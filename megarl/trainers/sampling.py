@@ -106,6 +106,8 @@ class GreedyBaseline(PlainSampling):
         """Add `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt,
         and `is_baseline_scored` (B,) bool, False where the scoring of that response failed."""
         batch, scores, metrics = super().__call__(prompts, step)
+
+        # Generated after the samples and before the next push, so by the same weights.
         greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
 
         def baseline(results: list[DataProto]) -> DataProto:
@@ -161,10 +163,12 @@ class DynamicSampling:
         num_kept = num_prompts = 0
         num_errors = 0.0
 
+        # Generate until enough prompts have a signal, or the generations are used up.
         for generation in range(self._num_generations):
             if generation:
                 prompts = self._prompts.take(_number_to_draw(wanted, num_kept, num_prompts))
             scored = self._scored(prompts, step, generation)
+            # The rate is one of this generation; batches with different values could not be joined.
             error_rate = scored.meta_info.pop("reward/error_rate")
             score = scored.non_tensor_batch["score"].astype(np.float64)
             with_signal = rows_with_signal(
@@ -180,6 +184,7 @@ class DynamicSampling:
         else:
             raise NoSignalError(self._explain(step, wanted, num_kept, num_prompts, np.concatenate(scores)))
 
+        # Surplus prompts are dropped: the updates need a fixed number of rows.
         batch = DataProto.concat(kept)[: wanted * self._sampling.n]
         batch.meta_info["reward/error_rate"] = num_errors / (num_prompts * self._sampling.n)
         metrics = {

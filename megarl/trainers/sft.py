@@ -48,6 +48,7 @@ class SFTTrainer:
                 batch = next(self.batches)
                 metrics = self.actor.update_sft(batch).get()
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
+                # Validate before saving, because the result may decide whether this step is saved.
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
