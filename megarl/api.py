@@ -144,5 +144,6 @@ class Run:
 
     def save_hf(self, folder: str | Path) -> None:
         """Writes the policy as a Hugging Face folder."""
+        # Only the last folder is created by the save itself.
         Path(folder).absolute().parent.mkdir(parents=True, exist_ok=True)
         self.actor.save_hf(Path(folder), self.config.model.path)

@@ -44,6 +44,7 @@ class VirtualClock:
 
     def wait(self, futures: Sequence[Any], wait_s: float) -> list[Any]:
         """As wait_for_any."""
+        # Let events happen until one of the futures ends or the time is over.
         until_s = self.now_s + wait_s
         while not any(future.ended for future in futures) and self.next_s <= until_s:
             self._happen()
@@ -136,6 +137,7 @@ class ScriptedEngine:
             answer.end(error=self._death)
             return answer
 
+        # Each request ends after its own number of tokens, whatever else the engine does.
         requests, wait_s = arguments
         if requests:
             self.submitted.append((self._clock.now_s, list(requests)))
@@ -145,6 +147,7 @@ class ScriptedEngine:
             self._limits[request.request_id] = request.sampling.max_new_tokens
             self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
 
+        # The call returns with the first sample, or after the wait.
         self._call = answer
         first_s = min(self._held.values(), default=float("inf"))
         self._clock.at(
@@ -163,6 +166,7 @@ class ScriptedEngine:
         """Weights of `version` are there after the pause; what is in flight goes on with them."""
         assert not self.is_at_call
         for number, end_s in self._held.items():
+            # Count the tokens so far: the rest is drawn by the new version, after the pause.
             written = min(
                 self._lengths[number],
                 self._lengths[number] - int(np.ceil((end_s - self._clock.now_s) / self._tick_s - 1e-9)),
@@ -173,6 +177,7 @@ class ScriptedEngine:
         self._version = version
 
     def die(self) -> None:
+        # The scheduler must not be able to tell this from the death of a real process.
         failure = CallFailure(FailureKind.death, "it was killed", "", self._clock.now_s)
         self._death = WorkerError(
             RankFailure("rollout", 0, "simulated", None, RolloutWorker.submit_and_poll.name, failure)

@@ -86,6 +86,7 @@ def _simulated(
     work: Work, times: Times, num_engines: int, *, training_s: float, max_staleness: int, steps: int = _STEPS
 ) -> SimulatedRun:
     """With as many slots for each prompt as there are, but at most 32 prompts a step."""
+    # Simulate a smaller step with proportionally fewer slots: the waiting shares are about the same.
     prompts = min(work.prompts_per_step, _MOST_PROMPTS)
     slots = max(1, round(work.slots * prompts / work.prompts_per_step))
     script = Script(
@@ -116,6 +117,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
             "simulate placement.strategy=split_collocate"
         )
 
+    # Find the numbers of engines that leave whole replicas of the trained model.
     own = config.rollout.num_replicas * engine
     trainer = plan.num_devices - own
     model = config.actor.parallel.replica_size
@@ -125,6 +127,8 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
         for number in range(1, (plan.num_devices - 1) // engine + 1)
         if (left := plan.num_devices - number * engine - least) >= model and left % model == 0
     ]
+
+    # Choose splits evenly among them, and always include that of the configuration.
     chosen = {
         config.rollout.num_replicas,
         *(possible[index * (len(possible) - 1) // (_MOST_SPLITS - 1)] for index in range(_MOST_SPLITS)),
@@ -143,6 +147,7 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
     """Tokens of the samples of each prompt of a simulation: log-normal with this mean, before those are cut
     that are longer than the longest, of which there is one in a thousand. Raises ValueError where no
     log-normal distribution is so."""
+    # Solve for the distribution's parameters from the mean and a quantile.
     reach = NormalDist().inv_cdf(1 - 1 / _LONGEST_OF)
     if not 1 <= mean < longest or (spare := reach**2 - 2 * math.log(longest / mean)) < 0:
         most = math.floor(mean * math.exp(reach**2 / 2)) if mean >= 1 else 0
@@ -156,6 +161,7 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
     chance = random.Random(seed)
     drawn = []
 
+    # Samples of the same prompt share a part of their deviation.
     for _ in range(_STEPS * _MOST_PROMPTS):
         prompt = chance.gauss(0, 1) * _WITHIN_PROMPT**0.5
         own = [chance.gauss(0, 1) * (1 - _WITHIN_PROMPT) ** 0.5 for _ in range(n)]
@@ -193,6 +199,8 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     lengths = _kept_lengths(run_dir)
     generating_s, push_s = (_median(series.get(name)) for name in ("timing_s/gen", "timing_s/update_weights"))
     other = sum(_mean(series, name) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
+
+    # Training time is what is left of a step without generation, push, validation and checkpoint.
     training_s = max(
         0.0,
         _mean(series, "timing_s/step")
@@ -200,6 +208,8 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
         - _mean(series, "timing_s/update_weights")
         - other,
     )
+
+    # Simulate with one second per token to learn how many token times a generation takes.
     unit = Times(training_s=0.0, token_s=1.0)
     ticks = _simulated(
         Work.of(config, lengths), unit, config.rollout.num_replicas, training_s=0.0, max_staleness=0, steps=4
@@ -221,6 +231,8 @@ def _mean(series: dict[str, Points], name: str) -> float:
 
 def _kept_lengths(run_dir: Path) -> list[list[int]]:
     groups: dict[tuple[int, str], list[int]] = {}
+
+    # Read the last steps only: lengths change in the course of training.
     for step, path in sorted(sample_files(run_dir).items())[-_STEPS:]:
         rows = read_samples(path).rows
         for uid, length in zip(rows["uid"].to_pylist(), rows["response_length"].to_pylist(), strict=True):

@@ -149,6 +149,8 @@ class Simulation:
             start_s=script.start_s,
             tick_s=script.token_s,
         )
+
+        # Use the scheduler, controller and buffer of a real run; only what takes time is replaced.
         limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
         self.scheduler = RequestScheduler(
@@ -184,6 +186,7 @@ class Simulation:
             start_s = self.clock.now_s
             self._work(lambda: self.buffer.is_ready)
             self._record(number, self.buffer.take(), self.clock.now_s - start_s)
+            # Training takes time, in which the engines generate ahead.
             self._work(lambda: False, self._script.training_s, is_awaited=False)
             if number > self._script.critic_warmup_steps:
                 self._push()
@@ -194,6 +197,7 @@ class Simulation:
                 {group.uid: group for group in self.buffer.finished()},
             )
 
+        # Share of the slots in use, over the whole run.
         tokens = sum(self.scheduler.totals().num_tokens)
         slots = self._script.num_engines * self._script.slots
         busy = tokens * self._script.token_s / (slots * self.clock.now_s)
@@ -245,6 +249,7 @@ class Simulation:
             self.buffer.score()
             if is_enough() or self.clock.now_s >= end_s:
                 return
+            # Advance to the next moment at which something can change.
             until_s = min(end_s, self._scoring.next_s)
             if self.scheduler.is_at_work:
                 self.scheduler.poll(until_s - self.clock.now_s)
@@ -257,12 +262,14 @@ class Simulation:
                 self.clock.pass_by(until_s - self.clock.now_s)
 
     def _push(self) -> None:
+        # Draining makes the trainer wait, so its time counts as waiting.
         if self._script.on_update is OnUpdate.drain:
             start_s = self.clock.now_s
             self._work(lambda: not (self.scheduler.is_at_work or self.buffer.awaits_scores))
             last = self.steps[-1]
             self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
 
+        # No call may be under way at an engine whose weights change.
         self.scheduler.pause()
         self.version += 1
         self.engines.push(self.version, self._script.push_s)
@@ -270,6 +277,7 @@ class Simulation:
         self.buffer.begin()
 
     def _record(self, number: int, taken: StepGroups, waiting_s: float) -> None:
+        # Dropped groups are taken with the step, but nothing trains on them.
         trained = [index for index, is_dropped in enumerate(taken.is_dropped) if not is_dropped]
         uids = taken.prompts.non_tensor_batch["uid"]
         samples = [sample for index in trained for sample in taken.samples[index]]
@@ -323,6 +331,7 @@ class _Scoring:
         return min((end_s for end_s, *_ in self._under_way), default=math.inf)
 
     def begin(self, groups: DataProto) -> None:
+        # The rows of a prompt are side by side, so every n-th row names the next prompt.
         n = len(self._script.lengths[0])
         end_s = self._clock.now_s + self._script.scoring_s
 

@@ -60,6 +60,7 @@ class EnvironmentServer:
 
     async def answer(self, order: TurnOrder) -> TurnReport:
         """Raises EnvironmentFailedError."""
+        # The time limit starts only when the turn has a place, so waiting for it does not count.
         async with self._semaphore:
             answer: TurnAnswer | None = None
             try:
@@ -71,6 +72,7 @@ class EnvironmentServer:
             except TimeoutError:
                 pass
             finally:
+                # No turn can follow, or the answer took too long: the environment is of no use any longer.
                 if answer is None or answer.is_done or order.turn.is_last:
                     await self.close(order.episode)
             return TurnReport(order.episode, order.turn.place, answer)
@@ -90,6 +92,8 @@ class EnvironmentWorker(Worker):
     ) -> None:
         super().__init__()
         make, tools = load_agent(agent)
+
+        # The template must render turns exactly as the driver rendered the prompt.
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         set_chat_time(tokenizer, chat_time)
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
@@ -99,6 +103,8 @@ class EnvironmentWorker(Worker):
             agent.time_limit_s + _GRACE_S,
             agent.max_concurrency,
         )
+
+        # Environments are asynchronous: their event loop runs in a thread, and calls only exchange messages.
         self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
@@ -110,12 +116,14 @@ class EnvironmentWorker(Worker):
 
         Raises EnvironmentFailedError.
         """
+        # Start the work in the event loop. Results and errors arrive in the queue.
         for order in orders:
             asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
         for episode in ended:
             asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
         reports: list[TurnReport] = []
 
+        # Wait for the first report only, then take all that are there.
         try:
             heard = self._reports.get(timeout=wait_s)
             while True:

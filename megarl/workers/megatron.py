@@ -91,6 +91,7 @@ def speed_metrics(
     known or given; `perf/tokens_per_s/<name>`. `perf/computed_tokens_per_s/<name>`, and both of the work, are
     without the prompts that rows of a micro-batch had from another row. Rows without a token that the loss
     reads are not counted: they fill a micro-batch, or a correction has left them out."""
+    # Count only rows that the loss reads: fillers and rejected rows are no useful work.
     prompts = part.ragged["prompts"].lengths.tolist()
     responses = part.ragged["responses"].lengths.tolist()
     is_counted = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
@@ -99,6 +100,8 @@ def speed_metrics(
         for prompt, response, counts in zip(prompts, responses, is_counted, strict=True)
         if counts
     ]
+
+    # A shared prompt is computed once per micro-batch, so its repetitions cost nothing.
     shared = [(prompts[row], 0) for row in _rows_with_a_shared_prompt(spec, part, is_counted)]
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(
         spec.architecture, shared
@@ -141,6 +144,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     from megarl.engine import groups
 
     if _groups is None:
+        # The first role in this process creates the groups; fused roles use the same ones.
         active = platform.current()
         limit = timedelta(seconds=spec.collective_limit_s)
         rank = int(os.environ["RANK"])
@@ -154,6 +158,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         )
         _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
 
+    # Megatron keeps one set of parallel groups per process.
     if _groups.parallel != spec.parallel:
         raise ValueError(
             f"roles fused in one process share a layout, but one has {_groups.parallel} and another "
@@ -169,12 +174,16 @@ class MegatronWorker(WeightExport):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+
+        # The platform must be active before anything imports Megatron.
         platform.activate(spec.device)
         self._groups = _process_groups(spec)
         from megarl.engine.engine import MegatronEngine
 
         self._spec = spec
         self._engine: MegatronEngine = MegatronEngine(spec, self._groups)
+
+        # Make room at once: the next group on these devices waits for this constructor.
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 
@@ -225,6 +234,7 @@ class MegatronWorker(WeightExport):
         `_forward` gives none."""
         outputs: list[Mapping[str, Tensor]] = []
 
+        # Keep the outputs of each micro-batch without their graph, which would hold its activations.
         def kept(
             of_model: Mapping[str, Tensor], rows: Mapping[str, Tensor]
         ) -> tuple[Tensor, Mapping[str, Metric]]:
@@ -232,6 +242,8 @@ class MegatronWorker(WeightExport):
             return loss(of_model, rows)
 
         metrics = self._train(part, _Named(loss.name, loss.extras, kept))
+
+        # Only the last pipeline stage has outputs.
         scores = (
             self._engine.in_order_of_rows(outputs, part.columns, part.meta_info[MICRO_BATCHES])
             if outputs
@@ -245,6 +257,7 @@ class MegatronWorker(WeightExport):
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
         """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent
         from goes as well."""
+        # The buffers of the last push take device memory that the next phase needs.
         self.release_weight_buffers()
         return self._engine.offload(*parts)
 
@@ -272,6 +285,8 @@ class MegatronWorker(WeightExport):
     def finish_save(self) -> dict[str, str]:
         """Completes the folder but for its manifest; the checksums of what this rank wrote."""
         assert self._pending_save is not None, "no save has begun"
+
+        # Cleared first, so that a failed save does not block the next one.
         pending = self._pending_save
         self._pending_save = None
         return pending.finish()

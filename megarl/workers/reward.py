@@ -55,6 +55,8 @@ class RewardWorker(Worker):
         without those of samples whose scoring failed. Waits at most `wait_s` for the first group."""
         if self._scorer is None:
             return {}
+
+        # A pool that broke never completes its samples, so they are submitted again.
         for uid in self._unreported:
             if any(begun.is_lost for begun in self._begun[uid]):
                 self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
@@ -64,6 +66,8 @@ class RewardWorker(Worker):
             timeout=wait_s,
             return_when=FIRST_COMPLETED,
         )
+
+        # Report whole groups only; the others are reported by a later call.
         scores = {
             uid: [score for begun in self._begun[uid] if (score := _score_of(begun)) is not None]
             for uid in sorted(self._unreported)
@@ -77,9 +81,11 @@ class RewardWorker(Worker):
     def finish(self, others: DataProto, uids: Sequence[str]) -> DataProto:
         """What `score` gives, of samples with these uids (B,): those that were begun, and `others`, in order,
         which were not."""
+        # Take each sample from where it was begun, in the order of the batch.
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
 
+        # These groups leave the worker, whether or not `scored` has reported them.
         for uid in set(uids) & self._begun.keys():
             del self._begun[uid]
             self._unreported.discard(uid)
@@ -127,6 +133,7 @@ class RewardWorker(Worker):
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
         arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
 
+        # Texts are sent only on request, because a training step does not read them.
         if texts is not None:
             arrays |= {
                 "response_text": list(texts),

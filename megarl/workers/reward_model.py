@@ -85,6 +85,8 @@ class RewardModelWorker(MegatronWorker):
         ConversationError."""
         conversations = self._conversations(part)
         scores = self._scores(conversations)
+
+        # Ranks of earlier pipeline stages have no scores to return.
         if scores is None:
             return DataProto()
 
@@ -101,6 +103,7 @@ class RewardModelWorker(MegatronWorker):
         )
 
     def _conversations(self, part: DataProto) -> list[Conversation]:
+        # The two models may have different vocabularies, so the answer passes through text.
         arrays = part.non_tensor_batch
         answers = decode_rows(self._policy_tokenizer, part.ragged["responses"], part.ragged["response_mask"])
         return [
@@ -111,6 +114,8 @@ class RewardModelWorker(MegatronWorker):
     def _scores(self, conversations: list[Conversation]) -> torch.Tensor | None:
         """(b,) on the last stage, elsewhere None."""
         parallel = self._spec.parallel
+
+        # The driver could not plan this: the lengths are known only after encoding.
         plan = plan_micro_batches(
             [len(conversation.token_ids) for conversation in conversations],
             dp_size=1,  # this replica's

@@ -55,6 +55,7 @@ class RolloutWorker(Worker):
     def join_weights(self, links: Sequence[EngineLink], name: str) -> None:
         """Where the engine's ranks get their weights from, under a name that is used once; returns when all
         are there."""
+        # Until joining succeeds, a push under any name must be refused.
         self._joined = ""
         self._engine.join_weights(links)
         self._joined = name
@@ -68,6 +69,7 @@ class RolloutWorker(Worker):
                 "the engine has joined another trainer since; WeightSync.close() of that one lets it go"
             )
 
+        # Between begin and end the engine has mixed weights and refuses to generate.
         self._engine.begin_weight_update(manifest)
         self._engine.receive_weights()
         self._engine.end_weight_update(version)
@@ -99,6 +101,8 @@ class RolloutWorker(Worker):
     def sleep(self) -> None:
         """Gives the engine's memory back. Nothing where it sleeps."""
         self._engine.sleep()
+
+        # The allocator keeps freed memory; other processes need it now.
         trim_heap()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

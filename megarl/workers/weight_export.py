@@ -68,6 +68,7 @@ class WeightExport(Worker):
 
         Raises WeightTransferError where a trainer is gone.
         """
+        # The pass survives several calls, since a call returns when the others are silent for a while.
         if is_first:
             assert self._sender is not None, "no replica was joined"
             self._send_pass = SendPass(self._sender, self._shards(), replicas)
@@ -133,6 +134,7 @@ class WeightExport(Worker):
     @register(blocking=False)
     def reserve_weight_group(self) -> MeetingPoint:
         """As the rank that will be rank 0 of the next group."""
+        # A reservation that nobody used, because joining failed before.
         if self._listener is not None:
             self._listener.close()
         self._listener = reserve_port(self.node)
@@ -149,10 +151,12 @@ class WeightExport(Worker):
         assert isinstance(self._sender, GroupSender)
         listener = None
 
+        # The listener is handed over to the group, which owns the port from now on.
         if place.rank == 0:
             listener = self._listener
             self._listener = None
 
+        # A restarted replica has the number of the old one, whose group is of no use now.
         self._sender.leave(replica)
         self._sender.join(
             replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
@@ -179,6 +183,7 @@ class WeightExport(Worker):
         assert self._writing is not None, "no folder was begun"
         has_ended = True
 
+        # Write until all is written, or the others are silent for a while.
         try:
             report = self._writing.run(())
             has_ended = report is not None
@@ -189,6 +194,7 @@ class WeightExport(Worker):
                 f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN
             ) from error
         finally:
+            # A pass that continues in the next call needs its files and connections.
             if has_ended:
                 self._files.close()
                 self._files = self._writing = None
