@@ -64,6 +64,7 @@ class BackgroundWriter:
         return self._written, self._failure
 
     def _run(self) -> None:
+        # Items are popped from the end, so that each one's memory is released as soon as it is written.
         self._items.reverse()
         try:
             if self._items:
@@ -76,6 +77,7 @@ class BackgroundWriter:
             ) or f"{type(error).__name__}: {error}"
             self._failure = f"{self._path}: cannot be written: {reason}"
         finally:
+            # After a failure the copies that were not written are of no use either.
             self._items.clear()
 
 
@@ -98,7 +100,11 @@ class PendingSave:
         Raises CheckpointError, on all ranks, where one of them could not write.
         """
         written, failure = self._writer.wait()
+
+        # A failure on one rank is raised on all of them, so that none waits in the gather below.
         _agree(None if failure is None else _Failure(failure, UNWRITTEN))
+
+        # Rank 0 collects what all ranks wrote, because it writes the index of the whole folder.
         parts: list[list[WrittenItem]] | None = (
             [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         )
@@ -124,10 +130,12 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     ranks, where the folder cannot be made, also where the one that it is to be in has gone: a run's folder
     that was moved away must not come to be a second time.
     """
+    # Rank 0 creates the folder before any rank writes into it.
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
 
+    # The host copies are complete when this returns; only the writing continues in the background.
     return PendingSave(
         folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common
     )
@@ -137,6 +145,7 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     sharding = sharding_of(state.models, state.groups)
     slices = state.optimizer.slices()
 
+    # Weights and optimizer state, copied one slice at a time from wherever they are now.
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
@@ -145,6 +154,7 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
                 )
                 yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
 
+    # The objects that Megatron stores beside the tensors, and the random state.
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
             yield ItemToWrite(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
@@ -190,13 +200,19 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     anything is changed, for a folder that is damaged or of another model.
     """
     state = engine.training_state()
+
+    # Tensors are filled in place, so all of them must be in memory; they are moved away again at the end.
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
+
+    # Compare the folder with the model before anything is overwritten.
     index = _on_all_ranks(lambda: _checked_index(folder), folder, "read")
     sharding = sharding_of(state.models, state.groups)
     shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
     _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder, "read")
     _check_complete(index, shards)
+
+    # A NaN that remains after loading reveals an element that was not filled.
     for shard in shards:
         shard.view.fill_(float("nan"))
     wanted = {
@@ -204,6 +220,8 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     }
     common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
+
+    # Counts and random state follow only after all tensors proved to be loaded.
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
     _load_random_state(index, state.groups)
     engine.offload(*offloaded)
@@ -233,6 +251,7 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
                 else "it is of another architecture"
             )
             raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; {why}")
+        # The padding of a vocabulary depends on the layout: only its number of rows may differ.
         same = stored.shape == shard.shape or (
             shard.is_padded
             and stored.shape[1:] == shard.shape[1:]
@@ -253,6 +272,8 @@ def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
     """The ranks together take everything that is stored."""
     parts: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, {shard.key for shard in shards})
+
+    # Each rank knows its own shards only, so leftovers are found in the union over the ranks.
     extra = index.tensors.keys() - set().union(*parts)
 
     if extra:
@@ -292,11 +313,14 @@ def _check_loaded(folder: Path, shards: Sequence[Shard]) -> None:
 
 def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     item = index.objects.get(_rng_entry(groups).unique_key)
+
+    # Another layout has no entry for this rank, which then keeps its own generators.
     if item is None:
         return
 
     with (index.folder / item.file).open("rb") as file:
         file.seek(item.position)
+        # The state consists of tensors, numbers and containers, so no code of a pickle has to run.
         (state,) = torch.load(io.BytesIO(file.read(item.nbytes)), weights_only=True)
 
     set_random_state(state)
@@ -320,6 +344,7 @@ def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["rea
         message = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
         failure = _Failure(message, UNWRITTEN if done == "written" else CheckpointError.hint)
 
+    # A collective, which every rank reaches, whether its own action failed or not.
     _agree(failure)
     return result  # there is none only with a failure
 

@@ -48,6 +48,8 @@ def _chunks(length: int, place: ContextParallelRank) -> list[range]:
     """Of a padded sequence, those of one rank."""
     if place.size == 1:
         return [range(length)]
+
+    # An early chunk, whose tokens see few keys, is paired with a late one, whose tokens see many.
     chunk = length // (2 * place.size)
     return [
         range(number * chunk, (number + 1) * chunk)
@@ -80,6 +82,7 @@ def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParal
     found = []
     start = 0
 
+    # `start` counts the rank's own tokens, `begin` those of the whole batch.
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
         for chunk in _chunks(length, place):
             found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))

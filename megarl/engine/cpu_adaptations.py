@@ -142,6 +142,8 @@ def _names_cuda(device: object) -> bool:
         return device.type == "cuda"
     if isinstance(device, str):
         return device.startswith("cuda")
+
+    # A bare number is the index of a GPU.
     return isinstance(device, int)
 
 
@@ -170,6 +172,8 @@ def _adapt_torch() -> None:
         return value
 
     torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = itself
+
+    # A CPU operation is finished when its call returns, so streams and synchronization do nothing.
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None
@@ -177,6 +181,8 @@ def _adapt_torch() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.Stream = cuda.Event = InertStream
     cuda.is_current_stream_capturing = lambda: False
+
+    # The CPU's generator stands in for that of the GPU.
     cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
@@ -226,6 +232,8 @@ def _clip_by_total_norm(
     assert not use_decoupled_grad
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    # Megatron's own formula, whose small term keeps a norm of zero from dividing by zero.
     coefficient = max_norm / (total_norm + 1.0e-6)
     if coefficient < 1.0 and gradients:
         torch._foreach_mul_(gradients, coefficient)
@@ -254,6 +262,7 @@ def _linear(
     assert not gradient_accumulation_fusion
     assert grad_output_buffer is None, "the weight gradients of the last layer are not deferred on the CPU"
 
+    # The backward pass of either collective reduces the input's gradient over the tensor-parallel ranks.
     if sequence_parallel:
         input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
     elif allreduce_dgrad:
@@ -346,6 +355,8 @@ def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if output_split_sizes is None or group.size() == 1:
             return gather(part, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
+
+        # Gather parts of equal size, then drop what pads them.
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: part.shape[0]] = part
         gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
@@ -369,6 +380,8 @@ def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torc
         if input_split_sizes is None or group.size() == 1:
             return scatter(parts, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
+
+        # Row r of the padded tensor is what rank r gets of the sum.
         padded = parts.new_zeros(len(sizes), max(sizes), *parts.shape[1:])
         for room, part in zip(padded, parts.split(sizes), strict=True):
             room[: part.shape[0]] = part
@@ -384,6 +397,7 @@ def _adapt_experts() -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    # The dispatcher imports the function by name, so it is replaced in both modules.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _numbers_on_host
     mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scatter_unequal(mappings._reduce_scatter_along_first_dim)
@@ -424,6 +438,7 @@ def _adapt_megatron() -> None:
 
 def install() -> None:
     """Installs every adaptation; imports Megatron-Core, which takes 6 to 8 seconds of CPU."""
+    # Before the import, during which Megatron binds functions of torch.
     _adapt_torch()
 
     # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.

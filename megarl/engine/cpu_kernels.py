@@ -91,10 +91,13 @@ def _gradient_of(weight: Tensor, outputs: Sequence[Tensor], hidden: Tensor) -> T
     """Of a weight (N, K) whose rows, in equal parts, made of `hidden` (R, K) what `outputs` (R, N / parts)
     are the gradients of."""
     buffer: Tensor | None = getattr(weight, "main_grad", None)
+
+    # Without Megatron's buffer the gradient is returned, and autograd accumulates it.
     if buffer is None:
         parts = [product_over_rows(output, hidden) for output in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    # The parts of the weight, such as gate and up, were separate products of the same input.
     for part, output in zip(buffer.chunk(len(outputs)), outputs, strict=True):
         add_product_over_rows(part, output, hidden)
     return in_main_grad(weight)
@@ -133,6 +136,8 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         rows = hidden.flatten(0, -2)
         of_gate, of_up = weight.chunk(2)
+
+        # The gate is activated before the second product, while it is still in the cache.
         gate = product(rows, of_gate)
         activated = F.silu(gate)
         up = product(rows, of_up)
@@ -145,11 +150,14 @@ class _GatedLinear(torch.autograd.Function):
         hidden, weight, gate, up, activated = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
+
+        # In place, because the saved activations are read here for the last time.
         grad_up = activated.mul_(rows)
         grad_gate = up.mul_(rows)
         torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         grad_hidden = None
 
+        # Both halves were computed from the same input, so their gradients add up.
         if need_hidden:
             of_gate, of_up = weight.chunk(2)
             grad_hidden = product_and_sum(grad_up, of_up.t(), product(grad_gate, of_gate.t())).view_as(hidden)

@@ -82,6 +82,7 @@ class MegatronEngine:
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
 
+        # Before the wrapping, because Megatron makes room for gradients only where a parameter requires one.
         for model in self._models:
             model.train(trainable).requires_grad_(trainable)
             if spec.experts.freeze_router:
@@ -96,6 +97,8 @@ class MegatronEngine:
         self._router_metrics: dict[str, Metric] = {}
         self._load(spec.path)
         self._expect_no_gather()
+
+        # After the loading, because the optimizer copies the weights into its float32 masters.
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
@@ -136,6 +139,8 @@ class MegatronEngine:
     def _optimizer_tensors(self) -> list[Tensor]:
         """In float32 the optimizer steps the parameters themselves, which are another part."""
         assert self._optimizer is not None
+
+        # Storages are compared, since a parameter and the optimizer's shard of it are views of one storage.
         others = {parameter.untyped_storage()._cdata for parameter in self._parameter_list()}
         return [
             tensor
@@ -148,6 +153,8 @@ class MegatronEngine:
         are lost."""
         if StatePart.gradients in parts:
             self._gradients_are_made = False
+
+        # A gather that is under way would write into memory that has been released.
         self._await_parameters()
         return self._state.offload(parts)
 
@@ -168,6 +175,8 @@ class MegatronEngine:
             read_checkpoint_index(folder), self.spec.head, trains=self.spec.optim is not None
         )
         parameters = self.parameters()
+
+        # A critic made from a language model starts at V = 0 everywhere.
         if value_head == "initial" and OUTPUT_LAYER in parameters:
             parameters[OUTPUT_LAYER].zero_()
         load_into_shards(
@@ -258,6 +267,8 @@ class MegatronEngine:
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, None, extras)
+
+        # Collecting the routes is a collective of the replica, not of its last stage only.
         chosen = {}
         if self._routes is not None and ROUTED_EXPERTS not in batch:
             chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
@@ -277,8 +288,11 @@ class MegatronEngine:
         assert sorted(rows) == list(range(batch["response_mask"].shape[0])), (
             "every row must be in one micro-batch"
         )
+
+        # The inverse of the order in which the micro-batches took the rows.
         places = torch.tensor(rows).argsort()
 
+        # Rows of tokens were padded to the longest of their micro-batch, so each part is cut back first.
         if isinstance(responses := batch.get("responses"), RaggedTensor):
             lengths = [responses.lengths[torch.as_tensor(rows)] for rows in micro_batches]
             return {
@@ -310,11 +324,14 @@ class MegatronEngine:
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
+
+        # A load-balancing loss needs a counting pass before the one with gradients.
         tally = self._new_tally(batch, micro_batches)
         results = self._run(batch, micro_batches, loss, extras, tally)
         self._gradients_are_made = True
         self._expect_no_gather()
 
+        # Every rank contributes to the router statistics, whatever its pipeline stage.
         if tally is not None:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
@@ -330,6 +347,8 @@ class MegatronEngine:
             return None
         if not losses.aux_loss_coefficient:
             return RouterStatistics(architecture, self._device, losses)
+
+        # The shares of the mini-batch are constants of the loss: they must be known before any backward pass.
         counted = RouterStatistics(architecture, self._device, None)
         with torch.no_grad():
             self._run(batch, micro_batches, None, (), counted)
@@ -351,6 +370,7 @@ class MegatronEngine:
         )
         statistics = self._optimizer.step()
 
+        # Start the gather of the updated parameters now, so that it overlaps with what follows.
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
@@ -373,6 +393,7 @@ class MegatronEngine:
                 f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
             )
 
+        # Make the inputs of every micro-batch, with this rank's part of the tokens.
         made = [
             make_micro_batch(
                 *_of_rows(batch, rows),
@@ -388,13 +409,18 @@ class MegatronEngine:
             for rows in micro_batches
         ]
         made = self._with_routes(made, micro_batches, batch.get(ROUTED_EXPERTS), trains=loss is not None)
+
+        # The losses of routers are divided by the number of tokens in the mini-batch.
         if tally is not None:
             tally.begin(sum(micro_batch.num_counted for micro_batch in made), self.groups)
+
+        # One iterator per virtual stage. With `made` deleted, a micro-batch is freed after its last use.
         iterators = [_taken(deque(made)) for _ in self._chunks]
         num_micro_batches = len(made)
         del made
         single = len(self._chunks) == 1
 
+        # Megatron chooses the schedule by the pipeline layout.
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally),
             data_iterator=iterators[0] if single else iterators,
@@ -420,6 +446,7 @@ class MegatronEngine:
                 )
             return made
 
+        # Only a scoring pass may let routers choose, and only where the rollout does not provide the routes.
         if column is None and (trains or replay is RoutingReplay.rollout):
             whose = (
                 "the rollout's samples have"
@@ -451,7 +478,9 @@ class MegatronEngine:
             micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed
         )
 
+        # Megatron calls this on the last pipeline stage only.
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
+            # A pass that only counts routes needs no scores.
             if tally is not None and tally.losses is None:
                 return None
             outputs = self._score(micro_batch, hidden, extras)
@@ -469,6 +498,8 @@ class MegatronEngine:
         model = self._models[-1]
         self._await_parameters()  # the head's, which is no module's forward pass; by now they are there
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
+
+        # Every tensor-parallel rank holds the whole value head: no sum over the vocabulary is needed.
         if self.spec.head == "value":
             return self._whole({"values": micro_batch.scatter(model.output_layer(at_predictors))})
         scores = token_scores(
@@ -498,6 +529,8 @@ class MegatronEngine:
         """
         if self.groups.parallel.context_parallel_size == 1:
             return parts
+
+        # The forward pass sums over the ranks; the backward pass hands each rank the gradient unchanged.
         whole = reduce_from_tensor_model_parallel_region(
             torch.stack(list(parts.values())), group=self.groups.context
         )

@@ -100,6 +100,8 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
     cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
+
+    # A rehearsal learns of every place at which the host would wait for the device.
     cuda.synchronize = lambda *arguments: on_wait()
     cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -107,6 +109,8 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+
+    # The properties of an H100, by which kernels are chosen.
     cuda.get_device_capability = lambda *arguments: (9, 0)
     cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
         multi_processor_count=132, major=9, minor=0, name="fake"
@@ -185,6 +189,8 @@ def _adapt_tensors() -> None:
     torch.tensor = tensor
     torch.Tensor.type = spell
     torch.Tensor.cuda = _to_cuda
+
+    # Fake tensors have no memory that could be pinned, or that another stream could use.
     torch.Tensor.pin_memory = lambda tensor, *arguments: tensor
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)

@@ -41,6 +41,8 @@ class ParallelGroups:
     def rank(self) -> int:
         """Among all ranks of the layout, as Megatron counts them."""
         parallel = self.parallel
+
+        # Tensor parallelism varies fastest, followed by context, data and pipeline parallelism.
         part = self.pipeline_rank * parallel.data_parallel_size + self.data_rank
         part = part * parallel.context_parallel_size + self.context_rank
         return part * parallel.tensor_parallel_size + self.tensor_rank
@@ -74,6 +76,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
             "tensor x context x pipeline x data must equal the number of ranks"
         )
 
+    # Megatron's groups are global to the process, so those of an earlier call are destroyed first.
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -85,6 +88,8 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=ceil(limit_s / 60),
     )
+
+    # Seed the default generator and Megatron's tracker of tensor-parallel generators.
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
     return ParallelGroups(

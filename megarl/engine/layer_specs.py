@@ -61,18 +61,24 @@ def block_spec(
     """
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
+
+    # One spec for each kind of layer that occurs: dense, and sparse where the model has experts.
     kinds = {
         is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
     }
 
+    # Dense layers too receive the routers' tokens as an attention bias, which they must not apply.
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
         kinds[True].submodules.mlp.submodules.router = ExpertRouter
 
+    # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     layer_specs = [kinds[layer in sparse_layers] for layer in held]
+
+    # Behind the last attention only the tokens that predict another one are needed.
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
         layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
 
@@ -147,6 +153,7 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
         return name
     rest = _CANONICAL.get(match[2], match[2])
 
+    # Experts are modules of their own, or numbered weights of one grouped product.
     if local := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{EXPERT.format(expert=int(local[1]) + first_expert)}{local[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
@@ -165,6 +172,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
     columns = {ColumnParallelLinear, VocabParallelEmbedding}
     rows = {RowParallelLinear}
 
+    # The same kinds of layers, as classes of Transformer Engine.
     if gpt_layer_specs.HAVE_TE:
         modules = gpt_layer_specs.TESpecProvider()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}

@@ -64,6 +64,7 @@ class _CPUNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # In place, except for what the backward pass needs.
         mean_square = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()
         normalised = hidden * scale
@@ -73,6 +74,8 @@ class _CPUNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         normalised, scale, weight = ctx.saved_tensors
+
+        # The same products give the weight's gradient and the projection in the input's gradient.
         products = (gradient * normalised).flatten(0, -2)
         projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
         grad_hidden = (gradient * weight).addcmul_(normalised, projection, value=-1).mul_(scale)
@@ -117,18 +120,22 @@ class AttentionCore(torch.nn.Module):
         assert attention_bias is None
         assert attention_mask is None
 
+        # A padded batch is one call, for which the causal mask is enough.
         if packed_seq_params is None:
             sequence, batch = query.shape[:2]
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
             return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
         on_cuda = query.device.type == "cuda"
+
+        # With context parallelism this rank's queries see the keys and values of all ranks.
         if self.context is not None:
             key, value = whole_keys(key, value, self.context)
             if on_cuda and query.dtype != torch.float32:
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
 
+        # One masked call for float32 on CUDA, and on a CPU where no whole block of keys could be left out.
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
@@ -140,6 +147,7 @@ class AttentionCore(torch.nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys
         before the first one's own."""
+        # With keys before the first query the mask is shifted, which `is_causal` does not express.
         before = key.shape[2] - query.shape[2]
         mask = (
             torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
@@ -182,10 +190,12 @@ class AttentionCore(torch.nn.Module):
         keys = key
         values = value
 
+        # Put the pieces of each call side by side, padded to one length.
         if plan.gather is not None and plan.gather_keys is not None:
             gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
             queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
 
+        # Each piece has its own keys behind those that all of its tokens see.
         query_shapes = [(call.sequences, call.length) for call in plan.calls]
         key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
@@ -198,6 +208,7 @@ class AttentionCore(torch.nn.Module):
         ):
             mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
 
+        # Restore the order of the batch and drop what padded the pieces.
         joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
 
@@ -213,6 +224,7 @@ def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Ten
 def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(T / C, groups, D) x 2 -> (T, groups, D) x 2, one rank's tokens behind the other's; gradients are
     summed over the ranks."""
+    # Keys and values travel in one collective.
     both = gather_from_sequence_parallel_region(
         torch.cat([key, value], 1), tensor_parallel_output_grad=True, group=context
     )

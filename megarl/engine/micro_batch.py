@@ -112,6 +112,8 @@ def _lay_out(
     Arguments: (b,) each, lengths of prompts and responses, and for each row the first row with its prompt;
     and how many ranks share the rows."""
     starts = [0, *accumulate(map(add, prompts, responses))]
+
+    # The rows that have the same prompt, by the first of them.
     members: dict[int, list[int]] = {}
     for row, first in enumerate(first_with_prompt):
         members.setdefault(first, []).append(row)
@@ -123,11 +125,14 @@ def _lay_out(
 
     def put(begin: int, end: int, continues: int | None) -> None:
         nonlocal place
+
+        # A response may be empty, but a packed batch holds no empty sequence.
         if end > begin:
             spans.append((begin, end))
             prompt_of.append(continues)
             place += padded_length(end - begin, num_ranks)
 
+    # A shared prompt is a sequence of its own, directly followed by the responses to it.
     for first, rows in members.items():
         shares = len(rows) > 1
         prompt_place = place
@@ -139,6 +144,7 @@ def _lay_out(
             if shares:
                 put(starts[row] + prompts[row], starts[row + 1], number)
 
+    # Each sequence is padded by itself, with the place behind all real tokens.
     lengths = [end - begin for begin, end in spans]
     padding = [padded_length(length, num_ranks) - length for length in lengths]
     sources = torch.cat(
@@ -226,9 +232,13 @@ def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tupl
     behind the other's. Ranks choose equally many, at least one, for which the first token of a part stands
     in."""
     size = num_tokens // cut.size
+
+    # Rows that share a prompt also share the predictor of their first response token.
     chosen, number = predictors.unique(return_inverse=True)
     part = chosen // size
     counts = part.bincount(minlength=cut.size)
+
+    # The ranks' outputs are gathered, for which all parts must have the same length.
     most = max(1, int(counts.max()))
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
@@ -239,6 +249,7 @@ def _predicting(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tupl
 def _packed(
     rows: _Rows, share_prompts: bool, cut: SequenceSlice, place: ContextParallelRank, device: torch.device
 ) -> _ModelInputs:
+    # For each row the first one with the same prompt; without sharing each row is its own.
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
         of_rows = zip(
@@ -255,6 +266,8 @@ def _packed(
         _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
     )
     last = [padding] if padding else []
+
+    # Places in the packed sequence, of the predictors inside responses and of all tokens of the rows.
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
     prompts = rows.prompts[rows.row_of]
     places = rows.offset + torch.where(
@@ -263,14 +276,22 @@ def _packed(
     packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
     own = own_tokens(packed.lengths, place)
     sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
+
+    # From places in the whole batch to those among this rank's tokens; -1 for the tokens of other ranks.
     here = torch.full((num_tokens + padding,), -1)
     here[own] = torch.arange(len(own))
+
+    # A prompt token that rows share counts once for each of them.
     counts = torch.zeros(num_tokens + padding, dtype=torch.long).index_add_(0, places, rows.counts)
+
+    # The first token of a response is predicted by the prompt's last one, which may stand elsewhere.
     predictors = here[
         torch.where(
             rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response
         )
     ]
+
+    # This rank scores the tokens whose predictors it holds.
     scored = (predictors >= 0).nonzero()[:, 0]
 
     return _ModelInputs(
@@ -331,21 +352,30 @@ def make_micro_batch(
 
     index = torch.as_tensor(rows)
     response_length = batch["response_mask"].shape[1]
+
+    # Prompt and response lengths follow from the mask on either side of the prompt's end.
     mask = batch["attention_mask"][index].bool()
     prompt_length = mask.shape[1] - response_length
     prompts = mask[:, :prompt_length].sum(1)
     responses = mask[:, prompt_length:].sum(1)
     _check_layout(mask, prompt_length, prompts, responses, rows)
+
+    # Drop the padding of the batch, then lay out the rows as the model takes them.
     ids = batch["input_ids"][index]
     real = _Rows.of(prompts, responses, ids[mask], batch["response_mask"][index].bool().any(1))
     inputs = _packed(real, share_prompts, cut, place, device) if packing else _padded(real, cut)
+
+    # Row and offset of the response tokens that this rank scores.
     response_row = real.response_row[inputs.scored]
     response_offset = real.response_offset[inputs.scored]
     positions = to_device(inputs.positions, device)
     predictors = inputs.predictors
+
+    # The rotary embedding would count from 0 in every sequence, which is wrong where rows are shared or cut.
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
 
+    # From here on predictors count among the tokens that the last layer keeps.
     if inputs.packed is not None and ends_with_predictors:
         chosen, predictors = _predicting(predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
@@ -360,6 +390,7 @@ def make_micro_batch(
         predictors=to_device(predictors, device),
         targets=to_device(ids[response_row, prompt_length + response_offset], device),
         cells=to_device(response_row * response_length + response_offset, device),
+        # The loss gets the columns of the responses' shape; model inputs are not for it.
         rows={
             key: to_device(value[index], device)
             for key, value in batch.items()
@@ -373,6 +404,7 @@ def make_micro_batch(
 def _check_layout(
     mask: Tensor, prompt_length: int, prompts: Tensor, responses: Tensor, rows: Sequence[int]
 ) -> None:
+    # Real tokens end the prompt and begin the response, without a gap in between.
     column = torch.arange(mask.shape[1])
     expected = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
     wrong = ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist()

@@ -155,6 +155,8 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     scaling = architecture.rope_scaling
     if scaling is None:
         return frequencies
+
+    # Blend by how often a wavelength fits into the original context length.
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequencies
     smooth = (original / wavelength - scaling.low_freq_factor) / (
@@ -193,6 +195,7 @@ class ModelChunk(GPTModel):
         head: Head,
         chunk: int,
     ) -> None:
+        # Megatron's number of a virtual stage is None where each rank has one chunk.
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
@@ -209,11 +212,17 @@ class ModelChunk(GPTModel):
         self._first_expert = (
             groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         )
+
+        # Megatron supports Llama 3's scaling with one set of constants only.
         self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(
             self.rotary_pos_emb.inv_freq.device
         )
+
+        # A critic has one output per token instead of one per entry of the vocabulary.
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
+
+        # Megatron marks cut parameters while it initialises them, which is skipped because all are loaded.
         mark_cut_parameters(self)
         forget_routes(self)
         if layers is Layers.transformer_engine:

@@ -87,11 +87,14 @@ class RouterStatistics:
     def add(self, layer: int, logits: Tensor, routing_map: Tensor, counts: Tensor) -> Tensor | None:
         """The tokens of one micro-batch in one layer: logits (T, E), routing_map (T, E) of bool. Returns what
         they add to the loss."""
+        # Padding counts zero times, and a token that rows share once for each row.
         self.tokens[layer] += (routing_map * counts[:, None]).sum(0)
         if self.losses is None:
             return None
         loss = None
         logits = logits.float()
+
+        # Divided by the tokens of the mini-batch, the sums over micro-batches and ranks become means.
         weights = counts.float() / self.num_tokens.clamp(min=1).float()
 
         if coefficient := self.losses.aux_loss_coefficient:
@@ -110,7 +113,11 @@ class RouterStatistics:
     def reduce(self, groups: ParallelGroups) -> None:
         """Of all ranks, each of which has tokens or layers that the others have not."""
         parts = (self.tokens, self.probabilities, self.squares)
+
+        # One tensor, so that each group needs a single collective.
         whole = torch.cat([part.flatten() for part in parts])
+
+        # Ranks of a stage have different tokens of the same layers, and stages have different layers.
         for group in (groups.stage, groups.pipeline):
             dist.all_reduce(whole, group=group)
         for part, reduced in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
@@ -144,11 +151,14 @@ class ExpertRouter(TopKRouter):
         gradients."""
         assert padding_mask is None
         probs, routing_map = super().routing(logits)
+
+        # With recomputation a layer runs twice: the pass without gradients adds nothing.
         tally = None if self.tokens is None else self.tokens.tally
         if self.tokens is None or tally is None or not (tally.losses is None or torch.is_grad_enabled()):
             return probs, routing_map
         loss = tally.add(self.layer_number - 1, logits.flatten(0, 1), routing_map, self.tokens.counts)
 
+        # The loss joins the backward pass through the probabilities, whose values do not change.
         return (probs if loss is None else MoEAuxLossAutoScaler.apply(probs, loss)), routing_map
 
 

@@ -74,11 +74,14 @@ class _File:
                 f"TMPDIR to a folder with room",
             ) from error
 
+        # Set only after everything is written, so that a failure leaves this object as it was.
         self._file = file
         self._starts = list(accumulate((storage.nbytes() for storage in storages), initial=0))
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         assert self._file is not None
+
+        # Closing the nameless file returns its space to the file system.
         with self._file as file:
             file.seek(0)
             for storage in storages:
@@ -132,6 +135,7 @@ class _PinnedMemory:
         target.copy_(self._places[number][start : start + target.numel()])
 
     def _make_room(self, sizes: Sequence[int]) -> None:
+        # The old buffer must be unpinned before its memory is freed.
         if self._places:
             platform.current().unpin(self._buffer)
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
@@ -145,6 +149,8 @@ class _PinnedMemory:
     def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
+
+        # The copies are asynchronous, and the caller releases or uses the memory next.
         torch.cuda.synchronize()
 
 
@@ -181,11 +187,15 @@ class MovableState:
             return 0
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
         moved = [_Moved(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+
+        # All bytes are stored before any memory is released: where that fails nothing has moved.
         if self._kept:
             self._host_buffer.put([each.storage for each in moved])
         for each in moved:
             each.storage.resize_(0)
         self._offloaded = moved
+
+        # Other processes can use the memory only after the allocator has returned it.
         platform.current().return_freed_memory()
 
         return sum(each.nbytes for each in moved)
@@ -194,6 +204,8 @@ class MovableState:
         """Bytes taken again; 0 where nothing is away."""
         if self._offloaded is None:
             return 0
+
+        # The storages grow in place, which makes every view of them valid again.
         for each in self._offloaded:
             each.storage.resize_(each.nbytes)
             if not self._kept:

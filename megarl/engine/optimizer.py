@@ -91,6 +91,8 @@ class Optimizer:
         )
         with _construction():
             self._optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
+
+        # Moments exist before the first step, so that they can be offloaded, saved and loaded.
         for part in self._parts():
             _make_moments(part.optimizer)
         self._schedule = OptimizerParamScheduler(
@@ -99,6 +101,7 @@ class Optimizer:
             max_lr=config.lr,
             min_lr=config.min_lr,
             lr_warmup_steps=config.warmup_steps,
+            # Megatron requires that the decay ends after the warm-up.
             lr_decay_steps=max(total_steps, config.warmup_steps + 1),
             lr_decay_style=config.decay.value,
             start_wd=config.weight_decay,
@@ -135,6 +138,7 @@ class Optimizer:
                 for ranges in buckets
             ):
                 for parameter, parameter_ranges in ranges["param_map"].items():
+                    # From Megatron's range of a parameter to the tensors that its optimizer steps.
                     group, number = optimizer.model_param_group_index_map[parameter]
                     master = optimizer.optimizer.param_groups[group]["params"][number]
                     moments = optimizer.optimizer.state[master]
@@ -151,6 +155,8 @@ class Optimizer:
     def counts(self) -> StepCounts:
         """How far this optimizer is."""
         counts = set()
+
+        # torch counts steps by parameter; Transformer Engine and Apex count by parameter group.
         for optimizer in (part.optimizer for part in self._parts()):
             counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
@@ -172,6 +178,7 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["step"] = counts.adam
 
+        # A step of zero sets the learning rate for this place in the schedule.
         self._schedule.num_steps = counts.schedule
         self._schedule.step(0)
 
@@ -200,7 +207,10 @@ class Optimizer:
                 f"or lower optim.lr"
             )
 
+        # The schedule advances first: update k uses the learning rate of place k, counted from 1.
         self._schedule.step(1)
+
+        # All parts are clipped by the one norm of the whole model.
         if self._clip_grad > 0:
             for part in self._parts():
                 clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
@@ -220,6 +230,7 @@ class Optimizer:
             by_name = sorted(part.get_main_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
             gradients[part.get_grad_stats_parallel_group()] += by_name
 
+        # Squares of norms add up where parts, such as experts, are summed over different groups.
         norms = [
             float(clip_grads.get_grad_norm_fp32(each, grad_stats_parallel_group=group))
             for group, each in gradients.items()
@@ -241,6 +252,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if counts_by_tensor:
+                # torch keeps the step count on the host unless the whole update runs on the device.
                 device = parameter.device if group["capturable"] or group["fused"] else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state.update({name: torch.zeros_like(parameter) for name in MOMENTS})

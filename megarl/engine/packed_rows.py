@@ -51,13 +51,19 @@ class PackedRows(PackedSeqParams):
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
         starts = [0, *accumulate(self.lengths)]
         boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
+
+        # For each sequence the places of the prompt that its tokens see as well.
         prompts = [
             range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt])
             for prompt in prompt_of
         ]
         self.pieces = pieces(self.lengths, prompts, place)
+
+        # Ranks that share rows attend in pieces instead, whose keys include the prompt's.
         self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
         longest = max(self.lengths)
+
+        # Positions reach this far, because a response continues where its prompt ends.
         furthest = max(map(add, map(len, prompts), self.lengths))
         super().__init__(
             qkv_format="thd",
@@ -112,12 +118,14 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     for members in _share_calls(packed.pieces):
         first = members[0]
         length = max(piece.length for piece in members)
+        # One column per property of the pieces, to be broadcast against offsets of tokens.
         starts, lengths, prompts, own = torch.tensor(
             [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
         ).T[..., None]
         offset = torch.arange(length)
         num_own = len(first.own) - first.length
         within = torch.minimum(offset, lengths - 1)
+        # A piece sees its prompt, its sequence up to its first query, and its own tokens.
         keys = [
             prompts + torch.arange(len(first.prompt)),
             own + torch.arange(num_own),
@@ -134,12 +142,15 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     tokens = torch.arange(sum(packed.lengths) // packed.place.size)
     size = packed.place.size
 
+    # The keys stand one rank's behind the other's, as `whole_keys` gathers them.
     if size > 1:
         gather_keys = whole_order(packed.lengths, size)[gather_keys]
     elif torch.equal(gather, tokens) and not any(call.before for call in calls):
+        # The tokens are in the right order already, so no copy is needed.
         packed.attention_plan = AttentionPlan(calls, None, None, None)
         return packed.attention_plan
 
+    # The inverse of `gather` for real tokens.
     scatter = torch.empty_like(tokens)
     scatter[gather[is_real]] = is_real.nonzero()[:, 0]
     indices = (to_device(index, packed.cu_seqlens_q.device) for index in (gather, gather_keys, scatter))
@@ -159,11 +170,13 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
     for members in alike.values():
         calls.append([members[0]])
         for piece in members[1:]:
+            # The work of causal attention, and so the cost of padding, grows with the square of the length.
             if calls[-1][0].length ** 2 - piece.length**2 <= CALL_COST:
                 calls[-1].append(piece)
             else:
                 calls.append([piece])
 
+    # In the order of the batch, so that tokens need not be moved where no padding is needed.
     return sorted(sorted(members) for members in calls)
 
 

@@ -66,6 +66,8 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     D/2)."""
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
+
+    # Both halves are written into one output, without a temporary tensor for each product.
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
 
@@ -98,6 +100,8 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Te
     """Cosine and sine (T, 1, D/2), made once per micro-batch and kept on its `cu_seqlens`, because every
     layer asks."""
     kept = getattr(cu_seqlens, "megarl_angles", None)
+
+    # The kept angles are valid only for the table of frequencies that they were made from.
     if kept is None or kept[0] is not freqs:
         num_tokens = like.shape[0]
         positions = getattr(cu_seqlens, _POSITIONS, None)

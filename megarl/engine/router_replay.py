@@ -51,6 +51,8 @@ class RouterReplay:
         assert default_compute_topk is not None
         assert self._router.tokens is not None, "each layer tells its router"
         assert (routes := self._router.tokens.routes) is not None, "each micro-batch has some"
+
+        # Computed also where routes are given, because tokens without a route take the router's choice.
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
         if routes.given is None or routes.is_given is None:
@@ -58,6 +60,8 @@ class RouterReplay:
             return values, experts
 
         experts = torch.where(routes.is_given[:, None], routes.given[self._layer].to(experts.dtype), experts)
+
+        # The current scores weigh the given experts, so that the router receives a gradient.
         return scores.gather(1, experts), experts
 
 
@@ -73,6 +77,7 @@ class RouterReplayBuffer:
         self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device
     ) -> None:
         """layers: Megatron's, of all virtual stages of this rank."""
+        # Routes are stored by a layer's number among those with experts.
         numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
         self._layers = []
         self._dtype = route_dtype(experts.num_experts)
@@ -106,6 +111,7 @@ class RouterReplayBuffer:
             )
             routes = MicroBatchRoutes(*(given or (None, None)))
             entered.append(replace(micro_batch, routes=routes))
+            # The routers fill in the routes during the pass, and `collect` reads them afterwards.
             if column is None:
                 self._kept.append((places, routes))
 
@@ -122,6 +128,8 @@ class RouterReplayBuffer:
     ) -> tuple[dict[int, Tensor], Tensor]:
         size = self._shape[0] * self._shape[1]
         lengths = places.lengths.tolist()
+
+        # One row more than there are tokens, which padding reads.
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype)
         is_given = torch.zeros(len(table), dtype=torch.bool)
         begin = 0
@@ -137,6 +145,7 @@ class RouterReplayBuffer:
             is_given[begin : begin + length - 1] = True
             begin += length
 
+        # This rank needs the routes of its own tokens and layers only.
         own = to_device(table[places.sources][:, self._layers].transpose(0, 1).contiguous(), self._device)
         return dict(zip(self._layers, own, strict=True)), to_device(is_given[places.sources], self._device)
 
@@ -145,6 +154,8 @@ class RouterReplayBuffer:
         ask."""
         parts = [self._rows(*kept) for kept in self._kept]
         self._kept = []
+
+        # From the order of the micro-batches back to that of the batch.
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         return RaggedTensor.concat(parts).select(torch.tensor(rows).argsort())
 
@@ -158,6 +169,8 @@ class RouterReplayBuffer:
         sources = to_device(places.sources, self._device)
         for layer, experts in routes.chosen.items():
             table[sources, layer] = experts
+
+        # Without sequence parallelism tensor-parallel ranks have the same tokens, and must not be summed.
         parts = [groups.tensor] if groups.parallel.sequence_parallel else []
 
         for group in (*parts, groups.context, groups.pipeline):
@@ -165,6 +178,7 @@ class RouterReplayBuffer:
                 # of two-byte numbers too: only one rank's are not 0
                 dist.all_reduce(table.view(torch.uint8), group=group)
 
+        # A prompt that rows share was routed once, and each of its rows gets these routes.
         whole = table.cpu()[places.origins].split(lengths)
         lasts = places.lengths - 1
         values = torch.cat([row[:-1] for row in whole]).flatten()

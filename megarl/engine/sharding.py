@@ -56,6 +56,7 @@ class Shard:
             return
         position = first - start
 
+        # A range is a few slices, each of which begins in memory where the one before it ended.
         for tensor_slice in slices_of_range(self.place.shape, first - self.start, last - self.start):
             place = tensor_slice.relative_to((0,) * len(self.shape), self.place.starts)
             yield replace(self, key=key, place=place, tensor=tensor, start=position)
@@ -118,6 +119,7 @@ class Sharding(NamedTuple):
     def of_weights(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
         """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that
         all write alike much; what no optimizer updates, the first of them has."""
+        # No optimizer slice covers frozen parameters, so one rank writes all of them.
         if self.is_first_copy:
             yield from (
                 shard
@@ -152,6 +154,8 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
     assert parameter.is_contiguous()
     outline = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     whole = isinstance(entry, ShardedTensor)
+
+    # A factory cuts a parameter into several tensors of the checkpoint, as it does with a gated MLP.
     cuts: list[ShardedTensor] = (
         [replace(entry, data=outline)]
         if whole
@@ -164,6 +168,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
         yield Shard(
             key=cut.key,
             shape=tuple(cut.global_shape),
+            # Megatron prepends axes, such as that of the layers, along which a shard has length 1.
             place=TensorSlice.whole((1,) * cut.prepend_axis_num + tuple(cut.local_shape)).relative_to(
                 (0,) * len(cut.global_shape), cut.global_offset
             ),

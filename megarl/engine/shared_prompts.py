@@ -108,16 +108,22 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None
     ) -> Tensor:
         kernel = _kernel(query)
+
+        # Every sequence attends to itself, then all responses attend to their prompts.
         output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
         chosen = query.index_select(0, shared.responses)
         over_prompt = kernel.forward(
             chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale
         )
+
+        # Each result is weighed by its share of the softmax's sum, which the log-sum-exps give.
         own_log_sum = log_sum.index_select(0, shared.responses)
         share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # of the prompt in the whole
         merged = output.index_select(0, shared.responses).float().lerp_(over_prompt.output.float(), share)
         output.index_copy_(0, shared.responses, merged.to(output.dtype))
         log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, over_prompt.log_sum))
+
+        # With the log-sum-exp of the whole both backward calls reproduce the weights of one softmax.
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.shared = shared
         ctx.scale = scale
@@ -132,9 +138,13 @@ class _Attention(torch.autograd.Function):
         kernel = _kernel(query)
         own_state, prompt_state = ctx.states
         gradient = gradient.contiguous()
+
+        # The gradients of every sequence's attention to itself.
         gradients = kernel.backward(
             gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale
         )
+
+        # The gradients of the responses' attention to their prompts.
         responses = (
             tensor.index_select(0, shared.responses) for tensor in (gradient, query, output, log_sum)
         )
@@ -149,6 +159,7 @@ class _Attention(torch.autograd.Function):
             ctx.scale,
         )
 
+        # Both calls contribute to responses as queries, and to prompts as keys and values.
         for total, share, tokens in zip(
             gradients, of_prompts, (shared.responses, shared.prompts, shared.prompts), strict=True
         ):

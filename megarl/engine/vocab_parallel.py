@@ -67,9 +67,11 @@ class _Scores(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # The gradient of an unused score stays None, so that the backward pass can skip it.
         ctx.set_materialize_grads(False)
         scores = []
 
+        # Logits exist for one chunk of tokens at a time.
         for part, part_targets in zip(
             hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True
         ):
@@ -94,15 +96,20 @@ class _Scores(torch.autograd.Function):
             return None, None, None, None
         hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary
+
+        # The temperature divided the logits, so it divides their gradient too.
         grad_log_probs, grad_entropy = (
             None if gradient is None else gradient / vocabulary.temperature
             for gradient in (grad_log_probs, grad_entropy)
         )
         grad_hidden = torch.empty_like(hidden)
+
+        # Sum the chunks in float32, directly in Megatron's buffer where the weight has one.
         buffer: Tensor | None = getattr(weight, "main_grad", None)  # Megatron's, of a weight that it trains
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
 
+        # In reverse, because the logits of the last chunk are still there from the forward pass.
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
             logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
@@ -130,9 +137,13 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     """(4, t): log-probs, entropy, sum of squared probabilities and log of the partition function, over all
     ranks' columns of `logits` (t, V / tp)."""
     parallel = vocabulary.group.size() > 1
+
+    # Subtracting the maximum over all ranks' columns keeps the exponentials finite.
     maximum = logits.amax(1) if vocabulary.size else logits.new_full((logits.shape[0],), float("-inf"))
     if parallel:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
+
+    # Only the rank that holds a target contributes its logit to the sum over the ranks.
     here, column = vocabulary.find(targets)
     target = (
         torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0)
@@ -142,9 +153,13 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     of_columns = torch.cat(
         [_sums(logits[block], maximum[block], vocabulary.extras) for block in _blocks(logits)], dim=1
     )
+
+    # All sums share one collective.
     sums = torch.cat([of_columns, target[None]])
     if parallel:
         dist.all_reduce(sums, group=vocabulary.group)
+
+    # H = log Z - sum(z exp(z)) / Z, where z is a logit less the maximum.
     partition, weighted, squares, target = sums
     log_partition = partition.log()
     entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
@@ -165,6 +180,8 @@ def _sums(logits: Tensor, maximum: Tensor, extras: Collection[Extra]) -> Tensor:
     """(3, t), of z = logits - maximum: the sums of exp(z), of z exp(z) and of exp(2 z) over these columns; 0
     for what is not asked for."""
     shifted = logits - maximum[:, None]
+
+    # In place where the operand is not needed again, because logits dominate the memory.
     exponentials = shifted.exp() if "entropy" in extras else shifted.exp_()
     not_asked_for = torch.zeros_like(maximum)
     weighted = shifted.mul_(exponentials).sum(1) if "entropy" in extras else not_asked_for
@@ -189,12 +206,14 @@ def _replace_by_gradient(
             assert grad_log_probs is not None
             log_softmax.exp_().mul_(-grad_log_probs[block, None])
         else:
+            # -p_i (g_H (log p_i + H) + g_logp), computed in the memory of the logits.
             probabilities = log_softmax.exp()
             factor = log_softmax.add_(entropy[block, None]).mul_(-grad_entropy[block, None])
             if grad_log_probs is not None:
                 factor.sub_(grad_log_probs[block, None])
             factor.mul_(probabilities)
 
+    # Add the term 1[i = y] of the log-prob's gradient, on the rank that holds the target.
     here, column = target
     if grad_log_probs is not None and logits.shape[1]:
         logits.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
@@ -218,6 +237,7 @@ def token_scores(
     group.
     weight: (padded V / tp, H), this rank's rows. targets: (T,) int64, global token ids.
     """
+    # The rows that only pad the vocabulary are at its end, and are left out of the product.
     first = group.rank() * weight.shape[0]
     size = max(0, min(weight.shape[0], vocab_size - first))
     vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
