@@ -96,6 +96,7 @@ def rank_parameters(
 
     for row in rows_of(architecture, _head(with_value_head)):
         whole = _row_size(row, sizes)
+        # Experts have a parallelism of their own, and are counted apart.
         if row.place is Place.expert:
             held = whole // expert_tensor_parallel_size
             of_experts += held * num_experts * _num_layers(row, architecture, layers)

@@ -59,6 +59,8 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     name = "num_experts" if newer is None else "num_local_experts"
     num_experts = reader.number(name, int)
     chosen = reader.number("num_experts_per_tok", int)
+
+    # A number that could not be read is 1 here, and its problem is reported already.
     if chosen > num_experts > 1:
         reader.problems.append(f"'num_experts_per_tok' {chosen} is more than '{name}' {num_experts}")
 

@@ -51,6 +51,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
         supported = f"the supported families are {', '.join(FAMILIES)}"
         raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
 
+    # All checks run before the error is raised, so that it lists every problem.
     architecture = family.read(reader)
     _check_class(reader, family, trust_remote_code)
     reader.check_neutral()

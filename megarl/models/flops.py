@@ -43,6 +43,8 @@ def training_flops(
     head_dim = architecture.head_dim
     query = architecture.num_attention_heads * head_dim
     key_value = architecture.num_key_value_heads * head_dim
+
+    # Multiply-adds of one token in all layers: projections of the attention, and the feed-forward.
     layers = architecture.num_hidden_layers * hidden * (2 * query + 2 * key_value) + _feed_forward(
         architecture
     )
@@ -51,6 +53,7 @@ def training_flops(
 
     for prompt, response in rows:
         length = prompt + response
+        # Each pair takes part in two products: the scores, and the weighted sum of the values.
         pairs = length * (length + 1) // 2
         multiply_adds += (
             length * layers + architecture.num_hidden_layers * 2 * pairs * query + response * output
@@ -66,6 +69,7 @@ def _feed_forward(architecture: Architecture) -> int:
     sparse = 0
 
     if experts is not None:
+        # Three projections of each expert, the router's outputs, and the gate of a shared expert.
         met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
         sparse = len(experts.layers) * (
             3 * met + experts.num_experts + bool(experts.shared_intermediate_size)

@@ -88,6 +88,7 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
         reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layers' numbers")
         return ()
 
+    # The step counts layers from 1: with a step of 2 the second layer is the first sparse one.
     every_step = range(step - 1, num_hidden_layers, step)
     layers = tuple(layer for layer in every_step if layer not in dense)
 

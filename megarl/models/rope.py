@@ -36,14 +36,17 @@ def read_rope(
         both = "fields 'rope_scaling' and 'rope_parameters'"
         reader.problems.append(f"{both} are both given and differ; keep one")
 
+    # A reader of its own collects the problems, so that they can name the object they are in.
     rope = ConfigReader({"rope_theta": reader.take("rope_theta")} | (reader.fields.get(name) or {}))
 
+    # transformers v4 wrote the type under either name, and both may be present.
     rope_type = rope.fields.get("rope_type", rope.fields.get("type", "default"))
 
     if rope.fields.get("type", rope_type) != rope_type:
         differing = f"'rope_type' {rope_type!r} and 'type' {rope.fields['type']!r}"
         rope.problems.append(f"fields {differing} differ; keep one")
 
+    # The base frequency may be given inside the object, at the top level, or in both places.
     rope_theta = rope.number("rope_theta", float, default_theta)
     outer_theta = reader.fields.get("rope_theta")
 
@@ -55,6 +58,7 @@ def read_rope(
     if not isinstance(rope_type, str) or rope_type not in _FIELDS_OF_TYPE:
         rope.problems.append(f"field 'rope_type' is {rope_type!r}; supported: {', '.join(_FIELDS_OF_TYPE)}")
     else:
+        # A field that the type does not use may mean another embedding, so it is not ignored.
         for extra in sorted(set(rope.fields) - _FIELDS_OF_TYPE[rope_type]):
             rope.refuse(extra, f"rope_type {rope_type!r} is not known to use it")
         if rope_type == "llama3":
@@ -63,6 +67,7 @@ def read_rope(
     if rope.fields.get("partial_rotary_factor") not in (None, 1):
         rope.refuse("partial_rotary_factor", "only 1 is supported")
 
+    # The message names the object, unless the field is at the top level.
     is_nested = name in reader.fields
     reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
 

@@ -148,6 +148,7 @@ def read_trunk(
     num_key_value_heads = reader.number("num_key_value_heads", int, default_key_value_heads)
     head_dim = reader.number("head_dim", int, default_head_dim or hidden_size // num_attention_heads)
 
+    # Only a head size that is derived from the hidden size requires that this divides evenly.
     of_heads = f"a multiple of 'num_attention_heads' {num_attention_heads}"
     is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
     if is_derived and hidden_size % num_attention_heads:
@@ -209,6 +210,7 @@ def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_e
             named = ", ".join(other)
             reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
     elif switch or (switch is None and window):
+        # A dense model is unaffected if its windowed layers would begin after the last one.
         if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
             return
         reader.problems.append(
