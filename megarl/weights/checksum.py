@@ -47,9 +47,11 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
         values = values.view(1)
         strides = (1,)
 
+    # Bits are summed as whole numbers, so that NaN and negative zero count as they are stored.
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
 
+    # Block by block, so that the factors of a large tensor are never all in memory.
     for _, block in (
         contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
     ):
@@ -92,9 +94,11 @@ def shard_checksums(
             continue
         parameter = shards.parameters[weight.megatron_name].detach()
         for piece in pieces(weight, shards.layout):
+            # Elements that several ranks hold must enter the sum once.
             if not piece.is_source:
                 continue
             elements = parameter.view(piece.shard_view)[piece.shard.index].to(dtype)
+            # An element's factor follows from its place in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)
             sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)

@@ -98,6 +98,7 @@ class ReceiveBuffer(ABC):
             start = where.start
             for parts in schedule.segments(number) if peer != self.own else ():
                 stop = start + sum(part.tensor_slice.volume for part in parts)
+                # A segment of several parts is contiguous only in the buffer, not in the model.
                 place = self.place(number, parts[0]) if len(parts) == 1 else None
                 yield peer, buffer[start:stop] if place is None else place
                 start = stop
@@ -186,6 +187,7 @@ class PipelinedTransfer:
         self._deadline_s = time.monotonic() + self._time_slice_s
 
         with torch.no_grad():
+            # The generator yields after a long wait or a time slice; when it ends the transfer is complete.
             for _ in self._steps:
                 return False
 
@@ -195,16 +197,20 @@ class PipelinedTransfer:
 
     def _work(self) -> Iterator[None]:
         for number in range(self._num_rounds):
+            # Return to the caller from time to time, even if no peer is slow.
             if time.monotonic() > self._deadline_s:
                 yield
+            # Two pack buffers alternate, so the messages of round n - 2 must have been sent by now.
             yield from self._arrival(number - 2)
             yield from self._until(
                 self._ask_buffer(lambda receive_buffer, number=number: receive_buffer.is_free(number))  # type: ignore[misc]
             )
             self._start(number)
+            # Unpack the previous round while this one travels.
             if self._receive_buffer is not None:
                 yield from self._delivery(number - 1)
 
+        # The last two rounds are still under way.
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
         yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
@@ -263,6 +269,7 @@ class PipelinedTransfer:
             raise error
         self.lost[replica] = str(error)
 
+        # Only the messages to and from this replica end; the transfer to the others continues.
         for channel in self._channels:
             if channel.replica == replica:
                 channel.p2p.abort()
@@ -277,6 +284,7 @@ class PipelinedTransfer:
         for channel in self._channels:
             if channel.replica is not None and channel.replica in self.lost:
                 continue
+            # All messages of the round are packed one behind the other in its buffer.
             sends = []
             for peer, schedule, _ in channel.sends.of_round(number):
                 flat = self._buffers[number % 2][position : position + schedule.length(number)]
@@ -287,12 +295,14 @@ class PipelinedTransfer:
                 if channel.receives and self._receive_buffer is not None
                 else []
             )
+            # Sends and receives start together, so that two ranks cannot wait for each other.
             if sends or receives:
                 try:
                     self._pending[channel, number] = channel.p2p.start(sends, receives, number)
                 except WeightTransferError as error:
                     self._lose(channel.replica, error)
 
+        # What the target gets from this very rank is copied while the messages travel.
         if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
             for peer, schedule, where in receive_buffer.sources.of_round(number):
                 if peer == receive_buffer.own:

@@ -58,6 +58,7 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
         offset = 0
         numel = prod(meta.shape)
         while offset < numel:
+            # A window ends when it is full, even in the middle of a tensor.
             if room == 0:
                 yield Window(file, tuple(chunks), is_last=False)
                 chunks = []
@@ -133,6 +134,8 @@ def plan_export(
         )
 
     windows: dict[int, tuple[Window, ...]] = {}
+
+    # The writers of a stage take turns, file by file.
     for file in files:
         writer = next(turns[file.stage])
         windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel))
@@ -165,6 +168,8 @@ def _plan_windows(
 
     # nobody is as near to a rank as itself
     places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
+
+    # Each plan has one window of every writer, so that all of them work at the same time.
     for at_a_time in zip_longest(*windows.values()):
         needed = {
             writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None
@@ -172,6 +177,7 @@ def _plan_windows(
         shapes = {
             name: window.file.manifest[name].shape for window in needed.values() for name, *_ in window.chunks
         }
+        # Any rank may send, but only the writers of these windows receive.
         sources = [
             RankSlices(place, {name: slices[name] for name in shapes if name in slices})
             for place, slices in zip(places, held, strict=True)
@@ -181,6 +187,7 @@ def _plan_windows(
             for rank, place in enumerate(places)
         ]
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
+        # What a rank sends now counts against it when the next windows are planned.
         for (source, target), schedule in plans[-1].schedules.items():
             loads[source] += schedule.numel if source != target else 0
 

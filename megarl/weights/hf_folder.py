@@ -32,6 +32,7 @@ def copy_companions(
 ) -> None:
     """Copies all but weights. config.json says `dtype` and a class with that `head`; None leaves them as they
     are."""
+    # The source's index names other weight files, and config.json is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
         if path.is_file() and not path.name.endswith(".index.json") and path.name != CONFIG_FILE:
             shutil.copyfile(path, target / path.name)
@@ -96,7 +97,9 @@ def plan_files(
     parts: list[tuple[int, dict]] = []
 
     for stage, layout in enumerate(stages):
+        # A new stage begins a new file.
         room = 0
+        # The given layout is that of one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
         for tensor in (
             tensor
@@ -114,6 +117,8 @@ def plan_files(
     assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), (
         "stages must hold each tensor once"
     )
+
+    # A single file holds everything, so it has the name that needs no index.
     if len(parts) == 1:
         return (FilePlan(SINGLE_FILE, *parts[0]),)
     return tuple(

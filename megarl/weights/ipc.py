@@ -78,6 +78,8 @@ class IPCWriter:
         for pipe_end in (to_reader, from_reader):
             os.close(pipe_end)
         self._heard = _Ear(heard)
+
+        # The reader opens the memory and the pipes by their paths under /proc.
         handle, *pipes = [f"/proc/{os.getpid()}/fd/{file}" for file in (self._handle, self._told, heard)]
         self.address = IPCAddress(
             device_name, device.type == "cuda", handle, buffer_bytes * num_buffers, num_buffers, *pipes
@@ -157,6 +159,7 @@ class IPCReader:
         self._bytes: torch.Tensor | None = None
 
         try:
+            # A path under /proc leads to some other file if the two processes are in different containers.
             if not _is_memory_file(address.handle):
                 raise WeightTransferError(
                     f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_HINT}"
@@ -252,6 +255,7 @@ class _Ear:
         while self._count < count:
             if not self._poll.poll(patience_s * 1000):
                 return False
+            # A read without bytes means that the other side has closed its end of the pipe.
             if not (words := os.read(self._file, _READ_BYTES)):
                 raise WeightTransferError(_GONE)
             self._count += len(words)
@@ -284,6 +288,7 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
     with Path(path).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
 
+    # The mapping is read-only on purpose, about which torch would warn.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)

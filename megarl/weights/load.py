@@ -53,6 +53,7 @@ def load_into_shards(
     is not read. Raises WeightTransferError that names file and tensor where folder and architecture disagree,
     and where `parameters` are not exactly those of the layout.
     """
+    # All names, shapes and values are checked before the first parameter is changed.
     index = read_checkpoint_index(folder)
     _check_names(index, architecture, head, value_head)
     _check_values(index, architecture, head, value_head)
@@ -158,6 +159,7 @@ class _Reader(ExitStack):
                 self._opened[stored.file] = self.enter_context(safe_open(stored.file, framework="pt"))
             slices = _stored_slices(piece, stored.shape)
             name = piece.hf_name
+            # The tensor is part of a fused one: shift the slice to its expert and its first row.
             if stored.fused is not None:
                 name = stored.fused.name
                 (expert, row) = stored.fused.start

@@ -116,6 +116,8 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
         )
 
     tensors: dict[str, TensorInFile] = {}
+
+    # Refuse paths that lead out of the folder before any file is opened.
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise WeightTransferError(
@@ -126,6 +128,7 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
         if not (folder / file).is_file():
             raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
 
+    # Headers and index must agree: neither may have a tensor that the other lacks.
     for file in sorted(set(file_of.values())):
         for name, stored in _read_header(folder / file).items():
             if file_of.get(name) != file:
@@ -151,6 +154,7 @@ def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, Tensor
         if not found or not parts or len(stored.shape) != 3 or stored.shape[1] % len(parts):
             separate[name] = stored
             continue
+        # Each expert gets an entry of its own, as if the file held it by itself.
         num_experts, rows, columns = stored.shape
         each = rows // len(parts)
         for expert in range(num_experts):
@@ -192,6 +196,7 @@ def _cut_off(path: Path) -> str:
         encoded = file.read(min(length, path.stat().st_size))
 
     try:
+        # Byte ranges in the header count from its end, and eight bytes before it give its length.
         ends = {
             name: 8 + length + entry["data_offsets"][1]
             for name, entry in json.loads(encoded).items()
@@ -270,6 +275,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
 
+    # Compare blocks of rows, so that neither matrix has to be in memory as a whole.
     if equal:
         with (
             safe_open(head.file, framework="pt") as head_file,

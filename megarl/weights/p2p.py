@@ -157,6 +157,7 @@ class _Polled(PendingMessages):
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(nap_s)
+            # Poll often at first, for the sake of small messages, and less often later.
             nap_s = min(2 * nap_s, _LONGEST_POLL_S)
 
         if (failure := self._work.exception()) is not None:
@@ -224,6 +225,8 @@ def reserve_port(host: str) -> socket.socket:
 def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
+
+    # gloo would otherwise choose the interface by the host name, which may not lead to the peers.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(host, port))]
     return dist.ProcessGroupGloo(store, rank, size, options)
 

@@ -89,10 +89,12 @@ class TransferSchedule:
         return self._messages[number]
 
     def _parts_between(self, start: int, stop: int) -> Iterator[Part]:
+        # The part that contains the element `start`.
         index = bisect_right(self._ends, start)
         while start < stop:
             (name, tensor_slice), end = self.parts[index], self._ends[index]
             first = end - tensor_slice.volume
+            # Parts that lie in one round are passed on whole; a boundary of rounds cuts a part into slices.
             if start == first and stop >= end:
                 yield self.parts[index]
             else:
@@ -202,6 +204,7 @@ def _plan(
     by_candidates = _needs(shapes, sources, targets)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
+    # Slices with few possible sources come first, since the others can still balance the load.
     for candidates, needs in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
         volume = sum(part.tensor_slice.volume for _, part in needs)
         shares = _level(volume, [loads[source] for source in candidates])
@@ -210,6 +213,7 @@ def _plan(
         for source, share in zip(candidates, shares, strict=True):
             loads[source] += share
 
+    # All schedules follow the order of the tensors and have the same number of rounds.
     order = {name: number for number, name in enumerate(shapes)}
     volumes = {pair: sum(part.tensor_slice.volume for part in listed) for pair, listed in parts.items()}
     num_rounds = _num_rounds(volumes, message_numel)
@@ -230,6 +234,7 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
 
     for plan in plans:
         for pair, schedule in plan.schedules.items():
+            # A pair that has no part in a plan sends nothing in its rounds.
             parts[pair] += schedule.parts
             lengths[pair][first : first + plan.num_rounds] = map(schedule.length, range(plan.num_rounds))
         first += plan.num_rounds
@@ -263,6 +268,7 @@ def _needs(
         key = held.get(name, ()), needed.get(name, ())
         if key not in cuts:
             made = list(_cut(*key, sources, targets))
+            # What is needed less what is found: not zero where elements are missing or held twice.
             cuts[key] = (
                 made,
                 sum(tensor_slice.volume for _, tensor_slice in key[1])
@@ -278,6 +284,8 @@ def _needs(
 
     if faults:
         raise WeightTransferError(f"{len(faults)} tensors cannot be sent: " + "; ".join(faults[:_MAX_NAMED]))
+
+    # Order the needs by target, and by tensor for each target.
     merged: dict[tuple[int, ...], list[_Need]] = defaultdict(list)
 
     for of_target in found:
@@ -301,6 +309,7 @@ def _by_name(ranks: Sequence[RankSlices]) -> dict[str, _Of]:
 def _cut(
     held: _Of, needed: _Of, sources: Sequence[RankSlices], targets: Sequence[RankSlices]
 ) -> Iterator[tuple[tuple[int, ...], int, TensorSlice]]:
+    # Ranks that hold the same slice are alternative sources of it.
     holders: dict[TensorSlice, list[int]] = defaultdict(list)
     for source, tensor_slice in held:
         holders[tensor_slice].append(source)
@@ -328,6 +337,7 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
     level = rising[0]
     rest = volume
 
+    # Raise the lowest loads together, until they reach the next one or the volume is used up.
     for count, (low, high) in enumerate(
         zip(rising, [*rising[1:], rising[-1] + volume], strict=True), start=1
     ):
@@ -357,6 +367,7 @@ def _distributed(
         start = 0
         volume = tensor_slice.volume
         while start < volume:
+            # This candidate's share is used up, so the next one continues.
             while room == 0:
                 source, room = next(taking)
             stop = min(volume, start + room)
@@ -382,12 +393,14 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
 
     num_rounds = 1
     for (does, rank), listed in of_rank.items():
+        # Every pair exchanges at least one element per round, however many rounds there are.
         if message_numel < len(listed):
             raise ValueError(
                 f"a message of {message_numel} elements is too small: rank {rank} {does} parts of "
                 f"{len(listed)} ranks at a time; "
                 "give a larger resharding.bucket_mb"
             )
+        # A lower bound, which rounding up the volume of each pair may exceed.
         num_rounds = max(num_rounds, ceil(sum(listed) / message_numel))
         while sum(ceil(volume / num_rounds) for volume in listed) > message_numel:
             num_rounds += 1 + num_rounds // 64

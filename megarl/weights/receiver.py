@@ -62,6 +62,8 @@ class EngineLink:
     def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
         first, second = encoded["place"]
+
+        # JSON has turned the ranks, which are keys, into strings.
         schedules = {
             int(source): TransferSchedule(
                 [Part(name, decode_slice(corners)) for name, corners in parts], encoded["num_rounds"][source]

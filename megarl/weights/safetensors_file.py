@@ -50,6 +50,7 @@ class SafetensorsFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
         try:
+            # The final size is set at once, because pieces arrive in any order.
             with self._named():
                 os.ftruncate(self._file, self._data_start + end)
             self._write(len(encoded).to_bytes(8, "little") + encoded, 0)

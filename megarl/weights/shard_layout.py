@@ -173,7 +173,9 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
     layouts = []
 
     for rank, coordinate in enumerate(map(parallel.coordinate, range(parallel.world_size))):
+        # Everything but experts depends only on the stage and the tensor-parallel rank.
         dense = of_stages[coordinate.pp * parallel.tensor_parallel_size + coordinate.tp]
+        # Experts are distributed over all ranks of the stage, across data-parallel replicas.
         place = rank % parallel.stage_size
         first = place // cut % num_parts * each
         experts = range(first, first + each)
@@ -201,6 +203,8 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
     """
     axes = AXES[weight.cut]
     (size, _) = layout.cut_of(weight)
+
+    # The shape of the whole parameter, in which the tensors are joined along one axis.
     view = list(weight.tensors[0].view)
     view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
@@ -237,6 +241,8 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     axes = AXES[weight.cut]
     (_, rank) = layout.cut_of(weight)
     view = shard_view(weight, layout)
+
+    # All tensor-parallel ranks hold the whole of a replicated parameter, and rank 0 is the source.
     is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
     found = []
     joined = 0
@@ -248,6 +254,7 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
             shard = shard.along(axes.join, joined, joined + tensor.view[axes.join])
             joined += tensor.view[axes.join]
         if axes.cut is not None:
+            # A padded vocabulary is longer than the tensor, so the last ranks may hold fewer rows or none.
             start, stop = (min((rank + end) * view[axes.cut], tensor.view[axes.cut]) for end in (0, 1))
             hf = hf.along(axes.cut, start, stop)
             shard = shard.along(axes.cut, 0, stop - start)
@@ -273,6 +280,7 @@ def shard_shapes(
     shapes = {}
     for weight in held_weights(architecture, layout, head):
         view = shard_view(weight, layout)
+        # The parameter has one dimension where the view has split it.
         num_trailing = len(weight.tensors[0].shape) - 1
         split = len(view) - num_trailing
         shapes[weight.megatron_name] = (prod(view[:split]), *view[split:])

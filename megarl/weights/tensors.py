@@ -70,6 +70,7 @@ class WeightReceipt:
         wrong = []
         for name, meta in self.manifest.items():
             position = 0
+            # In the order of elements, each chunk must begin where the previous one ended.
             for start, end in sorted(self._arrived.get(name, [])):
                 if start != position:
                     wrong.append(
@@ -171,6 +172,8 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
     Yields (offset of the first element, slice) in the order of memory. max_volume >= 1.
     """
     inner_volumes = row_major_strides(shape)
+
+    # Cut along the outermost dimension of which one row fits into a block.
     cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
     step = max_volume // inner_volumes[cut_dim]
 
@@ -199,6 +202,7 @@ def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[Tensor
         yield TensorSlice.whole(shape)
         return
 
+    # The rest of the first row, then whole rows, then the beginning of the last row.
     first_whole = -(-start // inner)
     last_whole = stop // inner
 

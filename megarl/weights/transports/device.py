@@ -62,6 +62,7 @@ def device_route(
             )
         beside.append(trainer_devices.index(device))
         for source, schedule in plan.of_target(target).items():
+            # Only the rank on the target's device shares memory with it; the others relay through that rank.
             if source != beside[-1]:
                 relays.setdefault(source, {})[beside[-1]] = schedule
 
@@ -106,6 +107,7 @@ class DeviceSender(Sender):
         self._relayed[replica] = dict(schedules)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
+        # What this rank relays to the trainer ranks beside the engines of this pass.
         sends = PeerTransfers(
             {
                 peer: schedule
@@ -113,6 +115,8 @@ class DeviceSender(Sender):
                 for peer, schedule in self._relayed[replica].items()
             }
         )
+
+        # The engine rank on this device takes part only if its replica does.
         receive_buffer = (
             self._receive_buffer
             if self._receive_buffer is not None and self._receive_buffer.replica in replicas
@@ -192,6 +196,7 @@ class DeviceReceiver(Receiver):
         deadline_s = time.monotonic() + TIME_SLICE_S
         with torch.no_grad():
             while self._number < destinations.sources.num_rounds:
+                # The number of the next round is kept, so that a later call continues here.
                 if time.monotonic() > deadline_s or not self._reader.is_written(self._number, PATIENCE_S):
                     return False
                 destinations.unpack(self._number, self._reader.buffer(self._number, destinations.dtype))

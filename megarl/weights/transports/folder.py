@@ -123,6 +123,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         return self._round_buffers[number % 2]
 
     def deliver(self, number: int) -> None:
+        # A round may bring nothing to this writer.
         if self._begins[number] == self._begins[number + 1]:
             return
         index = self._window_of(number)
@@ -136,6 +137,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
             # what comes next, and the thread that writes, have other streams
             torch.cuda.current_stream(buffer.device).synchronize()
 
+        # The last element of the window has arrived.
         if self._begins[number + 1] == self._ends[index]:
             self._writes.append(self._output.write(window, buffer))
 
@@ -157,6 +159,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         while self._num_written < count:
             if wait([self._writes[0]], PATIENCE_S).not_done:
                 return False
+            # The failure is raised at the end of the pass, because others still send until then.
             failure = self._writes.popleft().exception()
             self._failure = self._failure or failure
             self._num_written += 1
@@ -203,6 +206,7 @@ class _Output:
             self._file = None
 
     def _write(self, window: Window, data: torch.Tensor) -> None:
+        # Unset during the write, so that any exception leaves the output marked as failed.
         was_whole = self._is_whole
         self._is_whole = False
         if not was_whole:

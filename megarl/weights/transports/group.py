@@ -73,6 +73,8 @@ class GroupSender(Sender):
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
         channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
         num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
+
+        # The messages of a round to all replicas share one pack buffer.
         largest = max(
             (sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)),
             default=0,
@@ -85,6 +87,7 @@ class GroupSender(Sender):
         )
 
     def leave(self, replica: int) -> None:
+        # Aborted and not closed, since messages to the replica may still be under way.
         if (channel := self._channels.pop(replica, None)) is not None:
             channel.p2p.abort()
 
@@ -107,6 +110,7 @@ class GroupReceiver(Receiver):
     def receive(self, destinations: DestinationViews) -> bool:
         if self._transfer is None:
             receive_buffer = _GroupReceiveBuffer(destinations, self._device)
+            # An engine rank sends nothing, so there is nothing to pack.
             nothing = torch.empty(2, 0, device=self._device)
             channel = Channel(self._p2p, PeerTransfers({}), receives=True)
             self._transfer = PipelinedTransfer(

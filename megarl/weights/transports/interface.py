@@ -141,6 +141,8 @@ class DestinationViews:
     def place(self, part: Part) -> torch.Tensor | None:
         """Returns the flat memory of a part if the model keeps it in one contiguous piece, and only there."""
         targets = self._targets_of(part)
+
+        # Elements of another dtype, or in several pieces, have to be copied out of the buffer.
         if len(targets) == 1 and targets[0].is_contiguous() and targets[0].dtype == self.dtype:
             return targets[0].view(-1)
         return None
@@ -190,6 +192,7 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
     faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
     for name, slices in needed.items():
         for tensor_slice in slices:
+            # The parts that arrive must tile the slice that is needed.
             inside = [
                 shared
                 for part in coming.get(name, ())
