@@ -69,6 +69,7 @@ def _run(kind: RunKind) -> Schema:
     nested = {name: needed for name, each in properties.items() if (needed := each.pop("required", None))}
     # The root has no required keys of its own: all of them are in its sections.
     assert required is None
+    # Requirements of sections are stated at the root, so that one condition covers them all.
     needed = {
         "required": list(nested),
         "properties": {name: {"required": keys} for name, keys in nested.items()},

@@ -140,6 +140,7 @@ def schema_of(path: str, overrides: Sequence[str] = ()) -> type[RunConfig]:
 
 def _kind_of(layers: Sequence[Layer]) -> str | None:
     """As it is written; None where it is not, or is no text, which its type refuses."""
+    # The most important layer that names a kind decides.
     kind = next((layer.values[_KIND] for layer in reversed(layers) if _KIND in layer.values), None)
     return kind if isinstance(kind, str) else None
 
@@ -247,6 +248,7 @@ def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
                         key,
                         "has half of a character (a lone surrogate), which no tokenizer can read; remove it",
                     )
+            # Any other text may become part of a path, which limits its characters and its length.
             elif (
                 not text.isprintable()
                 or len(text) > _LONGEST_TEXT

@@ -58,6 +58,7 @@ def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
     """The entry of `key` or of the nearest branch above it, with its name; None where verl has none. Hydra's
     + and ~ are ignored."""
     name = key.lstrip("+~")
+    # Climb towards the root until a branch has an entry.
     while name:
         if name in verl_keys():
             return name, verl_keys()[name]

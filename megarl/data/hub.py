@@ -159,6 +159,7 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
     except _FAILED as error:
         of_kind = " --repo-type dataset" if kind == "dataset" else ""
         named = "DIR" if kind == "model" else "the files in DIR"
+        # Without a network, the files can be brought here by other means.
         hint = (
             f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and "
             f"set {key} to {named}"

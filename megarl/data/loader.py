@@ -53,6 +53,7 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
     """
     if not weights:
         return []
+    # Filtering may have removed rows of a file, so those that are left are counted.
     parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
 
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
@@ -191,6 +192,7 @@ class BatchLoader:
         returned has the rows' own.
         """
         rows, tokens, _ = self._dataset.identity
+        # The rows are compared by their own content, so other tokens deserve only a warning.
         if "tokens" in state:
             if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
                 _log.warning(

@@ -75,6 +75,7 @@ class BatchPlan:
         positions = [-1] * self.num_rows
         position = 0
 
+        # Outputs of fillers take places too, but belong to no row.
         for rank in self.ranks:
             for micro_batch in rank.micro_batches:
                 for row in micro_batch.rows:

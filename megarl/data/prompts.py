@@ -68,6 +68,7 @@ class PromptDataset:
             measured.append(Measured.of(row, len(prompt.token_ids)))
 
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
+        # All rows are measured first, so that a message can say how many are over the limit.
         kept = keep_within(
             range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong
         )

@@ -76,11 +76,13 @@ class SFTDataset:
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
 
         warn_of_escapes([example.escaped for example in examples])
+        # All rows are measured first, so that a message can say how many are over the limit.
         kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
         self._examples = [examples[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(examples) - len(self._examples)
 
+        # What is trained has to match what generation meets, and not a rendering of the whole chat.
         if others := sum(not example.is_as_rendered for example in self._examples):
             _log.warning(
                 "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier "

@@ -167,6 +167,7 @@ def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
         isinstance(message["tool_calls"], str),
         "arguments",
     )
+    # Templates expect a text as content, also where a call came without one.
     return message | {"tool_calls": calls, "content": message.get("content") or ""}
 
 

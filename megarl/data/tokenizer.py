@@ -95,6 +95,7 @@ def load_tokenizer(
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
     """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way
     round it is another's."""
+    # A tokenizer can load without a vocabulary, and then gives all texts the same tokens.
     files = sorted(tokenizer.vocab_files_names.values())
     if not any(os.path.isfile(folder / name) for name in files):
         raise ValueError(
@@ -112,6 +113,7 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} {error}") from error
 
+    # An id beyond the embedding would fail only in the model, without naming the token.
     if isinstance(size, int) and max(name_of) >= size:
         beyond = sorted(index for index in name_of if index >= size)
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
@@ -228,6 +230,7 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
     tokenizers that put blanks between words, or write no capitals, do so for every text that their model has
     seen.
     """
+    # A tokenizer written in Python has no backend, and so no normalizer.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = None if backend is None else backend.normalizer
     read = _letters(

@@ -85,6 +85,7 @@ def _call(call: Any) -> dict[str, Any]:
             "have; write a number, or a text"
         )
 
+    # Parquet fills absent fields with null, which a template could take for values.
     known = {key: each for key, each in call.items() if each is not None}
     return known | {"function": call["function"] | {"arguments": arguments}}
 

@@ -127,6 +127,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
         return []
     problems = _share_problems(config, devices) if isinstance(config, PPOConfig) else []
 
+    # One line per pool is enough: what helps its fullest device helps the others.
     for pool in dict.fromkeys(device.pool for device in devices):
         fullest = max((device for device in devices if device.pool == pool), key=lambda device: device.peak)
         if fullest.peak > limit_gb * 2**30:
@@ -190,6 +191,7 @@ class _Sizes:
         self._buckets: dict[str, int] = {}
         self._keeps_buckets: dict[str, frozenset[str]] = {}
 
+        # Supervised fine-tuning has no engines, so it pushes no weights.
         if isinstance(config, PPOConfig):
             transport = choose_transport(config, plan)
             self._buckets = _buckets(config, transport)

@@ -264,6 +264,7 @@ def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mappin
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     called -= imports.keys()
+    # Functions that are put around results count only if nothing else is called.
     called = (called - _WRAPPERS) or called
     if len(called) == 1:
         return called

@@ -255,6 +255,7 @@ def _numbers(returned: Any) -> dict[str, float]:
             f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name"
         )
 
+    # Values that are no finite numbers, such as an answer, become no metric.
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]

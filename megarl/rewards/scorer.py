@@ -216,6 +216,7 @@ class RewardScorer:
             initargs=initial,
             context=self._context,
         )
+        # The first job ends once a process has run the initializer.
         loading = pool.schedule(process.load_error)
 
         if not self._is_done_in_time(loading):
@@ -227,6 +228,7 @@ class RewardScorer:
         else:
             problem = loading.result()
 
+        # Stop the processes, or they would outlive the error.
         if problem is not None:
             pool.stop()
             pool.join()
@@ -287,6 +289,7 @@ class RewardScorer:
         of its data source.
 
         `maj@k` exists where a function returns answers, so that must not depend on the sample."""
+        # The first sample of a data source decides for all of them.
         declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)
         if declared == outcome.has_answer:
             return outcome

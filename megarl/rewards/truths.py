@@ -181,6 +181,7 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
             f"or leave the row out"
         )
 
+    # A function that does not read the ground truth has no demands on it.
     if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(
         function.call
     ):

@@ -32,6 +32,7 @@ def estimator(config: PPOConfig) -> Violations:
     kind = config.algorithm.advantage.estimator
     n = config.rollout.n
     needs = kind.needs
+    # A reward model adds one score to those of the functions.
     num_scores = len(config.reward.functions) + needs_reward_model(config)
 
     if needs.compares_samples and n < 2:
@@ -88,6 +89,7 @@ def critic(config: PPOConfig) -> Violations:
 def policy_loss(config: PPOConfig) -> Violations:
     loss = config.algorithm.policy_loss
     trainer = config.trainer
+    # From the second update on, the policy is no longer the one that was sampled.
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
 

@@ -35,6 +35,7 @@ def train_files(config: RunConfig) -> Violations:
             f"is {weights}, but must be numbers above 0; leave out a file that is not to be read",
         )
 
+    # Rows are counted by their file, so a file that is named twice would count double.
     if twice := sorted({file for file in files if files.count(file) > 1}):
         yield Violation(keys, f"{twice[0]!r} is named twice; name it once, with the sum of its weights")
 

@@ -183,6 +183,7 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
             f"is {replay.value}, which needs rows that are packed; use engine.packing=true, or off",
         )
 
+    # Routes come from the trainer's scoring pass, or from the engine that generated.
     if replay is RoutingReplay.trainer:
         yield from _routes_of_scoring(config)
     else:
@@ -215,6 +216,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
             f"or off",
         )
 
+    # One sample would have tokens of several weight versions, each with its own routes.
     if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
         yield Violation(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),

@@ -23,6 +23,7 @@ _TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 def sampling(config: PPOConfig) -> Violations:
     """Samplers that training may use, and lengths that can be."""
     rollout = config.rollout
+    # The trainer's log-probs have to be those of the distribution that was sampled.
     if rollout.temperature == 0:
         yield Violation(
             ("rollout.temperature",),
@@ -50,6 +51,7 @@ def sampling(config: PPOConfig) -> Violations:
                 f"(rollout.validation.{key} is free)",
             )
 
+    # Validation samples are not trained, so any sampler that makes sense is allowed.
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Violation(
             ("rollout.validation.top_k",),
@@ -128,6 +130,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     if not config.rollout.engine.needs.cuts_models:
         return
 
+    # A model without dense layers has no MLP of this width to cut.
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
         if size % tensor:
@@ -137,6 +140,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
                 f"{either(nearest_divisors(size, tensor))}",
             )
 
+    # More heads than ranks are divided; fewer are repeated on several ranks.
     heads = policy.num_key_value_heads
     if heads % tensor and tensor % heads:
         yield Violation(

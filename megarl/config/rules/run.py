@@ -59,6 +59,7 @@ def validation_metrics(config: PPOConfig) -> Violations:
     for key, section in _compared(config):
         metric = section.metric or ""
         if not may_be_measured(config, metric):
+            # Suggest all metrics that could exist, also those that need an answer.
             measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
             yield Violation(
                 (f"{key}.metric",),
