@@ -145,6 +145,7 @@ def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
 
 
 def _trained_models(config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
+    # Frozen models are not saved: a resumed run reads them from their own folders.
     models = [
         SavedModel(
             name=role.name,

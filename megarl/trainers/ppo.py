@@ -64,6 +64,8 @@ class PPOTrainer:
         self._async_rollout = (
             make_async_rollout(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
         )
+
+        # The loop is the same in both cases: AsyncRollout stands in for the loader and the rollout.
         self.prompts = self._async_rollout or prompts
         self.evaluation = evaluation
         self.monitor = monitor
@@ -296,6 +298,7 @@ def make_async_rollout(
     rollout = config.rollout
 
     def staleness(version: int) -> StalenessController:
+        # This runs when the first step asks for samples, so `last_step` is the step before it.
         return StalenessController(
             max_staleness=rollout.max_staleness,
             prompts_per_step=trainer.prompts_per_step,

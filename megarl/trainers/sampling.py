@@ -75,6 +75,8 @@ def group_rules(config: PPOConfig) -> GroupRules:
     """Of what is generated ahead of training."""
     algorithm = config.algorithm
     dynamic = config.algorithm.dynamic_sampling
+
+    # As many prompts may lack a signal as the further generations of a synchronous step would replace.
     return GroupRules(
         sampling=config.rollout.training,
         max_error_rate=config.rollout.max_error_rate,

@@ -66,6 +66,7 @@ class SFTTrainer:
                 log_probs = self.actor.log_probs(batch).get().ragged["old_log_probs"].flat()
                 parts.append({"val/loss": Metric.mean(-log_probs, batch.ragged["response_mask"].flat())})
 
+        # Merge the batches by their numbers of tokens: the last one may be smaller.
         metrics = values_of(merge_metrics(parts))
         self.monitor.record(metrics)
         return metrics

@@ -83,7 +83,7 @@ class EpisodeRollout(Rollout):
         whole = list[int]()
 
         def end(row: int, replica: int, trajectory: Trajectory) -> None:
-            # No weights are pushed during this call: another version means that an engine missed one.
+            # No weights are pushed meanwhile: another version means that an engine missed a push.
             if trajectory.weight_versions != (version,):
                 raise EngineFaultError(
                     f"rollout replica {replica} wrote a turn with the weight versions "

@@ -165,7 +165,7 @@ class Rollout:
         # Collect samples in the order in which they finish.
         for arrived in self._finished(requests):
             for replica, (number, sample) in arrived:
-                # No weights are pushed during this call: another version means that an engine missed one.
+                # No weights are pushed meanwhile: another version means that an engine missed a push.
                 if sample.weight_versions != (version,):
                     raise EngineFaultError(
                         f"rollout replica {replica} wrote a sample with the weight versions "
@@ -242,6 +242,7 @@ class Rollout:
         self.scheduler.poll(wait_s)
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
+        # The seed depends on the step alone, so any number of replicas gives the same samples.
         return SamplingParameters(
             n=sampling.n,
             temperature=sampling.temperature,

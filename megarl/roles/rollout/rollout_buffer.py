@@ -403,6 +403,7 @@ class RolloutBuffer:
             ):
                 self.staleness.finish(number)
             else:
+                # Later groups move up: the step trains the next group that has a signal.
                 self._groups[number].is_dropped = True
                 self.staleness.drop(number)
         if scored:
