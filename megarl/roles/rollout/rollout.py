@@ -242,7 +242,7 @@ class Rollout:
         self.scheduler.poll(wait_s)
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
-        # The seed depends on the step alone, so any number of replicas gives the same samples.
+        # The seed depends on no replica, so any number of them gives the same samples.
         return SamplingParameters(
             n=sampling.n,
             temperature=sampling.temperature,
