@@ -137,6 +137,7 @@ def _apply(
         with torch.no_grad():
             changed = change(parameter)
         if changed is not parameter:
+            # Marks, such as Megatron's on cut parameters, are attributes of the parameter that is replaced.
             moved = torch.nn.Parameter(changed, requires_grad=parameter.requires_grad)
             for mark, value in vars(parameter).items():
                 if mark not in vars(moved):

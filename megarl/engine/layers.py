@@ -239,6 +239,8 @@ def attend_pieces(
     in 16 bits."""
     index = key_places(packed)
     heads = _heads_of(query, key)
+
+    # The maxima are known on the host, so the device is not asked for them.
     most_queries = max(piece.length for piece in packed.pieces)
     most_keys = max(piece.num_keys for piece in packed.pieces)
     mixed = varlen_attn(
@@ -284,6 +286,7 @@ def sharing_prompts(attention: type) -> Any:
             packed_seq_params: PackedRows | None = None,
             **options: Any,
         ) -> Tensor:
+            # Transformer Engine's kernel treats every sequence as independent of the others.
             if packed_seq_params is not None and packed_seq_params.shares_prompts:
                 if self.context is not None:
                     return attend_pieces(

@@ -308,6 +308,8 @@ def _packed(
 def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
     num_rows = len(rows.prompts)
     longest = _aligned(int((rows.prompts + rows.responses).max()), cut.size)
+
+    # Zeros pad on the right, where the causal mask keeps them from the real tokens.
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
     counts = torch.zeros_like(tokens)

@@ -194,6 +194,7 @@ def key_places(packed: PackedRows) -> KeyPlaces:
     """Made on the host, once per micro-batch, and kept on `packed`."""
     if packed.key_places is None:
         device = packed.cu_seqlens_q.device
+        # The keys are gathered rank by rank, so places in the batch are translated into that order.
         order = whole_order(packed.lengths, packed.place.size)
         places = torch.cat(
             [

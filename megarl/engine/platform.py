@@ -70,6 +70,7 @@ def activate(device: Device) -> Platform:
             "device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch"
         )
 
+    # Megatron is adapted once per process, so a later call must ask for the same device.
     if _active is not None:
         if _active.is_cuda != cuda:
             raise ValueError(

@@ -88,6 +88,8 @@ def rotary_packed(
     assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), (
         "where ranks share rows, positions must be set"
     )
+
+    # Other variants of Megatron's function are refused, since this one would compute them wrongly.
     assert not rotary_interleaved
     assert not multi_latent_attention
     assert mscale == 1.0

@@ -67,6 +67,7 @@ def shared_prompts(
             torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device
         )
 
+    # All responses to a prompt are one sequence of queries: each sees the whole prompt, without a mask.
     return PromptSharing(
         own=_sequences(list(lengths), list(lengths), device),
         over_prompts=_sequences(

@@ -86,6 +86,8 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
         )
 
     is_own_code = auto_map is not None and trust_remote_code
+
+    # Any head is allowed, because a critic may start from any class of the family.
     allowed = {family.class_prefix + head for head in _HEADS}
 
     for name in reader.fields.get("architectures") or []:

@@ -150,6 +150,7 @@ def save_hf_folder(
             f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder"
         )
 
+    # Replacing any other folder would delete files that are not a model.
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder"

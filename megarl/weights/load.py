@@ -91,6 +91,8 @@ def _check_names(
     index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
 ) -> None:
     manifest = dict(manifest_of(architecture, torch.float32, head))
+
+    # The caller initialises a new value head, whatever the folder has stored.
     skips_head = head == "value" and value_head == "initial"
     if skips_head:
         del manifest[VALUE_HEAD_TENSOR]
@@ -135,6 +137,7 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
         shard[piece.shard.index].copy_(reader.read(piece))
         filled.append(piece.shard)
 
+    # Rows that belong to no token are zero, whatever the parameter held before.
     if (blank := padding(weight, layout)) is not None:
         shard[blank.index].zero_()
         filled.append(blank)

@@ -231,6 +231,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
                 f"{', '.join(TORCH_DTYPES)}"
             )
 
+    # A tensor that no parameter takes is a sign of another architecture.
     for name, stored in index.tensors.items():
         if name not in manifest and not is_ignored(name):
             faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")

@@ -114,6 +114,7 @@ class P2PGroup:
         meet."""
         try:
             if self._waiter is not None:
+                # With gloo each message is an operation of its own, for which a thread waits.
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 return _Waited(self, works, self._waiter)

@@ -116,6 +116,7 @@ def model_layouts(
             f"x virtual_pipeline_parallel_size {num_chunks}"
         )
 
+    # Every virtual stage has the same number of layers, and a rank holds one virtual stage per chunk.
     per_stage = num_layers // stages
     expert_cut = tensor_parallel_size if architecture.experts else 1
     return tuple(
@@ -322,6 +323,7 @@ def check_coverage(
             if (fault := tiling_fault(tensor.view, found.pop(tensor.name, []))) is not None:
                 faults.append(f"{tensor.name}: {fault}")
 
+    # What remains belongs to no parameter of the model.
     faults += [f"{name}: not a tensor of the model" for name in found]
     if faults:
         raise WeightTransferError(

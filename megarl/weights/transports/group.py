@@ -41,6 +41,7 @@ class GroupRoute(NamedTuple):
 
 def group_route(plan: TransferPlan, targets: Sequence[int]) -> GroupRoute:
     """`targets`: the engine's ranks, as the plan counts them."""
+    # The senders come first in the group, followed by the ranks of the engine.
     senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
     numbers = {source: number for number, source in enumerate(senders)}
     return GroupRoute(
