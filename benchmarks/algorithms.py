@@ -8,11 +8,9 @@ seconds on the processor, the least of several repeats that alternate between th
 else runs on the machine slows all of them.
 
 ours   the estimator as training calls it, with the refusal of rewards that are no numbers.
-loop   what one would write first: a loop over the tokens of a row for sums along it (all rows at a time), a
-loop over prompts for what
+loop   what one would write first: a loop over the tokens of a row for sums along it (all rows at a time), a loop over prompts for what
        compares samples. Its result must equal ours.
-limit  what no implementation can beat: each (B, R) input is read once, at the speed of summing a float32
-tensor, and each (B, R)
+limit  what no implementation can beat: each (B, R) input is read once, at the speed of summing a float32 tensor, and each (B, R)
        output is made once: new memory, filled. `of reading` leaves the outputs out: it shows what they cost.
 """
 

@@ -8,9 +8,8 @@ over gloo, of the 10M model of benchmarks/engine.py with random weights. A speed
 fastest of several repeats, after one that is not counted. Where much else runs, the two wait for each other
 most of the time: `--cpu-time` takes the processor seconds of the one that has more.
 
-CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other
-half TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between
-matrices half of the tokens
+CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other half
+TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between matrices half of the tokens
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How fast a model is converted between Hugging Face and Megatron, and in how much memory, beside a plain
 copy of the same files.
 
-    python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2]
-    [--folder DIR] [--cold]
+    python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2] [--folder DIR] [--cold]
 
 A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is made in a temporary
 folder. Then, in turns, each in a process of its own: its Hugging Face folder is copied, and converted to

@@ -10,28 +10,21 @@ median of those of neighbouring repeats, of as many as bring its standard error 
 fewest do; read the ratios, not the speeds. Where much else runs, two threads wait for each other for most of
 the time: `--cpu-time` takes one thread and its seconds on the processor.
 
-hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same
-product of matrices on both
-               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes
-                   (megarl/engine/cpu_kernels.py). The peer at its best: all rows have one length, so it pads
-                   nothing and needs no mask; it computes logits of response tokens only and the fused
-                   cross-entropy, where the engine computes the entropy too. Beside it `product`: the engine
-                   with oneDNN's products over itself with torch's, which that choice is worth here
-packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both
-in our engine
+hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same product of matrices on both
+               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes (megarl/engine/cpu_kernels.py). The peer
+               at its best: all rows have one length, so it pads nothing and needs no mask; it computes logits of response tokens
+               only and the fused cross-entropy, where the engine computes the entropy too.
+               Beside it `product`: the engine with oneDNN's products over itself with torch's, which that choice is worth here
+packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
                with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
-token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N
-tokens over
-               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the
-               longest
-               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a
-                   CPU busy; the target is set where memory is tight, for one row of the longest length, and
-                   the rest is shown. There is no pipeline and no data parallelism here, where micro-batches
-                   of equal work would gain more.
-shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt there once over the prompt
-in every row. With
-               prompts as long as responses 16 parts of tokens become 9 (1.78 without attention), with prompts
-               of a quarter of the response 40 become 33 (1.21).
+token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over
+               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the longest
+               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a CPU busy; the
+               target is set where memory is tight, for one row of the longest length, and the rest is shown. There is no
+               pipeline and no data parallelism here, where micro-batches of equal work would gain more.
+shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt there once over the prompt in every row. With
+               prompts as long as responses 16 parts of tokens become 9 (1.78 without attention), with prompts of a quarter of the
+               response 40 become 33 (1.21).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast the hf engine writes, beside transformers' `generate` of the same samples' work, in turns in one
 process.
 
-    python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response
-    tokens, 6.3M parameters python benchmarks/generation.py --threads 2
+    python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response tokens, 6.3M parameters
+    python benchmarks/generation.py --threads 2
 
 Each prints tokens per second of processor time: what else runs on the machine then counts less. Both write
 the same number of tokens, drawn at temperature 1. The limit is a ratio of 2.5 on one thread.

@@ -9,15 +9,12 @@ the samples' old log-probs, those of a reference, and one update's forward + bac
 float32, on the models of engine.py, with its rules for a fair race: contestants alternate, and their losses
 must agree. A speed is real tokens per second, of which a sample has its whole prompt.
 
-naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are
-safe where memory holds 8
+naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe where memory holds 8
                 rows of the longest length. The reference's pass is that of an engine of the same size.
 packing         the naive step with packed rows
-token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N //
-longest. The target is for N of
+token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target is for N of
                 one longest row; larger ones are shown
-shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows;
-also with prompts as long as the
+shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows; also with prompts as long as the
                 mean response, which leave 9 of 16 tokens
 one_pass        the naive step, whose update scores the samples in its own pass
 all             packing, shared prompts, a budget of the naive step's memory, and one pass, over naive

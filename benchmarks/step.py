@@ -1,7 +1,7 @@
 """How long a whole step of GRPO takes, beside TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats
-    in turns: 20 minutes python -m benchmarks.step --quick      # one micro-batch and one repeat of each
+    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: 20 minutes
+    python -m benchmarks.step --quick      # one micro-batch and one repeat of each
     python -m benchmarks.step --engine sglang
 
 Work: a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62

@@ -1,7 +1,7 @@
 """How fast trained weights reach engines on this machine's CPU, beside limits measured in the same run.
 
-    python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder]
-    [--tensor-parallel 1 2] python benchmarks/weights.py --planning    # only where tensors go
+    python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
+    python benchmarks/weights.py --planning    # only where tensors go
 
 A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into
 one real SGLang engine by each transport, as a training step does: pause, receive, stamp, flush, resume;
@@ -10,9 +10,8 @@ runs on the machine slows all of them.
 
 copy      of the same tensors to other memory, in SGLang's process
 own       SGLang's `model.load_weights` of the same tensors, when they are already in its process
-gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's
-worker, which do nothing else files     writing and reading a file of as many bytes, by one process, as far as
-the system's cache of files
+gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, which do nothing else
+files     writing and reading a file of as many bytes, by one process, as far as the system's cache of files
 
 `of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the transport's
 own means (gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for

@@ -6,8 +6,7 @@ load it.
 (A run also leaves its last policy in trainer.output_dir/huggingface, see checkpoint.save_hf.) A server for
 many users, which needs a GPU:
 
-    python -m sglang.launch_server --model-path outputs/run/exported --host 127.0.0.1 --port 30000 --api-key
-    KEY
+    python -m sglang.launch_server --model-path outputs/run/exported --host 127.0.0.1 --port 30000 --api-key KEY
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """GRPO in a loop of your own, from Python: megarl's roles, placement, checkpoints and metrics; what a step
 does is written here.
 
-    python -m examples.own_loop outputs/quickstart/sft/huggingface outputs/quickstart/data/train.parquet
-    outputs/own_loop
+    python -m examples.own_loop outputs/quickstart/sft/huggingface outputs/quickstart/data/train.parquet outputs/own_loop
 
 Begins with any Hugging Face folder and data as of docs/data.md; overrides such as trainer.total_steps=40 go
 behind. The same command again goes on where it ended.

@@ -4,13 +4,11 @@ megarl.
     class WordGame(VerifiersEnvironment):          # in a file of your own, which agent.environment.path names
         make = staticmethod(lambda: verifiers.load_environment("word-game"))
 
-    python -c "import my_file, examples.verifiers_environment as v; v.write_rows(my_file.WordGame.make(),
-    'train.jsonl')"
+    python -c "import my_file, examples.verifiers_environment as v; v.write_rows(my_file.WordGame.make(), 'train.jsonl')"
 
     agent: {environment: {path: my_file.py, name: WordGame}, max_turns: 8}
     data: {train_files: [train.jsonl]}
-    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds nothing to what the rubric
-        says
+    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds nothing to what the rubric says
 
 The rubric scores an episode when it ends, as the reward of its last turn; one that ends because a turn was
 cut has none. Environments whose model calls tools are not meant: the model would not be told of them. Make

@@ -5,9 +5,12 @@
     with api.start("my.yaml", "trainer.total_steps=20") as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
-            batch = batch.union(run.reward.score(batch), run.actor.old_log_probs(batch, step),
-            run.reference.log_probs(batch)) batch = run.add_advantages(batch) run.log(run.actor.update(batch,
-            step).get()) run.push_weights() run.log_batch(batch, step)
+            old = run.actor.old_log_probs(batch, step)
+            batch = batch.union(run.reward.score(batch), old, run.reference.log_probs(batch))
+            batch = run.add_advantages(batch)
+            run.log(run.actor.update(batch, step).get())
+            run.push_weights()
+            run.log_batch(batch, step)
 
 A batch is a `DataProto` with the keys of docs/concepts.md. What a role is asked for comes as a future:
 `union` waits for it, and so does its `get()`; roles on different pools work at the same time until then.

@@ -1,8 +1,7 @@
 """A trainer process and engine processes that a test leads, call by call: on one GPU, on two, or for
 rehearsal on the CPU.
 
-    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer,
-    engine):
+    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
         link = ask(trainer, "serve", ask(engine, "needed"))
         ask(engine, "join", link)
 

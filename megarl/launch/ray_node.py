@@ -2,7 +2,7 @@
 with its daemons.
 
     python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT]
-    [--temp-dir DIR]
+                                     [--temp-dir DIR]
 
 The process prints the cluster's address when the node is up. It takes free ports, so several nodes can run on
 one host. `ray start` cannot be used here: it rejects loopback addresses, and its daemons keep running when

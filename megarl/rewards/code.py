@@ -6,9 +6,9 @@
 The ground truth is a list of tests, or such a list as JSON:
 
     {"call": "add(2, 3)", "returns": 5}              an expression of the program, and its value
-    "assert add(2, 3) == 5"                          an assertion, with imports of the standard library before
-    it where it needs them {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and
-    prints, except for spaces at the ends of lines
+    "assert add(2, 3) == 5"                          an assertion, with the imports that it needs before it
+    {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and prints, but for spaces
+                                                     at the ends of lines
 
 Expected values never enter the process that runs the program, and values are compared where the program does
 not run.

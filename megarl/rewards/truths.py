@@ -4,8 +4,9 @@ response.
 A reward file may define two functions beside its reward function:
 
     def check_truth(ground_truth) -> None:                 raises ValueError for a ground truth that no
-    response can match def answer_from_truth(ground_truth) -> str | None:     a response that is right; None:
-    none can be derived, as from tests of code
+                                                           response can match
+    def answer_from_truth(ground_truth) -> str | None:     a response that is right; None: none can be
+                                                           derived, as from tests of code
 
 Without the second one the text of the ground truth is the response, of which it is not known whether it
 should get full marks.

@@ -6,8 +6,9 @@ What comes in and goes out in a phase is planned in placement/offload_plan.py:
     generate       -> engines awake, with the newest weights; what trains on their devices is offloaded
     log_probs ...  -> engines asleep; the parameters of the role are in
     update         -> gradients and optimizer state are in as well; those of others on these devices are
-    offloaded update_weights -> engines awake, weights sent; then the actor's parameters go too, where they
-    are in the way
+                      offloaded
+    update_weights -> engines awake, weights sent; then the actor's parameters go too, where they are in the
+                      way
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ the wheel alone, does what a new user does (journey.py), and prints one table of
 
     python -m tests.wheel                                           # Python 3.11 and 3.12, newest and oldest
     python -m tests.wheel --python python3.11 --resolution newest
-    python -m tests.wheel --record                                  # and writes the versions to
-    megarl/config/tested_versions.json
+    python -m tests.wheel --record                                  # and writes the versions to megarl/config/tested_versions.json
 
 An environment is about 8 GB, and is removed once it has been tried. Takes about ten minutes for each, and a
 download of some GB.

@@ -2,7 +2,8 @@
 
 folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`,
 `.metadata`, `huggingface/`) folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) ->
-`iter_0000010` or `release` .metadata -> torch_dist        config.json -> Hugging Face
+`iter_0000010` or `release`
+.metadata -> torch_dist        config.json -> Hugging Face
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Public mathematical data as their authors publish them (parquet files) to megarl's columns.
 
-    python -m megarl.recipes.math.prepare gsm8k --train gsm8k/train-*.parquet --test gsm8k/test-*.parquet
-    --output-dir data/gsm8k python -m megarl.recipes.math.prepare dapo-math --files dapo-math/data/*.parquet
-    --output-dir data/dapo-math
+    python -m megarl.recipes.math.prepare gsm8k --train gsm8k/train-*.parquet \\
+        --test gsm8k/test-*.parquet --output-dir data/gsm8k
+    python -m megarl.recipes.math.prepare dapo-math --files dapo-math/data/*.parquet \\
+        --output-dir data/dapo-math
 
 GSM8K has `question` and `answer`, whose last line is "#### 18". DAPO-Math-17k has megarl's columns, and every
 problem a hundred times.
