@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ParallelConfig,
@@ -117,5 +119,9 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
             assert start("--head", gcs_address, "--temp-dir", second) == gcs_address
             yield ClusterAddress(gcs_address, f"http://127.0.0.1:{port}")
         finally:
+            alive = [psutil.Process(process.pid) for process in nodes if process.poll() is None]
+            daemons = [child for process in alive for child in process.children(recursive=True)]
             for process in reversed(nodes):
                 process.communicate(timeout=60)
+            # One that outlives its node for a moment would write into a folder that is being removed.
+            psutil.wait_procs(daemons, timeout=60)
