@@ -16,7 +16,7 @@ from megarl.batch.ragged import Column, RaggedTensor
 RAGGED_KEYS = ("prompts", "responses", "response_mask")
 _IDS = ("prompts", "responses")
 PADDED_KEYS = ("input_ids", "attention_mask", "response_mask")
-# rows of the numbers of experts, of a row's tokens but the last: see engine/routing.py
+# rows of the numbers of experts, of a row's tokens but the last: see engine/router_replay.py
 ROUTED_EXPERTS = "routed_experts"
 RESPONSE_KEYS = (
     *(

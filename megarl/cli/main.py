@@ -99,17 +99,17 @@ def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:
     # A ValueError of another library is a failure, not a mistake of the user.
-    can_be_mended = isinstance(error, ConfigError) or (
+    is_users_error = isinstance(error, ConfigError) or (
         isinstance(error, ValueError) and _raised_by_megarl(error)
     )
     # Before the run is under way, one line says enough; later, the report with its place is needed.
-    if can_be_mended and (context is None or not context.is_under_way):
+    if is_users_error and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
 
     importlib.import_module("megarl.cli.run.failure_report").print_failure(error, command, context)
     print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
-    return USER_ERROR if can_be_mended else FAILED
+    return USER_ERROR if is_users_error else FAILED
 
 
 def _raised_by_megarl(error: ValueError) -> bool:

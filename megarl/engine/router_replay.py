@@ -1,13 +1,14 @@
-"""Experts that are chosen anew where they were chosen before: routers take them as they were, and weigh them
-by their own weights of now.
+"""Router replay: tokens go to the experts that an earlier pass chose, weighted by the router's current
+scores.
 
-A router's choice jumps where its scores hardly change. What an engine wrote, or a scoring pass has scored, is
-of other experts than the pass that trains then: replayed, both are of one function. (Ma et al. 2025, arXiv
-2510.11370, of the engine's choice; Zheng et al. 2025, arXiv 2507.18071, section 5.3, of the scoring pass's.)
-Gradients go to the router through the weights of the chosen.
+A router's choice can change although its scores hardly do. Without replay, the training pass may send tokens
+to other experts than the engine or the scoring pass did, so that their log-probs belong to different
+functions. See Ma et al. 2025 (arXiv 2510.11370) for the engine's choice and Zheng et al. 2025 (arXiv
+2507.18071, section 5.3) for that of the scoring pass. Gradients reach the router through the weights of the
+chosen experts.
 
-Each router has its replay to itself. Which micro-batch it is in, also where that is computed again, it is
-told with the tokens (router.py).
+Each router has its own replay. The micro-batch that it is in, also during recomputation, comes with the
+tokens (moe_router.py).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class OffloadSchedule:
         return True
 
     def take_out_actor(self) -> None:
-        """After a failure they stay in: what failed may be mended and tried again."""
+        """The parts stay in memory after a failure, so that the caller can fix its cause and try again."""
         gather(*self._take_out({_ACTOR}))
 
     # ---- moves

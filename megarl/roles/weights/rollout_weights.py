@@ -1,5 +1,5 @@
 """The weights that the rollout works with: sent by the actor after each update, and again to engines that
-slept or were started anew; or, where nothing is trained, read from a folder."""
+slept or were restarted; or, where nothing is trained, read from a folder."""
 
 from __future__ import annotations
 

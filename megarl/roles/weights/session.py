@@ -89,7 +89,7 @@ class TransferSession:
         return self._names[replica]
 
     def forget(self, lost: Collection[int]) -> None:
-        """Replicas that are dead. One in their place is to be joined anew; the others do not notice."""
+        """Forget dead replicas. A replacement has to join again; the others are not affected."""
         for number in lost:
             self._joined.pop(number, None)
 

@@ -101,7 +101,7 @@ class WeightSync:
         first message to the last.
 
         Returns what it took, None where no replica is left, and the replicas that are lost, with the reason:
-        they died or hang, or do not hold what they were sent, and must be started anew. Raises WorkerError
+        they died or hang, or do not hold what they were sent, and must be restarted. Raises WorkerError
         where a trainer rank fails or dies, or an engine fails in what no other would do better;
         WeightMismatchError that names tensors where the checksums of all of them differ.
         """
@@ -164,14 +164,14 @@ class WeightSync:
         return report, lost
 
     def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
-        """Replicas are at other places from now on. The next push makes another plan, and joins them anew."""
+        """Adopt new replicas. The next push makes a new plan and joins all of them again."""
         self._session.close()
         self._session = TransferSession(
             self._source, self._trainer_places, replica_places, self._transport, self._limit_s
         )
 
     def close(self) -> None:
-        """Lets go of all replicas, and gives the memory for messages back. The next push joins them anew."""
+        """Disconnect all replicas and free the memory for messages. The next push joins them again."""
         self._session.close()
 
     def _through_folder(

@@ -108,7 +108,7 @@ def test_without_adaptations_sglang_fails_here() -> None:
     assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
 
 
-def test_stand_ins_come_last_on_the_path() -> None:
+def test_stubs_come_last_on_the_path() -> None:
     program = (
         "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); "
         "print(sys.path[-1])"
