@@ -1,5 +1,7 @@
-"""What to do about a process, a node or a cluster that failed. `cli/hints.py` fills in the settings and the
-facts in braces."""
+"""What to do about a process, a node or a cluster that failed.
+
+`cli/run/hints.py` fills in the settings and the facts in braces.
+"""
 
 from __future__ import annotations
 

@@ -33,11 +33,13 @@ class HintedError(Exception):
     Attributes:
         hint: What to try, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of
             the run, `{role.key}` by the setting in the section of the role that failed, and the name of a
-            fact by its value (`cli/hints.py` has them all). A class has the hint of all its errors; an
+            fact by its value (`cli/run/hints.py` has them all). A class has the hint of all its errors; an
             instance may have its own.
+        role: The role that the error is about, empty if only a failed call can tell.
     """
 
     hint: Sequence[str] = ()
+    role: str = ""
 
 
 class RunError(HintedError, RuntimeError):

@@ -166,6 +166,7 @@ class EngineDeadError(RunError):
     again."""
 
     hint = ENGINE_ENDED
+    role = "rollout"
 
 
 class RolloutEngine(ABC):

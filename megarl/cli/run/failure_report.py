@@ -13,7 +13,7 @@ from megarl.cli.run.context import RunContext
 from megarl.cli.run.hints import Cause, hint_for
 from megarl.config.paths import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.machine.errors import RunError, hint_of
+from megarl.machine.errors import HintedError, RunError, hint_of
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
@@ -98,10 +98,11 @@ def _cause(error: Exception) -> Cause:
     last = rest.rpartition("\n\n")[2].splitlines()
     told = [*head.splitlines(), *(last if last and not last[0].startswith((" ", "Traceback")) else [])]
     message = _shortened([f"{type(error).__name__}: {told[0] if told else ''}".rstrip(": "), *told[1:]])
+    role = error.role if isinstance(error, HintedError) else ""
     if inner is None:
-        return Cause(message, text, hint)
+        return Cause(message, text, hint, role)
 
-    return Cause(message, f"{text}\n{inner.text}", hint, inner.role, inner.method)
+    return Cause(message, f"{text}\n{inner.text}", hint, inner.role or role, inner.method)
 
 
 def _own_words(error: WorkerError) -> list[str]:

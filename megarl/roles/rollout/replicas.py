@@ -42,6 +42,7 @@ class RestartLimitError(RunError):
     """Too many replicas had to be restarted. The message ends with the last output of the last one."""
 
     hint = ENGINE_ENDED
+    role = "rollout"
 
 
 class NodeLostError(RunError):

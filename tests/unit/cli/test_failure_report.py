@@ -158,6 +158,10 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (raised(RewardFunctionError("no such function")), "megarl score CONFIG"),
         (RestartLimitError("rollout replica 1 ended: ..."), "allow more restarts: rollout.restart_limit="),
         (
+            RestartLimitError("its last words: CUDA out of memory"),
+            "sequences at a time: rollout.max_concurrency=99",
+        ),
+        (
             raised(EngineDeadError("last words"), role="rollout"),
             "  sequences at a time: rollout.max_concurrency=99; try half",
         ),
