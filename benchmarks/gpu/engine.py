@@ -406,9 +406,12 @@ def main(options: Sequence[str] | None = None) -> int:
         dist.init_process_group(
             active.distributed_backend, init_method=f"file://{Path(store) / 'store'}", rank=0, world_size=1
         )
-        for result in results(names, settings):
-            print(result, flush=True)
-        dist.destroy_process_group()
+        try:
+            for result in results(names, settings):
+                print(result, flush=True)
+        finally:
+            # A process that ends with a live NCCL group may hang.
+            dist.destroy_process_group()
 
     return 0
 

@@ -184,6 +184,15 @@ def _adapt_tensors() -> None:
             host.reshape(-1)[0].item()
         return host.tolist()
 
+    def pin(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Refuse what CUDA refuses. Fake tensors have no memory that could be pinned."""
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single "
+                "memory location"
+            )
+        return tensor
+
     # else a CUDA build makes a tensor on the device before the first fake one
     fake_tensor.init_gpu_context = lambda device: None
     FakeTensor.tolist = read
@@ -191,8 +200,9 @@ def _adapt_tensors() -> None:
     torch.Tensor.type = spell
     torch.Tensor.cuda = _to_cuda
 
-    # Fake tensors have no memory that could be pinned, or that another stream could use.
-    torch.Tensor.pin_memory = lambda tensor, *arguments: tensor
+    torch.Tensor.pin_memory = pin
+
+    # Fake tensors have no memory that another stream could use.
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)
     torch.nn.Module._apply = _apply

@@ -132,6 +132,12 @@ def current() -> Platform:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device of what is in the host's memory; on a CPU the tensor itself. The host does not
-    wait for it: on CUDA it is made from pinned memory, in the order of what the device is given to do."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Copy a host tensor to the device without waiting for the copy. On a CPU, return the tensor itself.
+
+    On CUDA the copy starts from pinned memory, in the order of the device's other work.
+    """
+    if device.type != "cuda":
+        return tensor
+
+    # CUDA refuses to pin an expanded tensor, whose elements share memory.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +45,17 @@ def cuda_model(seed: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
 
 
+def server_args() -> dict[str, float | str]:
+    """The library of flash attention in sgl_kernel takes a GB and may be left out where little can be carried
+    to a machine; then attention is Triton's and sampling PyTorch's."""
+    arguments: dict[str, float | str] = {"mem_fraction_static": 0.3}
+    (folder,) = find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr, misc]
+    if not list(Path(folder).glob("flash_ops*")):
+        arguments |= {"attention_backend": "triton", "sampling_backend": "pytorch"}
+
+    return arguments
+
+
 @pytest.fixture(scope="module")
 def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -54,7 +66,7 @@ def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> It
     model = cuda_model(0)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    sglang = SGLangConfig(mode=SGLangMode.server, server_args={"mem_fraction_static": 0.3})
+    sglang = SGLangConfig(mode=SGLangMode.server, server_args=server_args())
     rollout = RolloutConfig(max_concurrency=16, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.bfloat16)
     engine = SGLangEngine(

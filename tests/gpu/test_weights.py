@@ -92,9 +92,9 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
     device: torch.device, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     spec = spec_of(tmp_path, device)
-    serving = [partial(serve_trainer, spec), *[partial(serve_engine, spec)] * 3]
+    serve = partial(serve_engine, spec)
 
-    with mortal_ranks(tmp_path, serving) as (trainer, first, doomed, spare):
+    with mortal_ranks(tmp_path, [partial(serve_trainer, spec), serve]) as (trainer, first):
         ask(first, "join", ask(trainer, "serve", 0, ask(first, "start")))
         # what the device keeps from its first use on, as kernels, is there from now on
         push(trainer, first, 1)
@@ -103,28 +103,31 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
         end(first, device)
         before = ask(trainer, "held")
 
-        ask(doomed, "join", ask(trainer, "serve", 1, ask(doomed, "start")))
-        ask(doomed, "doom", 20)  # of about 50 parts
-        doomed.tell(("receive", 2))
-        start_s = time.monotonic()
-        report = ask(trainer, "send", [1])
-        assert time.monotonic() - start_s < LIMIT_S / 2
-        assert list(report.lost) == [1]
-        assert "is gone" in report.lost[1]
-        ask(trainer, "leave", 1)
+        # These start now, so that what their contexts take of the device is not in `before`.
+        with mortal_ranks(tmp_path, [serve, serve]) as (doomed, spare):
+            ask(doomed, "join", ask(trainer, "serve", 1, ask(doomed, "start")))
+            ask(doomed, "doom", 20)  # of about 50 parts
+            doomed.tell(("receive", 2))
+            start_s = time.monotonic()
+            report = ask(trainer, "send", [1])
+            assert time.monotonic() - start_s < LIMIT_S / 2
+            assert list(report.lost) == [1]
+            assert "is gone" in report.lost[1]
+            ask(trainer, "leave", 1)
 
-        ask(spare, "join", ask(trainer, "serve", 2, ask(spare, "start")))
-        report, _ = push(trainer, spare, 3, replica=2)
-        assert report.lost == {}
-        check_weights(trainer, spare, 3)
-        ask(spare, "close")
-        ask(trainer, "leave", 2)
-        end(spare, device)
+            ask(spare, "join", ask(trainer, "serve", 2, ask(spare, "start")))
+            report, _ = push(trainer, spare, 3, replica=2)
+            assert report.lost == {}
+            check_weights(trainer, spare, 3)
+            ask(spare, "close")
+            ask(trainer, "leave", 2)
+            end(spare, device)
+
         after = ask(trainer, "held")
         left = after.of_process - before.of_process, after.of_device - before.of_device
         record_property("MB left of process and device", f"{left[0] / MB:.1f} and {left[1] / MB:.1f}")
         assert left[0] <= MB
-        assert left[1] <= 8 * MB
+        assert abs(left[1]) <= 8 * MB
 
 
 def end(rank: MortalRank, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.execution import PeerTransfers, PipelinedTransfer
+from megarl.weights.execution import PeerTransfers, PipelinedTransfer, copy_tensors
 from megarl.weights.plan import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
@@ -149,10 +149,15 @@ class DestinationViews:
 
     def unpack(self, number: int, buffer: torch.Tensor, placed: Collection[Part] = ()) -> None:
         """Copies a round out of its flat buffer, except for the parts that were received directly."""
+        targets = []
+        sources = []
         for part, elements in self.sources.parts(number, buffer):
             if part not in placed:
                 for target in self._targets_of(part):
-                    target.copy_(elements)
+                    targets.append(target)
+                    sources.append(elements)
+
+        copy_tensors(targets, sources)
         self.received_bytes += self.sources.length(number) * self.dtype.itemsize
 
     def _targets_of(self, part: Part) -> list[torch.Tensor]:
