@@ -110,7 +110,7 @@ class Communicator:
         _meet(store, rank, size, device, limit)
         self._gloo = _connect(store, rank, size, limit)
         self._has_watchdog = has_watchdog
-        self._limit = limit
+        self.limit = limit
         self._queue: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
         self._unfinished: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
@@ -155,7 +155,7 @@ class Communicator:
         while not self._over.wait(_WATCH_S):
             with self._lock:
                 oldest = self._unfinished[0].submitted_s if self._unfinished else None
-            if oldest is not None and time.monotonic() - oldest > self._limit.total_seconds():
+            if oldest is not None and time.monotonic() - oldest > self.limit.total_seconds():
                 os.kill(os.getpid(), signal.SIGABRT)
 
     def abort(self) -> None:

@@ -71,10 +71,10 @@ class NcclSemantics(_ProcessGroup):
         self, store: dist.Store, rank: int, size: int, options: Any, device: int | None = None
     ) -> None:
         super().__init__(rank, size)
-        self._store = store
-        self._limit: timedelta = options if isinstance(options, timedelta) else options._timeout
+        self.store = store
+        self.limit: timedelta = options if isinstance(options, timedelta) else options._timeout
         self._device = VisibleDevices().own if device is None else device
-        self._communicators: dict[str, Communicator] = {}
+        self.communicators: dict[str, Communicator] = {}
         self._coalesced: list[Begin] | None = None
         self._is_eager = self._is_over = False
         self._has_watchdog = os.environ.get(ASYNC_ERROR_HANDLING) != "0"
@@ -83,7 +83,7 @@ class NcclSemantics(_ProcessGroup):
     @property
     def num_pair_communicators(self) -> int:
         """Made so far, by sends and receives that were not coalesced."""
-        return len(self._communicators.keys() - {_FULL})
+        return len(self.communicators.keys() - {_FULL})
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Makes the communicator of all ranks. Raises RuntimeError when they do not all call this, or an
@@ -95,7 +95,7 @@ class NcclSemantics(_ProcessGroup):
         """Ends what is under way on this rank; its peers still wait. It does not reach a communicator that is
         being made."""
         self._is_over = True
-        for communicator in list(self._communicators.values()):
+        for communicator in list(self.communicators.values()):
             communicator.abort()
 
     def shutdown(self) -> None:
@@ -103,14 +103,12 @@ class NcclSemantics(_ProcessGroup):
         aborted."""
         self._is_over = True
         hung = [
-            key
-            for key, communicator in self._communicators.items()
-            if not communicator.shut_down(self._limit)
+            key for key, communicator in self.communicators.items() if not communicator.shut_down(self.limit)
         ]
 
         if hung:
             raise RuntimeError(
-                f"NCCL communicators {hung} had operations that did not end within {self._limit}"
+                f"NCCL communicators {hung} had operations that did not end within {self.limit}"
             )
 
     def _full(self) -> Communicator:
@@ -119,14 +117,14 @@ class NcclSemantics(_ProcessGroup):
     def _communicator(self, key: str, rank: int, size: int) -> Communicator:
         if self._is_over:
             raise RuntimeError(ENDED)
-        if key not in self._communicators:
-            store = dist.PrefixStore(key, self._store)
-            made = Communicator(store, rank, size, self._device, self._limit, has_watchdog=self._has_watchdog)
-            self._communicators[key] = made
+        if key not in self.communicators:
+            store = dist.PrefixStore(key, self.store)
+            made = Communicator(store, rank, size, self._device, self.limit, has_watchdog=self._has_watchdog)
+            self.communicators[key] = made
             if self._is_over:  # while it was made
                 made.abort()
 
-        return self._communicators[key]
+        return self.communicators[key]
 
     def _submit(self, begin: Begin) -> Any:
         full = self._full()
@@ -189,7 +187,7 @@ class NcclSemantics(_ProcessGroup):
     # What torch, and megarl.weights.p2p, ask of a group that torch has made.
 
     def _is_initialized(self) -> bool:
-        return _FULL in self._communicators
+        return _FULL in self.communicators
 
     def _get_backend(self, device: torch.device) -> NcclSemantics:
         return self

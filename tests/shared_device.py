@@ -236,11 +236,11 @@ class _MortalEngine(HFEngine):
     dies_at = 0
     place: Place
 
-    def _places(self, part: Part) -> list[torch.Tensor]:
+    def places_of(self, part: Part) -> list[torch.Tensor]:
         self.dies_at -= 1
         if self.dies_at == 0:
             self.place.die(signal.SIGKILL)
-        return super()._places(part)
+        return super().places_of(part)
 
 
 class EngineProcess(_Obeying):
@@ -283,7 +283,7 @@ class EngineProcess(_Obeying):
         bits = torch.int16  # as whole numbers, of which each equals itself
         return [
             name
-            for name, each in self.engine._parameters.items()
+            for name, each in self.engine.parameters.items()
             if not torch.equal(each.data.view(bits), wanted[name].view(bits))
         ]
 

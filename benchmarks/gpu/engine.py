@@ -175,7 +175,7 @@ def build_engine(
                         left = left[region.numel() :]
 
         def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Any:
-            return Gradients(self._chunks)
+            return Gradients(self.chunks)
 
     spec = ModelSpec(
         path=str(folder),

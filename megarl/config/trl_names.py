@@ -9,7 +9,7 @@ from megarl.config.verl_names import VerlProblem
 
 # Its name -> `<key here>; <what else differs>`, or `none; <why there is none>`. Of GRPOConfig, SFTConfig and
 # TrainingArguments.
-_NAMES = {
+TRL_NAMES = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train_files; a list, also of one",
     "torch_dtype": "model.dtype",
@@ -74,7 +74,7 @@ _NAMES = {
 def trl_problem(key: str, known: Container[str]) -> VerlProblem | None:
     """What to say of a key that the schema does not have; None where TRL has none of that name. `known`: the
     keys of the schema."""
-    entry = _NAMES.get(key)
+    entry = TRL_NAMES.get(key)
     if entry is None:
         return None
     ours, _, note = entry.partition("; ")

@@ -26,7 +26,7 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 
 _VERDICT_LIMIT_S = 60.0
-_VERDICT_LOOK_S = 0.5
+VERDICT_LOOK_S = 0.5
 _MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to say what it is doing
 _SMALL = (type(None), bool, int, float, str)
@@ -153,7 +153,7 @@ class ActorSet:
                     self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(), timeout=left_s
                 )
             except ActorUnavailableError:
-                time.sleep(_VERDICT_LOOK_S)
+                time.sleep(VERDICT_LOOK_S)
             except GetTimeoutError:
                 break
             except RayActorError as verdict:

@@ -63,6 +63,15 @@ class RoleGroup:
         theirs."""
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
 
+    @property
+    def phase_time_limit_s(self) -> float:
+        """How long a call may run. A new value also holds for the calls that are under way."""
+        return self._actors.phase_time_limit_s
+
+    @phase_time_limit_s.setter
+    def phase_time_limit_s(self, seconds: float) -> None:
+        self._actors.phase_time_limit_s = seconds
+
     # ---- calls
 
     def call(

@@ -25,7 +25,7 @@ from megarl.placement.memory import plan_memory
 
 # of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
 _NCCL_BYTES = 64 * 2**20
-_PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
+PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
 # Ray warns below the first; its head alone takes some hundreds
 FEW_FILES = 4096
 TOO_FEW_FILES = 1024
@@ -130,7 +130,7 @@ def _planned(subject: ExaminedRun) -> int:
     plan = subject.plan
     if plan is None or subject.ray_address is not None:
         return 0
-    processes = subject.processes_here * _PROCESS_BYTES
+    processes = subject.processes_here * PROCESS_BYTES
     if config is None or not subject.all_models_known:
         return processes
     # On CPUs the models are in host memory; with GPUs, only what is pinned there counts.

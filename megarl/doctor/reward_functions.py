@@ -40,7 +40,7 @@ REWARDS = "reward functions"
 MOST_TRUTHS = 1000  # rows whose ground truths are tried
 _MOST_NULLS = 10
 LOAD_LIMIT_S = 30.0  # for the imports of a file
-_SAMPLE_LIMIT_S = 5.0  # for a sample; a run may give it more
+SAMPLE_LIMIT_S = 5.0  # for a sample; a run may give it more
 _TRIALS_LIMIT_S = 30.0  # for all of them: of a slow function fewer rows are tried
 _MOST_PROCESSES = 2
 
@@ -141,7 +141,7 @@ def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = 
         RewardFunctionError: A function cannot be used.
         RewardError: The processes die.
     """
-    time_limit_s = min(reward.time_limit_s, _SAMPLE_LIMIT_S)
+    time_limit_s = min(reward.time_limit_s, SAMPLE_LIMIT_S)
     processes = min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
     with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
         return try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
@@ -194,10 +194,10 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
 
     # The trial's time limit is shorter than the run's, so a slow sample is a doubt, not an error.
-    if slow and reward.time_limit_s > _SAMPLE_LIMIT_S:
+    if slow and reward.time_limit_s > SAMPLE_LIMIT_S:
         message = (
             f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
-            f"{_SAMPLE_LIMIT_S:g} s"
+            f"{SAMPLE_LIMIT_S:g} s"
         )
         yield doubtful(
             REWARDS,

@@ -317,7 +317,7 @@ def _weighted_bias_swiglu(
     return (_bias_swiglu(activated, bias, *unused) * weights).to(activated.dtype)
 
 
-def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and
     the same memory.
 
@@ -432,8 +432,8 @@ def _adapt_megatron() -> None:
     rotary.install()
     _adapt_experts()
     adapt_products()
-    buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
-    buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
 
 
 def install() -> None:

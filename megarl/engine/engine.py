@@ -62,7 +62,12 @@ class TrainingState(NamedTuple):
 
 
 class MegatronEngine:
-    """Weights come from the spec's folder; a value head that it lacks starts at zero where it is trained."""
+    """Weights come from the spec's folder; a value head that it lacks starts at zero where it is trained.
+
+    Attributes:
+        models: This rank's stages of the model, one per virtual pipeline stage.
+        chunks: The same, wrapped in Megatron's data parallelism where the model trains.
+    """
 
     def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
         self.spec = spec
@@ -70,7 +75,7 @@ class MegatronEngine:
         self._device = platform.current().device
         dtype = getattr(torch, spec.dtype.value)
         self.layers = layers_for(spec.engine.layers, spec.dtype, on_cuda=platform.current().is_cuda)
-        self._models = build_chunks(
+        self.models = build_chunks(
             spec.architecture,
             groups,
             head=spec.head,
@@ -83,7 +88,7 @@ class MegatronEngine:
         trainable = spec.optim is not None
 
         # Before the wrapping, because Megatron makes room for gradients only where a parameter requires one.
-        for model in self._models:
+        for model in self.models:
             model.train(trainable).requires_grad_(trainable)
             if spec.experts.freeze_router:
                 freeze_routers(model)
@@ -91,7 +96,7 @@ class MegatronEngine:
         self._routes = self._route_keeper()
 
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
-        self._chunks: list[Any] = self._data_parallel(self._models) if trainable else list(self._models)
+        self.chunks: list[Any] = self._data_parallel(self.models) if trainable else list(self.models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._router_metrics: dict[str, Metric] = {}
@@ -114,14 +119,12 @@ class MegatronEngine:
         ):
             return None
 
-        layers = [layer for model in self._models for layer in model.decoder.layers]
+        layers = [layer for model in self.models for layer in model.decoder.layers]
         return RouterReplayBuffer(experts, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
-        names = {
-            parameter: name for model in self._models for name, parameter in model.canonical_parameters()
-        }
-        return Optimizer(optim, self._chunks, names, dtype, self.spec.total_optimizer_steps)
+        names = {parameter: name for model in self.models for name, parameter in model.canonical_parameters()}
+        return Optimizer(optim, self.chunks, names, dtype, self.spec.total_optimizer_steps)
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
@@ -131,7 +134,7 @@ class MegatronEngine:
         return parts
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
-        return [parameter for model in self._models for parameter in model.parameters()]
+        return [parameter for model in self.models for parameter in model.parameters()]
 
     def _gradient_list(self) -> list[Tensor]:
         return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
@@ -167,7 +170,7 @@ class MegatronEngine:
         assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
         self._await_parameters()
         return TrainingState(
-            self._models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
+            self.models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
         )
 
     def _load(self, folder: str) -> None:
@@ -207,7 +210,7 @@ class MegatronEngine:
             for number, model in enumerate(models)
         ]
         for chunk in chunks:
-            chunk.config.finalize_model_grads_func = _finalize_gradients
+            chunk.config.finalize_model_grads_func = finalize_gradients
             if overlap:  # gradients of all micro-batches but the last are only added up
                 chunk.config.no_sync_func = (
                     chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
@@ -230,7 +233,7 @@ class MegatronEngine:
     def _bucket_groups(self) -> Iterator[Any]:
         """Of a model that trains, Megatron's."""
         if self.spec.optim is not None:
-            for chunk in self._chunks:
+            for chunk in self.chunks:
                 yield from chunk.bucket_groups
                 yield from chunk.expert_parallel_bucket_groups
 
@@ -251,7 +254,7 @@ class MegatronEngine:
         }
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for model in self._models:
+        for model in self.models:
             yield from model.canonical_parameters()
 
     def forward(
@@ -371,7 +374,7 @@ class MegatronEngine:
         statistics = self._optimizer.step()
 
         # Start the gather of the updated parameters now, so that it overlaps with what follows.
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
 
@@ -415,16 +418,16 @@ class MegatronEngine:
             tally.begin(sum(micro_batch.num_counted for micro_batch in made), self.groups)
 
         # One iterator per virtual stage. With `made` deleted, a micro-batch is freed after its last use.
-        iterators = [_taken(deque(made)) for _ in self._chunks]
+        iterators = [_taken(deque(made)) for _ in self.chunks]
         num_micro_batches = len(made)
         del made
-        single = len(self._chunks) == 1
+        single = len(self.chunks) == 1
 
         # Megatron chooses the schedule by the pipeline layout.
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally),
             data_iterator=iterators[0] if single else iterators,
-            model=self._chunks[0] if single else self._chunks,
+            model=self.chunks[0] if single else self.chunks,
             num_microbatches=num_micro_batches,
             seq_length=1,  # stages tell each other the real shapes (variable_seq_lengths)
             micro_batch_size=1,
@@ -483,7 +486,7 @@ class MegatronEngine:
             # A pass that only counts routes needs no scores.
             if tally is not None and tally.losses is None:
                 return None
-            outputs = self._score(micro_batch, hidden, extras)
+            outputs = self.score(micro_batch, hidden, extras)
             if loss is None:
                 return outputs
             value, metrics = loss(outputs, micro_batch.rows)
@@ -494,8 +497,10 @@ class MegatronEngine:
 
         return hidden, scores
 
-    def _score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
-        model = self._models[-1]
+    def score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
+        """Return the outputs of a micro-batch, (b, R) float32 each, from the hidden states of its last
+        stage."""
+        model = self.models[-1]
         self._await_parameters()  # the head's, which is no module's forward pass; by now they are there
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
 
@@ -562,7 +567,7 @@ def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
     return on_cuda and parallel.num_copies > 1
 
 
-def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
+def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
     """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of
     tokens."""
     finalize_model_grads(chunks, None, **keywords)

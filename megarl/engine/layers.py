@@ -133,16 +133,16 @@ class AttentionCore(torch.nn.Module):
             key, value = whole_keys(key, value, self.context)
             if on_cuda and query.dtype != torch.float32:
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
-            return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
+            return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
 
         # One masked call for float32 on CUDA, and on a CPU where no whole block of keys could be left out.
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
         if on_cuda and query.dtype != torch.float32:
-            return self._attend_varlen(query, key, value, packed_seq_params)
+            return self.attend_varlen(query, key, value, packed_seq_params)
 
-        return self._attend_packed(query, key, value, attention_plan(packed_seq_params))
+        return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys
@@ -164,7 +164,7 @@ class AttentionCore(torch.nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+    def attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         heads = _heads_of(query, key)
         boundaries = packed.cu_seqlens_q
         longest = packed.max_seqlen_q
@@ -184,7 +184,7 @@ class AttentionCore(torch.nn.Module):
 
         return mixed.flatten(1)
 
-    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
         heads, dim = query.shape[1:]
         queries = query
         keys = key

@@ -115,35 +115,33 @@ def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -
         view = view[moved:]
 
 
-class _PinnedMemory:
+class PinnedMemory:
     """One buffer, kept from one time to the next: pinning takes longer than copying. It is pinned as it is,
     since torch's allocator of pinned memory would round it up to a power of two."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._places: list[Tensor] = []  # in the buffer, by storage
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.places: list[Tensor] = []  # in the buffer, by storage
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        if [place.numel() for place in self._places] != [storage.nbytes() for storage in storages]:
+        if [place.numel() for place in self.places] != [storage.nbytes() for storage in storages]:
             self._make_room([storage.nbytes() for storage in storages])
-        self._copy((place, _bytes_of(storage)) for place, storage in zip(self._places, storages, strict=True))
+        self._copy((place, _bytes_of(storage)) for place, storage in zip(self.places, storages, strict=True))
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        self._copy((_bytes_of(storage), place) for place, storage in zip(self._places, storages, strict=True))
+        self._copy((_bytes_of(storage), place) for place, storage in zip(self.places, storages, strict=True))
 
     def read(self, number: int, start: int, target: Tensor) -> None:
-        target.copy_(self._places[number][start : start + target.numel()])
+        target.copy_(self.places[number][start : start + target.numel()])
 
     def _make_room(self, sizes: Sequence[int]) -> None:
         # The old buffer must be unpinned before its memory is freed.
-        if self._places:
-            platform.current().unpin(self._buffer)
+        if self.places:
+            platform.current().unpin(self.buffer)
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        self._buffer = torch.empty(starts[-1], dtype=torch.uint8)
-        platform.current().pin(self._buffer)
-        self._places = [
-            self._buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)
-        ]
+        self.buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        platform.current().pin(self.buffer)
+        self.places = [self.buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     @staticmethod
     def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -154,8 +152,8 @@ class _PinnedMemory:
         torch.cuda.synchronize()
 
 
-def _new_host_buffer() -> _HostBuffer:
-    return _PinnedMemory() if platform.current().is_cuda else _File()
+def new_host_buffer() -> _HostBuffer:
+    return PinnedMemory() if platform.current().is_cuda else _File()
 
 
 class _Moved(NamedTuple):
@@ -173,7 +171,7 @@ class MovableState:
     def __init__(self, find: Callable[[], Iterable[Tensor]], kept: bool = True) -> None:
         self._find = find
         self._kept = kept
-        self._host_buffer = _new_host_buffer()
+        self._host_buffer = new_host_buffer()
         self._offloaded: list[_Moved] | None = None
 
     @property

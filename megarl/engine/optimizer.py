@@ -90,13 +90,13 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         with _construction():
-            self._optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
+            self.megatron_optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
 
         # Moments exist before the first step, so that they can be offloaded, saved and loaded.
         for part in self._parts():
             _make_moments(part.optimizer)
         self._schedule = OptimizerParamScheduler(
-            self._optimizer,
+            self.megatron_optimizer,
             init_lr=0.0,
             max_lr=config.lr,
             min_lr=config.min_lr,
@@ -116,15 +116,15 @@ class Optimizer:
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.megatron_optimizer.zero_grad()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Moments, and what the steps are applied to: float32 masters of bfloat16 parameters, or the
         parameters themselves."""
-        for group in self._optimizer.param_groups:
+        for group in self.megatron_optimizer.param_groups:
             yield from group["params"]
         # Of several optimizers it is Megatron's own type, with no more.
-        for _, state in self._optimizer.state.items():  # noqa: PERF102
+        for _, state in self.megatron_optimizer.state.items():  # noqa: PERF102
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
     def slices(self) -> list[OptimizerSlice]:
@@ -150,7 +150,7 @@ class Optimizer:
 
     def _parts(self) -> list[Any]:
         """One, or one for each kind of parameters."""
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+        return list(getattr(self.megatron_optimizer, "chained_optimizers", [self.megatron_optimizer]))
 
     def counts(self) -> StepCounts:
         """How far this optimizer is."""
@@ -198,7 +198,8 @@ class Optimizer:
         Raises:
             TrainingDivergedError: the gradient is not finite. Nothing has been changed.
         """
-        self._optimizer.prepare_grads()  # attaches the gradients to the float32 masters, whose norm is taken
+        # Attach the gradients to the float32 masters, whose norm is taken.
+        self.megatron_optimizer.prepare_grads()
         norm = self._gradient_norm()
 
         if not math.isfinite(norm):
@@ -215,8 +216,8 @@ class Optimizer:
             for part in self._parts():
                 clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
 
-        self._optimizer.step_with_ready_grads()
-        return StepStatistics(grad_norm=norm, lr=self._optimizer.param_groups[0]["lr"])
+        self.megatron_optimizer.step_with_ready_grads()
+        return StepStatistics(grad_norm=norm, lr=self.megatron_optimizer.param_groups[0]["lr"])
 
     def _gradient_norm(self) -> float:
         """Return the L2 norm of all gradients, over all ranks.

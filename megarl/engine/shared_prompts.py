@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None
     ) -> Tensor:
-        kernel = _kernel(query)
+        kernel = kernel_for(query)
 
         # Every sequence attends to itself, then all responses attend to their prompts.
         output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         shared = ctx.shared
-        kernel = _kernel(query)
+        kernel = kernel_for(query)
         own_state, prompt_state = ctx.states
         gradient = gradient.contiguous()
 
@@ -173,7 +173,7 @@ def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tens
     return key.index_select(0, shared.prompts), value.index_select(0, shared.prompts)
 
 
-class _Varlen:
+class VarlenKernel:
     """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward
     pass knows one call only. Log-sum-exps are (heads, T) there. Groups of heads share keys with nothing said,
     and causal is at the lower right."""
@@ -268,8 +268,8 @@ class _OnCPU:
         return totals
 
 
-def _kernel(query: Tensor) -> type[_Varlen] | type[_OnCPU]:
-    return _Varlen if query.device.type == "cuda" else _OnCPU
+def kernel_for(query: Tensor) -> type[VarlenKernel] | type[_OnCPU]:
+    return VarlenKernel if query.device.type == "cuda" else _OnCPU
 
 
 def _cut(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:

@@ -9,8 +9,8 @@ import socket
 from pathlib import Path
 
 _SYSTEM_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 20_000  # Ray's workers have those from 10,002 to 19,999
-_MOST_TRIED = 1_000
+FIRST_PORT = 20_000  # Ray's workers have those from 10,002 to 19,999
+MOST_TRIED = 1_000
 
 
 def hold_port(host: str) -> socket.socket:
@@ -33,11 +33,11 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
     The system hands out ports of its own range to connections at any time, so these are below it, and above
     those of Ray's workers. Where there is no room between the two, they are of the system's range.
     """
-    candidates = range(_FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), _FIRST_PORT))
+    candidates = range(FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), FIRST_PORT))
     held: list[socket.socket] = []
 
     # Port 0 asks the system for any free port, for when the preferred range has none left.
-    for port in [*random.SystemRandom().sample(candidates, min(len(candidates), _MOST_TRIED)), *[0] * count]:
+    for port in [*random.SystemRandom().sample(candidates, min(len(candidates), MOST_TRIED)), *[0] * count]:
         if len(held) == count:
             break
         each = socket.socket(_family(host))

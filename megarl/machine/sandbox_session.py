@@ -55,6 +55,11 @@ class SandboxSession:
         self._starting = threading.Lock()
         self._running = threading.Lock()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a program is running now."""
+        return self._running.locked()
+
     def run(self, program: str) -> Ran:
         """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises
         SandboxError where the level does not work here, RuntimeError after `close`."""

@@ -2,7 +2,7 @@
 
 Python, its standard library, threads and numerical libraries work. Every other call is refused: starting
 programs and processes, signals to others, sockets, shared memory, message queues, locks, and everything that
-mounts, loads or traces. Some calls are allowed with certain arguments only, see `_CHECKED_CALLS`.
+mounts, loads or traces. Some calls are allowed with certain arguments only, see `CHECKED_CALLS`.
 
 This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
 nor collections.
@@ -63,7 +63,7 @@ ALLOWED_CALLS = {
     """,
 }
 # Calls whose arguments `_rules` checks.
-_CHECKED_CALLS = """
+CHECKED_CALLS = """
     clone 56 220, kill 62 129, tgkill 234 131, prlimit64 302 261, getpgid 121 155, getsid 124 156,
     sched_getaffinity 204 123, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199,
     sendto 44 206, mmap 9 222
@@ -137,7 +137,7 @@ def notify_of_threads() -> int:
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # without which only root may install a filter
     column = _own_column()
     # Only `clone` is stopped: the allow-list answers `clone3` as absent, so that libraries fall back to it.
-    clone = numbers_of(_CHECKED_CALLS, column)["clone"]
+    clone = numbers_of(CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]
 
     return _install(program, flags=1 << 3)  # SECCOMP_FILTER_FLAG_NEW_LISTENER
@@ -177,7 +177,7 @@ def _program(column: int, process: int) -> list[Instruction]:
         program += [(_EQUAL, 0, 1, number), _ALLOW]
 
     # Add the calls that are harmless with some arguments only.
-    for number, block in _rules(numbers_of(_CHECKED_CALLS, column), process):
+    for number, block in _rules(numbers_of(CHECKED_CALLS, column), process):
         assert len(block) < 256, "a jump of the filter is a byte"
         program += [(_EQUAL, 0, len(block), number), *block]
 

@@ -22,14 +22,14 @@ from megarl.rehearsal.record import Await, Collective, PhaseRecord, RehearsalErr
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2]) + "/"
-_UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
+UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
 
 
 def place() -> str:
     """The innermost line that is neither torch's nor the rehearsal's: `megarl/engine/layers.py:57
     forward`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_UNSEEN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(UNSEEN):
         frame = frame.f_back
     return _line(frame.f_code, frame.f_lineno)
 
@@ -38,7 +38,7 @@ def place_of(error: Exception) -> str:
     """Likewise of where an error was raised."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _line(
-        *next((each for each in reversed(frames) if not each[0].co_filename.startswith(_UNSEEN)), frames[-1])
+        *next((each for each in reversed(frames) if not each[0].co_filename.startswith(UNSEEN)), frames[-1])
     )
 
 

@@ -88,7 +88,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
 
     # The quick attempt, of all tests.
     quick = replace(LIMITS, wall_s=min(QUICK_WALL_S, LIMITS.wall_s))
-    with closing(_Tester(program, quick, shared=True)) as tester:
+    with closing(ProgramTester(program, quick, shared=True)) as tester:
         for number in sorted(range(len(tests)), key=lambda number: repr(tests[number])):
             # The deadline counts only once a test has run out of time.
             if again and time.monotonic() > deadline:
@@ -103,7 +103,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
         if left <= 0:
             break
         with closing(
-            _Tester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)
+            ProgramTester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)
         ) as tester:
             outcome = tester.passes(number, tests[number])
         passed[number] = outcome is True
@@ -113,7 +113,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
     return passed
 
 
-class _Tester:
+class ProgramTester:
     """Runs tests of one program under the same limits.
 
     Args:
@@ -135,7 +135,7 @@ class _Tester:
                 return self._prints(test)
             case CallTest():
                 value = self._side.value(number, test.call, test.imports)
-                return _same(value.data, test) if value.how == "value" else self._failure(value)
+                return is_expected_value(value.data, test) if value.how == "value" else self._failure(value)
             case AssertTest():
                 holds, missing = self._judge.holds(number, test, self._side)
                 return holds if missing is None else self._failure(missing)
@@ -165,7 +165,7 @@ class _Tester:
         )
 
 
-def _same(data: Any, test: CallTest) -> bool:
+def is_expected_value(data: Any, test: CallTest) -> bool:
     """Compares a value that the program's process has sent, which may have written anything there."""
     try:
         value = decode(data)

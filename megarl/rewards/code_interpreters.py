@@ -115,7 +115,7 @@ class Value(NamedTuple):
     was_fresh: bool
 
 
-class _Interpreter:
+class SandboxedInterpreter:
     """A Python in the sandbox that has run `setup`, and is started again when it has ended."""
 
     def __init__(self, setup: str, level: Level, limits: SandboxLimits) -> None:
@@ -152,7 +152,7 @@ class ProgramSide:
     """A sampled program, which evaluates expressions in its own process."""
 
     def __init__(self, program: str, level: Level, limits: SandboxLimits) -> None:
-        self._interpreter = _Interpreter(_PROGRAM_SIDE.format(program=program), level, limits)
+        self._interpreter = SandboxedInterpreter(_PROGRAM_SIDE.format(program=program), level, limits)
 
     def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
         """Evaluates `source` after the program itself, which is run anew for each `test`.
@@ -180,7 +180,7 @@ class Judge:
     """Decides assertions about values of a program, in a process that never runs it."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
-        self._interpreter = _Interpreter(
+        self._interpreter = SandboxedInterpreter(
             _JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits
         )
 

@@ -105,7 +105,7 @@ class MegatronRole:
         self._parallel = parallel
         self._micro_batch = micro_batch
 
-    def _split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
+    def split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
         """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of
         tokens. Rows that only fill a micro-batch have no response token that a loss reads."""
         # Plan micro-batches of about equal work for the data-parallel replicas.
@@ -139,17 +139,17 @@ class MegatronRole:
         it has another name. reads: what the workers read beside the tokens."""
         # The moves are queued before the call, so that the workers restore the parameters first.
         moves = self._schedule.before(phase)
-        plan, parts = self._split(batch, reads)
+        plan, parts = self.split(batch, reads)
 
         def restore(results: list[Any]) -> DataProto:
-            return _restored(results[0], plan, batch, keys)
+            return restored_rows(results[0], plan, batch, keys)
 
         future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
 
         return future
 
-    def _update(
+    def update_with(
         self,
         mini_batches: Iterable[DataProto],
         phase: str,
@@ -169,7 +169,7 @@ class MegatronRole:
         # Token counts are those of the whole mini-batch: each replica sees only its share of the rows.
         for mini_batch in mini_batches:
             loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
-            futures.append(self.group.call(method, self._split(mini_batch, mini_batch.columns)[1], loss))
+            futures.append(self.group.call(method, self.split(mini_batch, mini_batch.columns)[1], loss))
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
             updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]
@@ -216,7 +216,7 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     return [RowPrompt(first_at[place], place[1]) for place in places]
 
 
-def _restored(
+def restored_rows(
     parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]
 ) -> DataProto:
     """The scores of all replicas in the order of the batch, some under other names; padded where the batch
@@ -322,7 +322,7 @@ class Critic(MegatronRole):
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
         rows = batch.select([*model_keys(batch.columns), "values", "returns"], _uid_of(batch))
         mini_batches = self._updates.mini_batches(rows, step)
-        return self._update(
+        return self.update_with(
             mini_batches,
             "update_critic",
             CriticWorker.update,
@@ -443,7 +443,7 @@ class Actor(MegatronRole):
         # One update stores no log-probs, and bypass takes the engine's: neither can be checked.
         ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
 
-        return self._update(
+        return self.update_with(
             mini_batches,
             "update_actor",
             ActorWorker.update,
@@ -462,7 +462,7 @@ class Actor(MegatronRole):
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
-        plan, parts = self._split(rows, rows.columns)
+        plan, parts = self.split(rows, rows.columns)
         loss = ActorLoss(
             algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True
         )
@@ -470,7 +470,7 @@ class Actor(MegatronRole):
         # The log-probs enter the batch only when the future is read, for metrics and kept samples.
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
-            batch.take_in(_restored([replica.scores for replica in replicas], plan, batch, _OF_ACTOR))
+            batch.take_in(restored_rows([replica.scores for replica in replicas], plan, batch, _OF_ACTOR))
             return over_updates([merge_metrics([replica.metrics for replica in replicas])])
 
         future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
@@ -480,7 +480,9 @@ class Actor(MegatronRole):
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
         rows = batch.select(model_keys(batch.columns), _uid_of(batch))
-        return self._update([rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts))
+        return self.update_with(
+            [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
+        )
 
 
 def valid_token_count(batch: DataProto) -> int:

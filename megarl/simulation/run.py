@@ -184,12 +184,12 @@ class Simulation:
         self.buffer.begin()
         for number in range(self.buffer.staleness.next_step, self._script.total_steps + 1):
             start_s = self.clock.now_s
-            self._work(lambda: self.buffer.is_ready)
+            self.run_until(lambda: self.buffer.is_ready)
             self._record(number, self.buffer.take(), self.clock.now_s - start_s)
             # Training takes time, in which the engines generate ahead.
-            self._work(lambda: False, self._script.training_s, is_awaited=False)
+            self.run_until(lambda: False, self._script.training_s, is_awaited=False)
             if number > self._script.critic_warmup_steps:
-                self._push()
+                self.push_weights()
             self.saved = Saved(
                 number,
                 self.version,
@@ -237,7 +237,7 @@ class Simulation:
 
     # ---- parts
 
-    def _work(
+    def run_until(
         self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
     ) -> None:
         """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an
@@ -261,11 +261,11 @@ class Simulation:
             else:
                 self.clock.pass_by(until_s - self.clock.now_s)
 
-    def _push(self) -> None:
+    def push_weights(self) -> None:
         # Draining makes the trainer wait, so its time counts as waiting.
         if self._script.on_update is OnUpdate.drain:
             start_s = self.clock.now_s
-            self._work(lambda: not (self.scheduler.is_at_work or self.buffer.awaits_scores))
+            self.run_until(lambda: not (self.scheduler.is_at_work or self.buffer.awaits_scores))
             last = self.steps[-1]
             self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
 

@@ -95,7 +95,7 @@ def plot_run(run_dir: Path) -> Path:
     MetricsFileError."""
     path = run_dir / METRICS_FILE
     series = read_metrics(path)
-    panels = _panels_with_data(series)
+    panels = panels_with_data(series)
     timings = _phase_timings(series)
     num_axes = len(panels) + bool(timings)
     if not num_axes:
@@ -124,7 +124,7 @@ def plot_run(run_dir: Path) -> Path:
     return written
 
 
-def _panels_with_data(series: Series) -> list[Panel]:
+def panels_with_data(series: Series) -> list[Panel]:
     """The panels of which the run has a curve. The first is the score: of training, and held out for each
     data source."""
     validation = sorted(name for name in series if name.startswith("val/") and name.endswith("/score/mean"))
@@ -151,7 +151,7 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
             _annotate_ends(axis, points, color)
         elif len(points.steps) >= _SMOOTHED_FROM:
             axis.plot(points.steps, points.values, color=color, alpha=0.25, linewidth=0.9)
-            axis.plot(points.steps, _moving_average(points.values), color=color, label=label)
+            axis.plot(points.steps, moving_average(points.values), color=color, label=label)
         else:
             axis.plot(points.steps, points.values, color=color, label=label)
 
@@ -184,7 +184,7 @@ def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
     axis.margins(y=0.15)
 
 
-def _moving_average(values: Sequence[float]) -> list[float]:
+def moving_average(values: Sequence[float]) -> list[float]:
     """Mean over a centred window of a fifteenth of the curve; at the ends, over the part of the window that
     exists."""
     half = max(1, len(values) // 30)

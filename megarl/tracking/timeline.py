@@ -13,7 +13,7 @@ from megarl.machine.files import write_whole
 from megarl.tracking.run_files import writing
 
 TIMELINE_FILE = "timeline.json"
-_MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
+MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
 _MAX_COUNTS = 20_000
 _COUNTERS = "counters"  # the row that they are under
 
@@ -33,8 +33,9 @@ class Timeline:
     """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is
     whole at all times."""
 
-    def __init__(self, output_dir: Path) -> None:
+    def __init__(self, output_dir: Path, max_events: int = MAX_EVENTS) -> None:
         self._output_dir = output_dir
+        self._max_events = max_events
         self._events: list[dict[str, Any]] = []
         self._counts: deque[dict[str, Any]] = deque(maxlen=_MAX_COUNTS)
         self._processes: dict[str, int] = {}
@@ -52,7 +53,7 @@ class Timeline:
                 {"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}}
             )
         # The whole file is written each time, so it must not grow without bound.
-        self._events = self._events[-_MAX_EVENTS:]
+        self._events = self._events[-self._max_events :]
 
     def count(self, name: str, values: Mapping[str, float], at_s: float) -> None:
         """Of a curve for each of `values`. at_s: seconds since the epoch. Any thread may call it."""

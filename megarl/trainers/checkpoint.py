@@ -157,8 +157,8 @@ class Checkpointer:
             yield step
             self.last_step = step
             # The metrics of this step are complete now, so its checkpoint may be committed.
-            self._go_on(wait=not self._config.checkpoint.asynchronous)
-        self._go_on(wait=True)
+            self.advance_save(wait=not self._config.checkpoint.asynchronous)
+        self.advance_save(wait=True)
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """What the validation after `step` has measured; called within the step, before it is saved."""
@@ -181,7 +181,7 @@ class Checkpointer:
         elif not self._is_due(step):
             return
         with self._monitor.phase("save_checkpoint"):
-            self._go_on(wait=True)  # one at a time
+            self.advance_save(wait=True)  # one at a time
             self._begin(step, state(), files())
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class Checkpointer:
         save.blocked_s = self._clock() - save.started_s
         self._under_way = save
 
-    def _go_on(self, wait: bool) -> None:
+    def advance_save(self, wait: bool) -> None:
         """Takes the save that is under way as far as it goes without waiting, or to its end."""
         save = self._under_way
         if save is None:

@@ -23,7 +23,7 @@ MODULUS = 2**64
 _MAX_NAMED = 8
 # At a time: on a CPU a few times 256 KiB of whole numbers, which stay in a core's cache; on a GPU so many
 # that the launches of a dozen kernels are nothing beside their work, in a few times 128 MiB.
-_BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
+BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
 
@@ -53,7 +53,7 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
 
     # Block by block, so that the factors of a large tensor are never all in memory.
     for _, block in (
-        contiguous_blocks(values.shape, _BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
+        contiguous_blocks(values.shape, BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
     ):
         start = first + flat_index(block.starts, strides)
         total += (

@@ -136,14 +136,14 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Seq
     return found
 
 
-_groups: ParallelGroups | None = None  # roles that are fused in this process share them
+shared_groups: ParallelGroups | None = None  # roles that are fused in this process share them
 
 
 def _process_groups(spec: ModelSpec) -> ParallelGroups:
-    global _groups
+    global shared_groups
     from megarl.engine import groups
 
-    if _groups is None:
+    if shared_groups is None:
         # The first role in this process creates the groups; fused roles use the same ones.
         active = platform.current()
         limit = timedelta(seconds=spec.collective_limit_s)
@@ -156,17 +156,17 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         dist.init_process_group(
             active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit
         )
-        _groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
+        shared_groups = groups.initialize(spec.parallel, spec.seed, spec.collective_limit_s)
 
     # Megatron keeps one set of parallel groups per process.
-    if _groups.parallel != spec.parallel:
+    if shared_groups.parallel != spec.parallel:
         raise ValueError(
-            f"roles fused in one process share a layout, but one has {_groups.parallel} and another "
+            f"roles fused in one process share a layout, but one has {shared_groups.parallel} and another "
             f"{spec.parallel}: "
             "give them the same parallel sizes, or pools of their own"
         )
 
-    return _groups
+    return shared_groups
 
 
 class MegatronWorker(WeightExport):

@@ -41,6 +41,11 @@ class RewardWorker(Worker):
         self._begun: dict[str, list[BegunScore]] = {}  # by uid
         self._unreported: set[str] = set()
 
+    def close(self) -> None:
+        """End the processes that score."""
+        if self._scorer is not None:
+            self._scorer.close()
+
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def begin(self, groups: DataProto) -> None:
         """Begins to score samples, all of a prompt together, which `finish` waits for."""

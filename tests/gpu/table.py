@@ -58,10 +58,10 @@ def run_tests(file: Path, *options: str) -> Row:
         results = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", str(file), f"--junit-xml={results}", *options]
         status = _status(command, None)
-        return _row_of(_name(file), results, status)
+        return row_of(_name(file), results, status)
 
 
-def _row_of(what: str, results: Path, status: int | str) -> Row:
+def row_of(what: str, results: Path, status: int | str) -> Row:
     cases = list(ElementTree.parse(results).iter("testcase")) if results.exists() else []
     if not cases:
         return Row(what, failed=1, left_out=[f"all of it: pytest ended with {status}"])

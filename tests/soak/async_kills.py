@@ -95,13 +95,13 @@ class KillerOfAll(Killer):
     scoring: RoleGroup | None = None
     victims_file: Path | None = None
 
-    def _kill_one(self) -> None:
+    def kill_one(self) -> None:
         assert self.scoring is not None
         assert self.victims_file is not None
         before = self.victims.total()
 
         if before % 3 == 0:
-            super()._kill_one()
+            super().kill_one()
         elif before % 3 == 1:
             try:
                 os.kill(

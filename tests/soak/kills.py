@@ -124,9 +124,9 @@ class Killer:
         while not self.is_done:
             time.sleep(self.chance.expovariate(1 / self.pause_s))
             with self.lock:
-                self._kill_one()
+                self.kill_one()
 
-    def _kill_one(self) -> None:
+    def kill_one(self) -> None:
         """Nothing where the replica has no such process, or dies while we look."""
         replica = self.chance.choice(self.rollout.replicas)
         if not replica.pids and self.chance.random() < _SPARED_AT_START:

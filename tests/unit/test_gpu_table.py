@@ -73,7 +73,7 @@ def test_tests_that_end_in_every_way(tmp_path: Path) -> None:
         f"--rootdir={tmp_path}",
     )
     assert row == table.Row("test_endings.py", 2, 2, 2, ["GB/s: 1", "GB/s: 2"], ["2 x the moon is not full"])
-    assert table._row_of("absent", tmp_path / "results.xml", 4) == table.Row(
+    assert table.row_of("absent", tmp_path / "results.xml", 4) == table.Row(
         "absent", failed=1, left_out=["all of it: pytest ended with 4"]
     )
     assert (

@@ -193,7 +193,7 @@ def connect_alone() -> str:
         dist.barrier()
 
     assert num_live_communicators() == 0
-    group._limit = LIMIT
+    group.limit = LIMIT
     group.eager_connect_single_device(CPU)
     group.shutdown()
 

@@ -192,9 +192,9 @@ def test_a_group_that_is_dropped_leaves_its_communicator(tmp_path: Path) -> None
 def watched_trainer(watchdog: bool, limit_s: float, place: Place) -> None:
     """Broadcast to an engine that is lost, and say so if this process outlives the watchdog."""
     group = join(place, eager=True, watchdog=watchdog)
-    for communicator in group._communicators.values():
+    for communicator in group.communicators.values():
         # of operations only: connecting may take its time on a busy machine
-        communicator._limit = timedelta(seconds=limit_s)
+        communicator.limit = timedelta(seconds=limit_s)
 
     place.say("joined")
     work = broadcast(group, torch.ones(4))
@@ -240,18 +240,18 @@ def limited_trainer(place: Place) -> None:
     work = broadcast(group, torch.ones(4))
     place.say([how_it_ends(lambda: work.wait(timedelta(seconds=A_WHILE_S))), num_live_communicators()])
     other = NcclSemantics(
-        dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank
+        dist.PrefixStore("other", group.store), place.rank, place.size, LIMIT, device=place.rank
     )
     other.eager_connect_single_device()
     broadcast(other, torch.ones(4))
-    other._limit = timedelta(seconds=A_WHILE_S)
+    other.limit = timedelta(seconds=A_WHILE_S)
     place.say([how_it_ends(other.shutdown), num_live_communicators()])
 
 
 def absent_engine(place: Place) -> None:
     group = join(place, eager=True)
     NcclSemantics(
-        dist.PrefixStore("other", group._store), place.rank, place.size, LIMIT, device=place.rank
+        dist.PrefixStore("other", group.store), place.rank, place.size, LIMIT, device=place.rank
     ).eager_connect_single_device()
     place.listen()
 

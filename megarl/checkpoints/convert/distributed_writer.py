@@ -59,7 +59,7 @@ from megarl.weights.tensors import TensorSlice, contiguous_blocks
 
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
-_FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
+FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
 # the weight of a layer of which Megatron keeps something beside its tensors
 _HAS_STATE = re.compile(r"(.*\.linear_\w+)\.weight")
 
@@ -230,7 +230,7 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
     nbytes = 0
 
     for item in items:
-        if nbytes >= _FILE_BYTES:
+        if nbytes >= FILE_BYTES:
             files.append([])
             nbytes = 0
         files[-1].append(item)

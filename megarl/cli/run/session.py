@@ -60,7 +60,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
     output_dir = Path(config.trainer.output_dir)
     console = output_console()
     # The folder is claimed and tried before any process is started.
-    _claim(output_dir, config, resume, console)
+    claim_output_dir(output_dir, config, resume, console)
     (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
     context.output_dir = output_dir
     context.position = position
@@ -89,7 +89,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
         )
 
 
-def _claim(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
+def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
     """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is
     cleared: it starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,11 @@ def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Ta
     for group in plan.groups:
         for ranks, nodes, devices in _folded(group):
             drawn.add_row(
-                group.pool, f"{group.name} {_spans(ranks)}", " + ".join(group.roles), _spans(nodes), devices
+                group.pool,
+                f"{group.name} {number_spans(ranks)}",
+                " + ".join(group.roles),
+                number_spans(nodes),
+                devices,
             )
 
     drawn.caption = _turns(plan, generates_ahead)
@@ -103,14 +107,14 @@ def _devices(processes: Sequence[ProcessPlan]) -> str:
     if sizes == {0}:
         return "cpu"
     if max(sizes) == 1:
-        return _spans([process.devices[0] for process in processes])
+        return number_spans([process.devices[0] for process in processes])
     if len(processes) == 1:
-        return _spans(processes[0].devices)
+        return number_spans(processes[0].devices)
 
-    return "; ".join(_spans(process.devices) for process in processes)
+    return "; ".join(number_spans(process.devices) for process in processes)
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def number_spans(numbers: Sequence[int]) -> str:
     """Numbers in ascending order with consecutive ones joined, as 0-7, 16-23."""
     spans: list[list[int]] = []
     for number in numbers:

@@ -256,7 +256,7 @@ def _print_checkpoints(
     drawn.add_row(
         "most at a time", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
     )
-    drawn.add_row("free on the disk", _gib(_free_bytes(checkpoint_path(config))), "now")
+    drawn.add_row("free on the disk", _gib(free_bytes(checkpoint_path(config))), "now")
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 
@@ -283,7 +283,7 @@ def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]
     needed = most_checkpoints(config) * checkpoint_bytes(config, architectures)
     path = checkpoint_path(config)
 
-    if needed > (free := _free_bytes(path)):
+    if needed > (free := free_bytes(path)):
         yield (
             f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower "
             f"checkpoint.keep, raise "
@@ -319,7 +319,7 @@ def _of_bfloat16(config: RunConfig) -> Iterator[str]:
         yield BFLOAT16_ON_A_CPU
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """On the disk that will hold `path`, which need not exist."""
     return shutil.disk_usage(existing_folder(path)).free
 

@@ -63,15 +63,15 @@ class HFEngine(RolloutEngine):
             if spec.device is Device.cuda
             else torch.device("cpu")
         )
-        self._model = model.to(self._device).eval().requires_grad_(False)
-        self._max_concurrency = spec.rollout.max_concurrency
+        self.model = model.to(self._device).eval().requires_grad_(False)
+        self.max_concurrency = spec.rollout.max_concurrency
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size
         self._end_token_ids = end_token_ids(path)
         self._is_ended = is_ended
         self._lifecycle = EngineLifecycle()
-        self._parameters = dict(self._model.named_parameters())  # a tied output layer is not in it twice
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self.parameters = dict(self.model.named_parameters())  # a tied output layer is not in it twice
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self._receiver = WeightReceiver(self._device)
         self._has_moved = False  # the parameters, since weights came last
         self._waiting: list[GenerationRequest] = []
@@ -101,7 +101,7 @@ class HFEngine(RolloutEngine):
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
         seeds = [request.sampling.seed for request in batch]
         decoded = decode(
-            self._model,
+            self.model,
             [request.prompt for request in batch],
             sampling,
             stop_token_ids,
@@ -139,7 +139,7 @@ class HFEngine(RolloutEngine):
         longest_first = sorted(self._waiting, key=lambda request: -len(request.prompt))
         kind = _kind(longest_first[0].sampling)
         batch = [request for request in longest_first if _kind(request.sampling) == kind][
-            : self._max_concurrency
+            : self.max_concurrency
         ]
         taken = {request.request_id for request in batch}
         self._waiting = [request for request in self._waiting if request.request_id not in taken]
@@ -184,10 +184,10 @@ class HFEngine(RolloutEngine):
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         (link,) = links
-        self._receiver.join(link, whole_slices(self._shapes), self._places)
+        self._receiver.join(link, whole_slices(self._shapes), self.places_of)
 
-    def _places(self, part: Part) -> list[torch.Tensor]:
-        return [self._parameters[part.name].data[part.tensor_slice.index]]
+    def places_of(self, part: Part) -> list[torch.Tensor]:
+        return [self.parameters[part.name].data[part.tensor_slice.index]]
 
     def leave_weights(self) -> None:
         self._receiver.leave()
@@ -212,14 +212,14 @@ class HFEngine(RolloutEngine):
         for name, tensor in read_tensors(folder):
             # Record first: a tensor that does not belong is refused before it is copied.
             self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
-            self._parameters[name].data.copy_(tensor)
+            self.parameters[name].data.copy_(tensor)
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.end(version)
 
     def checksums(self) -> dict[str, int]:
         self._lifecycle.require_ready()
-        return {name: checksum(parameter.data) for name, parameter in self._parameters.items()}
+        return {name: checksum(parameter.data) for name, parameter in self.parameters.items()}
 
     # ---- memory and end
 
@@ -237,7 +237,7 @@ class HFEngine(RolloutEngine):
     def wake(self) -> None:
         if not self._lifecycle.must_wake():
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
         self._has_moved = True
         self._lifecycle.leave(LifecycleState.EMPTY)
@@ -256,5 +256,5 @@ class HFEngine(RolloutEngine):
     def _release(self) -> None:
         self.abort()
         # Only the memory is given back; the parameters themselves stay part of the model.
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -171,7 +171,7 @@ class _PaddedBatch(NamedTuple):
     bias: torch.Tensor
 
 
-def _pad_batch(
+def pad_batch(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, dtype: torch.dtype
 ) -> _PaddedBatch:
     length = int(seq_lens.max())
@@ -229,7 +229,7 @@ def _batch_decode_attention() -> None:
             )
 
         if self.megarl_padded is None:
-            self.megarl_padded = _pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
+            self.megarl_padded = pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
         scaling = keywords.get("scaling")
         grouped = keywords.get("enable_gqa", False)
         output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling, grouped))

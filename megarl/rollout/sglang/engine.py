@@ -74,14 +74,14 @@ class SGLangEngine(RolloutEngine):
     def __init__(self, spec: RolloutEngineSpec) -> None:
         server_args = build_server_args(spec)
         self._num_ranks = spec.rollout.tensor_parallel_size
-        self._health_limit_s = spec.rollout.health_limit_s
+        self.health_limit_s = spec.rollout.health_limit_s
         self._has_tokenizer = needs_tokenizer(spec.rollout)
-        self._backend: Backend
+        self.backend: Backend
 
         if spec.rollout.sglang.mode is SGLangMode.server:
-            self._backend = ServerBackend(server_args, _HOST, _START_LIMIT_S)
+            self.backend = ServerBackend(server_args, _HOST, _START_LIMIT_S)
         else:
-            self._backend = InProcessBackend(server_args)
+            self.backend = InProcessBackend(server_args)
 
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
@@ -94,7 +94,7 @@ class SGLangEngine(RolloutEngine):
             self._routes_as = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
 
         self._lifecycle = EngineLifecycle()
-        self._loop = LoopThread(self._backend.start)
+        self._loop = LoopThread(self.backend.start)
         self._failed: list[FailedRequest] = []
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
             queue.SimpleQueue()
@@ -105,7 +105,7 @@ class SGLangEngine(RolloutEngine):
         self._has_cache = True
         self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
-        self._wait_for(self._backend.open())
+        self._wait_for(self.backend.open())
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
 
         if spec.release_memory:
@@ -151,7 +151,7 @@ class SGLangEngine(RolloutEngine):
         outcome: FinishedRequest | BaseException
 
         try:
-            answer = await self._backend.generate(
+            answer = await self.backend.generate(
                 generation_payload(request, self._end_token_ids, _name(ticket))
             )
             outcome = FinishedRequest(
@@ -213,12 +213,12 @@ class SGLangEngine(RolloutEngine):
         """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for
         `health_limit_s`."""
         self._raise_if_dead()
-        limit_s = self._health_limit_s
+        limit_s = self.health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
             return
 
         # Without a finished request the responses may only be long, so ask before giving up.
-        if not self._wait_for(self._backend.is_responsive(limit_s), 2 * limit_s):
+        if not self._wait_for(self.backend.is_responsive(limit_s), 2 * limit_s):
             raise EngineDeadError(
                 f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s"
             )
@@ -240,7 +240,7 @@ class SGLangEngine(RolloutEngine):
 
         while futures:
             self._wait_for(
-                self._backend.abort(list(futures.values()) if has_others else None), self._health_limit_s
+                self.backend.abort(list(futures.values()) if has_others else None), self.health_limit_s
             )
             if self._is_paused:  # it does not answer them
                 for future in futures:
@@ -248,9 +248,9 @@ class SGLangEngine(RolloutEngine):
                 return
             # A request that had not arrived yet misses the abort, so repeat it until all have ended.
             futures = {future: futures[future] for future in wait(futures, timeout=_ABORT_POLL_S).not_done}
-            if time.monotonic() - start_s > self._health_limit_s:
+            if time.monotonic() - start_s > self.health_limit_s:
                 raise EngineDeadError(
-                    f"SGLang has not aborted {len(futures)} requests within {self._health_limit_s:g} s"
+                    f"SGLang has not aborted {len(futures)} requests within {self.health_limit_s:g} s"
                 )
 
     # ---- weights
@@ -316,7 +316,7 @@ class SGLangEngine(RolloutEngine):
         started_anew: list[GenerationRequest] = []
 
         # Cached prefixes were computed by the old weights.
-        if not self._wait_for(self._stamp_and_flush(version), self._health_limit_s):
+        if not self._wait_for(self._stamp_and_flush(version), self.health_limit_s):
             # Older versions flush only what is idle: requests that wait for the end of the update start anew
             # after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
@@ -329,9 +329,9 @@ class SGLangEngine(RolloutEngine):
     async def _stamp_and_flush(self, version: int) -> bool:
         """In one go: each wait for the loop's thread takes as long as the stamp. Whether the cache could be
         flushed."""
-        if self._backend.features.has("update_weight_version"):
+        if self.backend.features.has("update_weight_version"):
             await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
-        return await self._backend.flush_cache()
+        return await self.backend.flush_cache()
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
         with self._paused():
@@ -363,7 +363,7 @@ class SGLangEngine(RolloutEngine):
         """One message to the weight loader of every rank, while generation is paused."""
         assert self._is_paused
         # Versions that have sessions take weights only inside one.
-        if not self._session_is_open and self._backend.features.has("begin_weight_update"):
+        if not self._session_is_open and self.backend.features.has("begin_weight_update"):
             self._call("begin_weight_update")
             self._session_is_open = True
 
@@ -371,7 +371,7 @@ class SGLangEngine(RolloutEngine):
         try:
             self._call(
                 "update_weights_from_tensor",
-                time_limit_s=self._health_limit_s + TIME_SLICE_S if time_limit else None,
+                time_limit_s=self.health_limit_s + TIME_SLICE_S if time_limit else None,
                 serialized_named_tensors=[message] * self._num_ranks,
                 load_format=WEIGHT_LOADER,
                 flush_cache=False,
@@ -396,15 +396,15 @@ class SGLangEngine(RolloutEngine):
         self._is_paused = False
 
     def _try_to_flush(self) -> bool:
-        return self._wait_for(self._backend.flush_cache(), self._health_limit_s)
+        return self._wait_for(self.backend.flush_cache(), self.health_limit_s)
 
     def _flush(self) -> None:
         """When all requests have been aborted, which SGLang does when it comes to it."""
         start_s = time.monotonic()
         while not self._try_to_flush():
-            if time.monotonic() - start_s > self._health_limit_s:
+            if time.monotonic() - start_s > self.health_limit_s:
                 raise EngineDeadError(
-                    f"SGLang has not ended the requests that were aborted {self._health_limit_s:g} s ago"
+                    f"SGLang has not ended the requests that were aborted {self.health_limit_s:g} s ago"
                 )
             time.sleep(_FLUSH_POLL_S)
 
@@ -451,7 +451,7 @@ class SGLangEngine(RolloutEngine):
         self._has_cache = False
 
     def process_ids(self) -> list[int]:
-        return self._backend.process_ids()
+        return self.backend.process_ids()
 
     def close(self) -> None:
         if self._lifecycle.state is LifecycleState.CLOSED:
@@ -459,20 +459,20 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.leave(LifecycleState.CLOSED)
         self._in_flight.clear()
         self._loader.close()
-        self._loop.submit(self._backend.close()).result(_POLL_S * 10)
+        self._loop.submit(self.backend.close()).result(_POLL_S * 10)
         self._loop.stop()
-        self._backend.stop()
+        self.backend.stop()
 
     # ---- calls
 
     def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
         """time_limit_s: None: no limit; 0: `health_limit_s`."""
         self._wait_for(
-            self._request(endpoint, **values), self._health_limit_s if time_limit_s == 0 else time_limit_s
+            self._request(endpoint, **values), self.health_limit_s if time_limit_s == 0 else time_limit_s
         )
 
     def _request(self, endpoint: str, **values: Any) -> Coroutine[Any, Any, None]:
-        return self._backend.call(endpoint, self._backend.features.payload(endpoint, **values))
+        return self.backend.call(endpoint, self.backend.features.payload(endpoint, **values))
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
         """Raises EngineDeadError where a process ends, or the limit is reached, before there is an answer."""
@@ -495,7 +495,7 @@ class SGLangEngine(RolloutEngine):
     def _raise_if_dead(self) -> None:
         if (
             self._lifecycle.state is not LifecycleState.CLOSED
-            and (ended := self._backend.dead_process()) is not None
+            and (ended := self.backend.dead_process()) is not None
         ):
             raise EngineDeadError(f"SGLang is gone: {ended}")
 

@@ -31,11 +31,11 @@ class InProcessBackend(Backend):
 
         # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give
         # it to another.
-        self._held_port = hold_port("127.0.0.1")
+        self.held_port = hold_port("127.0.0.1")
         before = set(multiprocessing.active_children())
 
         try:
-            self._engine = _make_engine({"nccl_port": self._held_port.getsockname()[1], **self._server_args})
+            self._engine = _make_engine({"nccl_port": self.held_port.getsockname()[1], **self._server_args})
         except (
             RuntimeError
         ) as error:  # what SGLang raises when a process of its ends; what it says is where to look
@@ -110,7 +110,7 @@ class InProcessBackend(Backend):
             child.kill()
         for child in self._children:
             child.join(_END_LIMIT_S)
-        self._held_port.close()
+        self.held_port.close()
         self._last_words.close()
 
 

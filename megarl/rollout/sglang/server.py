@@ -33,7 +33,7 @@ class ServerBackend(Backend):
         self._server_args = server_args
         self._host = host
         self._start_limit_s = start_limit_s
-        self._key = secrets.token_urlsafe(32)
+        self.api_key = secrets.token_urlsafe(32)
 
     def start(self) -> None:
         self._last_words = LastWords()
@@ -51,7 +51,7 @@ class ServerBackend(Backend):
         settings = {
             "server_args": self._server_args,
             "host": self._host,
-            "api_key": self._key,
+            "api_key": self.api_key,
             "ready_fd": ready_fd,
         }
         assert self._process.stdin is not None
@@ -83,7 +83,7 @@ class ServerBackend(Backend):
         return self._features
 
     async def open(self) -> None:
-        self._client = ServerClient(self.url, self._key)
+        self._client = ServerClient(self.url, self.api_key)
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         answer = await self._client.post("generate", payload)

@@ -189,7 +189,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
     refuse_own_server_args(names)
     if not names:
         return
-    known = _known_server_args()
+    known = known_server_args()
     problems = []
 
     for name in names:
@@ -207,7 +207,7 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
 
 @cache
-def _known_server_args() -> frozenset[str]:
+def known_server_args() -> frozenset[str]:
     """As the installed SGLang declares them, read from its source: importing it takes longer than all else
     that is checked."""
     spec = find_spec("sglang")

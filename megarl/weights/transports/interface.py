@@ -132,7 +132,7 @@ class DestinationViews:
         _check(sources, needed)
         self.sources = sources
         self.dtype = dtype
-        self._places = places
+        self.places_of = places
 
         # no views of a receive buffer, which they would keep alive
         self._targets: dict[Part, list[torch.Tensor]] = {}
@@ -162,7 +162,7 @@ class DestinationViews:
 
     def _targets_of(self, part: Part) -> list[torch.Tensor]:
         if part not in self._targets:
-            self._targets[part] = list(self._places(part))
+            self._targets[part] = list(self.places_of(part))
         return self._targets[part]
 
     def forget(self) -> None:

@@ -166,7 +166,7 @@ def test_the_disk_that_checkpoints_take_is_counted(
     assert f"size of one {size:.2f} MiB weights, masters, moments, the policy for Hugging Face" in rows
     assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
     assert "lower checkpoint.keep" not in out
-    monkeypatch.setattr("megarl.cli.tables.run._free_bytes", lambda path: int(2.9 * size * 2**20))
+    monkeypatch.setattr("megarl.cli.tables.run.free_bytes", lambda path: int(2.9 * size * 2**20))
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3"]) == 0
     assert "lower checkpoint.keep" in capsys.readouterr().out
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=5"]) == 0  # two in ten steps

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.cli.run.resumption import is_complete
-from megarl.cli.run.session import _claim, of_another_run, write_summary
+from megarl.cli.run.session import claim_output_dir, of_another_run, write_summary
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import (
     ActorConfig,
@@ -52,7 +52,7 @@ def left_by(config: SFTConfig) -> Path:
 
 def claim(config: SFTConfig, resume: Resume | None = None) -> str:
     written = io.StringIO()
-    _claim(Path(config.trainer.output_dir), config, resume, Console(file=written, width=200))
+    claim_output_dir(Path(config.trainer.output_dir), config, resume, Console(file=written, width=200))
     return written.getvalue()
 
 

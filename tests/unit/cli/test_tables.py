@@ -7,7 +7,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.cli.tables.console import output_console, table
-from megarl.cli.tables.placement import _spans
+from megarl.cli.tables.placement import number_spans
 from megarl.cli.tables.rehearsal import collectives_table
 from megarl.machine.wording import counted
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
@@ -62,7 +62,11 @@ def test_equal_placement_rows_are_folded(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_spans_join_consecutive_numbers_only() -> None:
-    assert [_spans([0]), _spans([0, 1]), _spans([0, 2, 3, 4, 7])] == ["0", "0-1", "0, 2-4, 7"]
+    assert [number_spans([0]), number_spans([0, 1]), number_spans([0, 2, 3, 4, 7])] == [
+        "0",
+        "0-1",
+        "0, 2-4, 7",
+    ]
 
 
 def test_one_of_a_thing_has_no_plural() -> None:

@@ -145,7 +145,7 @@ def test_names_of_trl_are_answered(tmp_path: Path) -> None:
     """Each is a key here, of one kind of run or the other, or has none; and a right key is never called
     another's."""
     known = {kind: set(schema_keys(kind)) for kind in (PPOConfig, SFTConfig)}
-    for name, entry in trl_names._NAMES.items():
+    for name, entry in trl_names.TRL_NAMES.items():
         ours = entry.partition("; ")[0]
         assert ours == "none" or any(ours in keys for keys in known.values()), name
         assert not any(name in keys for keys in known.values()), name

@@ -130,7 +130,7 @@ class UnreachableSet(ActorSet):
             return answer
 
         monkeypatch.setattr(ray, "get", get)
-        monkeypatch.setattr(actors, "_VERDICT_LOOK_S", 0.0)
+        monkeypatch.setattr(actors, "VERDICT_LOOK_S", 0.0)
 
     def summary(self) -> str:
         call = Call(

@@ -212,7 +212,7 @@ def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
     planned = only(machine.memory(subject)).facts["planned"]
 
     # the critic's head
-    assert planned - subject.processes_here * machine._PROCESS_BYTES == pytest.approx(
+    assert planned - subject.processes_here * machine.PROCESS_BYTES == pytest.approx(
         (14 + 14 + 2) * SIZE, rel=0.08
     )
 

@@ -221,7 +221,7 @@ def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
 def test_a_reward_function_that_a_run_gives_more_time_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_functions, "_SAMPLE_LIMIT_S", 0.2)
+    monkeypatch.setattr(reward_functions, "SAMPLE_LIMIT_S", 0.2)
     (tmp_path / "reward.py").write_text(
         "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
         "time.sleep(1000)\n"

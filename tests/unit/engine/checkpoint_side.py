@@ -216,9 +216,9 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.groups.data_context}
     models = {
         f"model{number}": model.sharded_state_dict(metadata=metadata)
-        for number, model in enumerate(engine._models)
+        for number, model in enumerate(engine.models)
     }
-    optimizer = engine.training_state().optimizer._optimizer.sharded_state_dict(
+    optimizer = engine.training_state().optimizer.megatron_optimizer.sharded_state_dict(
         models, is_loading=True, metadata=metadata
     )
     wanted = {**models, "optimizer": optimizer}

@@ -141,7 +141,7 @@ def hf_weights(engine: MegatronEngine) -> Tensors:
 def hf_gradients(engine: MegatronEngine) -> Tensors:
     """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first. Of
     frozen parameters: 0."""
-    for chunk in engine._chunks:
+    for chunk in engine.chunks:
         for buffers, group in (
             (chunk.buffers, engine.groups.data_context),
             (chunk.expert_parallel_buffers, engine.groups.expert_data),

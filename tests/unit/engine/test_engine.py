@@ -123,9 +123,9 @@ class Recomputed(NamedTuple):
 def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomputation) -> Recomputed:
     """In a rank: the gradients, and how often its first layer and parts of that ran, per micro-batch."""
     engine = build(start(parallel), folder, recomputation=recomputation, optim=OptimConfig())
-    layer = engine._models[0].decoder.layers[0]
+    layer = engine.models[0].decoder.layers[0]
     parts = {"layer": layer, "attention": layer.self_attention.core_attention, "mlp": layer.mlp}
-    parts |= {"last layer": engine._models[0].decoder.layers[-1]}
+    parts |= {"last layer": engine.models[0].decoder.layers[-1]}
     calls = dict.fromkeys(parts, 0)
 
     def count(key: str) -> Any:
@@ -189,7 +189,7 @@ def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
     """In a rank: how many tokens the MLPs of its first and its last layer are given, and the norm behind the
     last."""
     engine = build(start(parallel), folder, optim=OptimConfig())
-    decoder = engine._models[0].decoder
+    decoder = engine.models[0].decoder
     counted = {}
 
     def count(key: str) -> Any:

@@ -124,7 +124,7 @@ def train_with(stubs: bool, settings: Settings) -> Trained:
         start(settings.parallel), settings.folder, head=settings.head, dtype=settings.dtype, optim=optim
     )
     transformer_engine_stubs.install(False)
-    named = dict(pair for model in engine._models for pair in model.canonical_parameters())
+    named = dict(pair for model in engine.models for pair in model.canonical_parameters())
     cut = {
         name: parameter.partition_dim
         for name, parameter in named.items()
@@ -133,7 +133,7 @@ def train_with(stubs: bool, settings: Settings) -> Trained:
     loaded = {name: value.clone() for name, value in engine.parameters().items()}
     steps = train(engine, 2)
     real_names = {
-        re.sub(r"\d+", "N", name) for model in engine._models for name, _ in model.named_parameters()
+        re.sub(r"\d+", "N", name) for model in engine.models for name, _ in model.named_parameters()
     }
 
     return Trained(real_names, loaded, cut, steps.statistics, steps.losses, hf_weights(engine))

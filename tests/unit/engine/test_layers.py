@@ -138,7 +138,7 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
     elif way == "varlen":
         kernel = layers.varlen_attn
         layers.varlen_attn = slow_varlen_attn
-        mixed = core._attend_varlen(query, key, value, packed)
+        mixed = core.attend_varlen(query, key, value, packed)
         layers.varlen_attn = kernel
     else:
         count = len(lengths)
@@ -278,12 +278,12 @@ def attend_sharing(
         mixed = core(query, key, value, packed_seq_params=packed)
         (mixed * heads.weight).sum().backward()
     elif way == "mask":
-        mixed = core._attend_packed(query, key, value, attention_plan(packed))
+        mixed = core.attend_packed(query, key, value, attention_plan(packed))
         (mixed * heads.weight).sum().backward()
     else:
         with (
             mock.patch.object(torch.ops, "torch_attn", SlowVarlenOperators()),
-            mock.patch.object(shared_prompts, "_kernel", return_value=shared_prompts._Varlen),
+            mock.patch.object(shared_prompts, "kernel_for", return_value=shared_prompts.VarlenKernel),
         ):
             mixed = shared_prompts.attend(query, key, value, packed.shared, scale)
             (mixed * heads.weight).sum().backward()
@@ -326,7 +326,7 @@ def attend_among_ranks(
             if way == "varlen":
                 mixed = attend_pieces(query[own], key, value, packed, scale)
             else:
-                mixed = core._attend_packed(query[own], key, value, attention_plan(packed))
+                mixed = core.attend_packed(query[own], key, value, attention_plan(packed))
             whole = whole.index_copy(0, own, mixed)
 
     (whole[real] * heads.weight).sum().backward()

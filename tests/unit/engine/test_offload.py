@@ -143,26 +143,26 @@ def train_as_on_cuda(
     from megarl.engine import offload
 
     start(parallel)
-    of_cpu = offload._new_host_buffer
+    of_cpu = offload.new_host_buffer
     made = []
 
-    def make() -> offload._PinnedMemory:
-        made.append(offload._PinnedMemory())
+    def make() -> offload.PinnedMemory:
+        made.append(offload.PinnedMemory())
         return made[-1]
 
-    offload._new_host_buffer = make
+    offload.new_host_buffer = make
     try:
         trained = train(parallel, folder, dtype, away)
     finally:
-        offload._new_host_buffer = of_cpu
+        offload.new_host_buffer = of_cpu
 
-    used = [host_buffer for host_buffer in made if host_buffer._places]
+    used = [host_buffer for host_buffer in made if host_buffer.places]
 
     # one of each part that is kept
     assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})
     for host_buffer in used:
-        exact = sum(place.numel() for place in host_buffer._places)
-        assert exact <= host_buffer._buffer.numel() < exact + 512 * len(host_buffer._places)
+        exact = sum(place.numel() for place in host_buffer.places)
+        assert exact <= host_buffer.buffer.numel() < exact + 512 * len(host_buffer.places)
 
     return trained
 

@@ -131,7 +131,7 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     stored = {
         str(number): places.host_copy(parameter, 0, parameter.numel())
         for number, parameter in enumerate(
-            parameter for model in engine._models for parameter in model.parameters()
+            parameter for model in engine.models for parameter in model.parameters()
         )
     }
     step(2)

@@ -125,10 +125,10 @@ def weighted_batch() -> Tensors:
 def with_logits(engine: Any) -> Any:
     """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch.
     Each rank that shares rows adds those of its tokens."""
-    score = engine._score
+    score = engine.score
 
     def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
-        model = engine._models[-1]
+        model = engine.models[-1]
         part = model.output_hidden(hidden)[micro_batch.predictors] @ model.output_weight().T
         parts = [torch.empty_like(part) for _ in range(engine.groups.parallel.tensor_parallel_size)]
         dist.all_gather(parts, part, group=engine.groups.tensor)
@@ -142,7 +142,7 @@ def with_logits(engine: Any) -> Any:
             "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1),
         }
 
-    engine._score = scores
+    engine.score = scores
     return engine
 
 

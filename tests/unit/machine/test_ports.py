@@ -43,11 +43,11 @@ def test_lasting_ports_are_none_that_the_system_hands_out(monkeypatch: pytest.Mo
     chosen = [each.getsockname()[1] for each in held]
     assert len(set(chosen)) == 4
     assert all(20_000 <= port < first_of_system for port in chosen)
-    monkeypatch.setattr(ports, "_FIRST_PORT", min(chosen))
-    monkeypatch.setattr(ports, "_MOST_TRIED", first_of_system)
+    monkeypatch.setattr(ports, "FIRST_PORT", min(chosen))
+    monkeypatch.setattr(ports, "MOST_TRIED", first_of_system)
     again = hold_lasting_ports("127.0.0.1", 200)
     assert not {each.getsockname()[1] for each in again} & set(chosen)  # they are in use
-    monkeypatch.setattr(ports, "_FIRST_PORT", first_of_system)  # no room below the system's range
+    monkeypatch.setattr(ports, "FIRST_PORT", first_of_system)  # no room below the system's range
     others = hold_lasting_ports("127.0.0.1", 2)
     assert all(each.getsockname()[1] >= first_of_system for each in others)
     for each in [*held, *again, *others]:

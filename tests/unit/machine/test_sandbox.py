@@ -345,7 +345,7 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(
         assert run("print(1)")[0] == "1\n"
         with ThreadPoolExecutor(1) as pool:  # closed meanwhile, and in a thread that ends
             hanging = pool.submit(session.run, "while True: pass")
-            while not session._running.locked():
+            while not session.is_running:
                 time.sleep(0.01)
             session.close()
             assert not hanging.result().is_alive
@@ -413,7 +413,7 @@ def test_the_numbers_of_allowed_calls_are_those_of_the_kernel() -> None:
     own = next(Path("/usr/include").glob("*/asm/unistd_64.h"), None)
     if own is None or not header.exists():
         pytest.skip("no headers of the kernel are installed")
-    tables = [*system_calls.ALLOWED_CALLS.values(), system_calls._CHECKED_CALLS]
+    tables = [*system_calls.ALLOWED_CALLS.values(), system_calls.CHECKED_CALLS]
 
     for column, file in enumerate((own, header)):
         numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read_text()))

@@ -37,12 +37,12 @@ def _switch() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import engine
-    from megarl.engine.cpu_adaptations import _unless_alone, adapt_products
+    from megarl.engine.cpu_adaptations import adapt_products, unless_alone
 
     engine.overlaps = lambda parallel, on_cuda: False
     adapt_products()
-    buffers.dist_reduce_scatter_func = _unless_alone(buffers.dist_reduce_scatter_func)
-    buffers.dist_all_gather_func = _unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
 
 
 def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
@@ -69,7 +69,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     ledger = ledgers.Ledger(None)
 
     # which a rank that is shared with other tests may have at work
-    ledgers._UNSEEN += (__file__, nccl_semantics.__file__)
+    ledgers.UNSEEN += (__file__, nccl_semantics.__file__)
 
     class Watched(TorchDispatchMode):
         def __torch_dispatch__(

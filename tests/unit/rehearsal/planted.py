@@ -42,7 +42,7 @@ def another_order_on_rank_one(rank: int) -> None:
 
     from megarl.engine import engine
 
-    score = engine.MegatronEngine._score
+    score = engine.MegatronEngine.score
 
     def planted(self: Any, *arguments: Any) -> Any:
         numbers = torch.ones(3, device="cuda")
@@ -51,7 +51,7 @@ def another_order_on_rank_one(rank: int) -> None:
             dist.all_reduce(tensor, group=self.groups.tensor)
         return score(self, *arguments)
 
-    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+    engine.MegatronEngine.score = planted  # type: ignore[method-assign]
 
 
 def another_order_between_groups_on_rank_one(rank: int) -> None:
@@ -60,7 +60,7 @@ def another_order_between_groups_on_rank_one(rank: int) -> None:
 
     from megarl.engine import engine
 
-    score = engine.MegatronEngine._score
+    score = engine.MegatronEngine.score
 
     def planted(self: Any, *arguments: Any) -> Any:
         groups = self.groups.tensor, dist.group.WORLD
@@ -68,26 +68,26 @@ def another_order_between_groups_on_rank_one(rank: int) -> None:
             dist.all_reduce(torch.ones(3, device="cuda"), group=group)
         return score(self, *arguments)
 
-    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+    engine.MegatronEngine.score = planted  # type: ignore[method-assign]
 
 
 def a_number_that_nobody_knows(rank: int) -> None:
     from megarl.engine import engine
 
-    score = engine.MegatronEngine._score
+    score = engine.MegatronEngine.score
 
     def planted(self: Any, micro_batch: Any, hidden: Any, *arguments: Any) -> Any:
         assert hidden.argmax(-1).tolist()
         return score(self, micro_batch, hidden, *arguments)
 
-    engine.MegatronEngine._score = planted  # type: ignore[method-assign]
+    engine.MegatronEngine.score = planted  # type: ignore[method-assign]
 
 
 def a_call_less_on_rank_one(rank: int) -> None:
     from megarl.engine import engine
 
     if rank == 1:
-        engine._finalize_gradients = lambda chunks, *arguments, **keywords: None
+        engine.finalize_gradients = lambda chunks, *arguments, **keywords: None
 
 
 def gradients_in_sixteen_bits(rank: int) -> None:

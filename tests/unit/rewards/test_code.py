@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from megarl.rewards import code, code_interpreters, code_values, time_limit
+from megarl.rewards import code, code_interpreters, code_values
 from megarl.rewards.code import (
     answer_from_truth,
     check_truth,
@@ -31,7 +31,7 @@ def little_cpu(monkeypatch):
     """Ends loops after a second of the processor, and leaves programs that end enough time on a busy
     machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1, wall_s=60.0))
-    monkeypatch.setattr(time_limit, "_limit_s", 1000.0)
+    monkeypatch.setattr(code, "sample_limit_s", lambda: 1000.0)
 
 
 def test_the_score_is_the_share_that_passes():
@@ -62,14 +62,16 @@ def test_tests_that_take_long_are_tried_again_by_themselves(little_cpu, monkeypa
 
 def test_a_program_that_never_ends_takes_less_than_the_time_for_a_sample(monkeypatch):
     """A sample that took longer would end the run."""
-    monkeypatch.setattr(time_limit, "_limit_s", 1.0)
+    monkeypatch.setattr(code, "sample_limit_s", lambda: 1.0)
     monkeypatch.setattr(code, "QUICK_WALL_S", 0.2)
     clock = iter(range(1000))
     monkeypatch.setattr(code.time, "monotonic", lambda: next(clock) / 10)
     begun = []
-    inner = code._Tester.passes
+    inner = code.ProgramTester.passes
     monkeypatch.setattr(
-        code._Tester, "passes", lambda self, number, test: begun.append(number) or inner(self, number, test)
+        code.ProgramTester,
+        "passes",
+        lambda self, number, test: begun.append(number) or inner(self, number, test),
     )
     assert (
         run_tests("def f(x):\n    while True: pass", read_tests([f"assert f({x}) == 0" for x in range(50)]))
@@ -158,9 +160,9 @@ def test_expected_values_do_not_enter_the_process_of_the_program(monkeypatch):
     sessions = {}
     inner = code.run_program
     monkeypatch.setattr(code, "run_program", lambda *given: streams.append(given) or inner(*given))
-    ask = code_interpreters._Interpreter.ask
+    ask = code_interpreters.SandboxedInterpreter.ask
     monkeypatch.setattr(
-        code_interpreters._Interpreter,
+        code_interpreters.SandboxedInterpreter,
         "ask",
         lambda self, text: sessions.setdefault(self._setup, []).append(text) or ask(self, text),
     )
@@ -221,5 +223,5 @@ def test_values_are_rebuilt_as_they_were():
     ],
 )
 def test_what_a_program_writes_in_place_of_a_value_is_a_wrong_answer(data):
-    assert not code._same(data, read_tests([{"call": "f()", "returns": 5}])[0])
-    assert not code._same(data, read_tests(["assert f() == 5"])[0])
+    assert not code.is_expected_value(data, read_tests([{"call": "f()", "returns": 5}])[0])
+    assert not code.is_expected_value(data, read_tests(["assert f() == 5"])[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards import code, time_limit
+from megarl.rewards import code
 from megarl.rewards.code import compute_score
 from tests.unit.rewards.code_cases import CASES
 
@@ -18,7 +18,7 @@ def little_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends loops after a second of the processor, and leaves the tests after them enough time on a busy
     machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1))
-    monkeypatch.setattr(time_limit, "_limit_s", 1000.0)
+    monkeypatch.setattr(code, "sample_limit_s", lambda: 1000.0)
 
 
 def test_the_table_is_large_and_has_no_case_twice() -> None:

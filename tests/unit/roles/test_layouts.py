@@ -373,7 +373,7 @@ def test_a_rank_that_cannot_write_its_file_says_which_and_why(
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
     models = SavedModels([], lambda folder: source.save_hf(folder, str(folders.policy)).clear())
-    writer = psutil.Process(group._actors.locations[0].pid)
+    writer = psutil.Process(group.pids[0])
     before = writer.rlimit(psutil.RLIMIT_FSIZE)
     writer.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
 
@@ -395,7 +395,7 @@ def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folde
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
     source.save_hf(tmp_path / "whole", str(folders.policy))
-    os.kill(group._actors.locations[1].pid, signal.SIGKILL)
+    os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
         source.save_hf(tmp_path / "partial", str(folders.policy))
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

@@ -71,8 +71,8 @@ class WatchedWorld(World):
         self.is_first_push = False
         return report
 
-    def _check_beside(self, phase: str) -> None:
-        super()._check_beside(phase)
+    def check_beside(self, phase: str) -> None:
+        super().check_beside(phase)
         self.seen.add(phase)
         planned = {
             role: parts
@@ -152,6 +152,6 @@ def test_a_replica_restarted_in_generation_keeps_the_plan(
     world.replicas.replace({1: EngineDiedError()})
     world.replicas.groups[1].has_cache = not world.schedule.engines_move
     world.weights.settle()
-    world._check_beside("gen")
+    world.check_beside("gen")
     world.generate()
     world.step()

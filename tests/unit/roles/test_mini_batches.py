@@ -29,7 +29,7 @@ from megarl.config.schema import (
 )
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
-from megarl.roles.models import Actor, MegatronRole, UpdatePlan, _restored, actor_rows
+from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows, restored_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update
@@ -77,7 +77,7 @@ def role(parallel: ParallelConfig, sequences: int, group: Any = None) -> Megatro
 def test_fillers_have_no_token_to_train_on() -> None:
     batch = DataProto.from_dict(make_batch(num_rows=3), {"uid": list("abc")})
     before = batch.tensors["response_mask"].clone()
-    plan, parts = role(ParallelConfig(data_parallel_size=2), 1)._split(batch, ())
+    plan, parts = role(ParallelConfig(data_parallel_size=2), 1).split(batch, ())
     assert [part.meta_info[MICRO_BATCHES] for part in parts] == [[[0], [1]]] * 2
     assert torch.equal(batch.tensors["response_mask"], before)  # the batch itself stays as it is
     joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
@@ -97,7 +97,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
     batch = DataProto.from_dict(
         {**tensors, "advantages": advantages, "score": torch.zeros(5)}, {"uid": list("abcde")}
     )
-    plan, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(batch, ("advantages",))
+    plan, parts = role(ParallelConfig(data_parallel_size=2), 2).split(batch, ("advantages",))
 
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.columns.keys() == {"prompts", "responses", "response_mask", "advantages"}
@@ -117,13 +117,15 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
 
     # they go with their row, as they are
     routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)
-    _, parts = role(ParallelConfig(data_parallel_size=2), 2)._split(
+    _, parts = role(ParallelConfig(data_parallel_size=2), 2).split(
         batch.union(DataProto.from_dict({ROUTED_EXPERTS: routes})), (ROUTED_EXPERTS,)
     )
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
     assert (
-        _restored([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[ROUTED_EXPERTS]
+        restored_rows([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[
+            ROUTED_EXPERTS
+        ]
         == routes
     )
 
@@ -131,14 +133,14 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
         ValueError,
         match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows",
     ):
-        role(ParallelConfig(), 2)._split(batch, ("score",))
+        role(ParallelConfig(), 2).split(batch, ("score",))
 
 
 def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:
     batch = DataProto.from_dict(make_batch(num_rows=3))
     interleaved = ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
     for parallel, expected in ((interleaved, 4), (ParallelConfig(pipeline_parallel_size=2), 3)):
-        (part,) = role(parallel, 1)._split(batch, batch.tensors)[1]
+        (part,) = role(parallel, 1).split(batch, batch.tensors)[1]
         assert len(part.meta_info[MICRO_BATCHES]) == expected
 
 
@@ -175,7 +177,7 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
     group = UpdatedGroup(*({"x/loss": Metric.sum(share), "x/lr": Metric.same(0.5)} for share in (1.0, 2.0)))
     replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
-    update = replicas._update(
+    update = replicas.update_with(
         batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
     )
     assert update.get() == {"x/loss": 3.0, "x/lr": 0.5}

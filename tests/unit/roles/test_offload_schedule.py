@@ -182,7 +182,7 @@ class World:
     def push(self, replicas: Mapping[int, FakeEngine], version: int) -> tuple[None, dict[int, Exception]]:
         """As WeightSync. `failures`: of the first replica in the next pushes."""
         assert PARAMETERS in self.actor.held
-        self._check_beside("update_weights")
+        self.check_beside("update_weights")
         lost = {min(replicas): self.failures.pop()} if self.failures else {}
 
         for number, replica in replicas.items():
@@ -203,7 +203,7 @@ class World:
 
     def generate(self) -> None:
         self.weights.bring_in()
-        self._check_beside("gen")
+        self.check_beside("gen")
         self.weights.settle()
         assert [(replica.version, replica.has_cache) for replica in self.replicas.groups] == [
             (self.weights.version, True)
@@ -211,7 +211,7 @@ class World:
 
     def run(self, phase: str) -> list[Any]:
         moves = self.schedule.before(phase)
-        self._check_beside(phase)
+        self.check_beside(phase)
         return moves
 
     def score(self) -> None:
@@ -229,7 +229,7 @@ class World:
         self.run("update_actor")
         self.send()
 
-    def _check_beside(self, phase: str) -> None:
+    def check_beside(self, phase: str) -> None:
         """All that is needed is in, and nothing that had to leave."""
         held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
         held |= (

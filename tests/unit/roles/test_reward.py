@@ -42,7 +42,7 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
         False,
     )
     yield made
-    made._scorer.close()
+    made.close()
 
 
 def token_ids(text: str) -> list[int]:

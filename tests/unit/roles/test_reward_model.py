@@ -113,7 +113,7 @@ def score_in_rank(
     from megarl.workers import megatron
     from tests.unit.engine.rank_side import start
 
-    megatron._groups = start(parallel)
+    megatron.shared_groups = start(parallel)
     spec = ModelSpec(
         path=folders["reward_model"],
         architecture=read_architecture(folders["reward_model"]),
@@ -130,7 +130,7 @@ def score_in_rank(
         replica = megatron.megatron_mesh(parallel)[torch.distributed.get_rank()].dp
         return worker.score_conversations(parts[replica])
     finally:
-        megatron._groups = None
+        megatron.shared_groups = None
 
 
 class Ranks:

@@ -157,7 +157,7 @@ def test_the_models_own_end_token(tmp_path: Path) -> None:
 def test_a_batch_that_has_ended_is_not_computed_further(engine: HFEngine) -> None:
     """Every token stops: one forward pass over the model and no more."""
     passes = []
-    engine._model.register_forward_hook(lambda *_: passes.append(1))
+    engine.model.register_forward_hook(lambda *_: passes.append(1))
     samples = engine.generate(
         PROMPTS, SamplingParameters(max_new_tokens=9, seed=0, stop_token_ids=tuple(range(VOCAB)))
     )
@@ -171,7 +171,7 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine)
         PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2, stop_token_ids=tuple(range(20)))
     )
     together = {finished.request_id: finished.sample for finished in collected(engine, requests)}
-    engine._max_concurrency = 2
+    engine.max_concurrency = 2
     in_pairs = dict(collected(engine, requests[::-1]))
     alone = {request.request_id: collected(engine, [request])[0].sample for request in requests}
     assert {len(sample.token_ids) for sample in together.values()} != {7}
@@ -229,7 +229,7 @@ def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEng
     engine.end_weight_update(2)
 
     for (name, parameter), (_, saved) in zip(
-        engine._model.named_parameters(), other.named_parameters(), strict=True
+        engine.model.named_parameters(), other.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, saved), name
 
@@ -265,7 +265,7 @@ def test_an_update_replaces_every_weight(tmp_path: Path, tied: bool) -> None:
     )
 
     for (name, parameter), (_, sent) in zip(
-        engine._model.named_parameters(), new.named_parameters(), strict=True
+        engine.model.named_parameters(), new.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, sent), name
 
@@ -313,7 +313,7 @@ def test_sleep_gives_memory_back_and_the_next_update_restores_it(
 ) -> None:
     before = engine.generate(PROMPTS, greedy())
     engine.sleep()
-    assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
+    assert sum(parameter.numel() for parameter in engine.model.parameters()) == 0
     engine.sleep()
     with pytest.raises(EngineStateError, match="asleep"):
         engine.generate(PROMPTS, greedy())

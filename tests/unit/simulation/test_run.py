@@ -194,10 +194,10 @@ def test_too_many_prompts_without_signal_end_the_wait() -> None:
     )
     simulation = Simulation(one)
     simulation.buffer.begin()
-    simulation._work(lambda: simulation.buffer.is_ready)
+    simulation.run_until(lambda: simulation.buffer.is_ready)
     assert simulation.buffer.take().is_dropped == [False, False]
-    simulation._push()
-    simulation._work(lambda: simulation.buffer.is_ready)
+    simulation.push_weights()
+    simulation.run_until(lambda: simulation.buffer.is_ready)
     assert not simulation.buffer.staleness.is_ready
     assert simulation.buffer.staleness.num_dropped > 4
 
@@ -235,4 +235,4 @@ def test_who_would_wait_for_ever_is_told() -> None:
     one = Script(lengths=[[3]] * 4, prompts_per_step=2, total_steps=2, num_engines=1)
     simulation = Simulation(one)
     with pytest.raises(StalledError, match="step 1 waits for samples"):
-        simulation._work(lambda: simulation.buffer.is_ready)  # nothing was begun
+        simulation.run_until(lambda: simulation.buffer.is_ready)  # nothing was begun

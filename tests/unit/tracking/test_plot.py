@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli.inspect import plot as command
 from megarl.tracking.metrics_file import MetricsFileError, Points, read_metrics
-from megarl.tracking.plot import _moving_average, _panels_with_data, plot_run
+from megarl.tracking.plot import moving_average, panels_with_data, plot_run
 
 
 def _write(folder, *lines):
@@ -65,14 +65,14 @@ def test_a_binary_file_is_an_error(tmp_path):
 
 def test_moving_average_at_the_ends_takes_what_there_is():
     # 4 values: half a window is 1; means of (1, 2), (1, 2, 6), (2, 6, 7), (6, 7)
-    assert _moving_average([1.0, 2.0, 6.0, 7.0]) == [1.5, 3.0, 5.0, 6.5]
+    assert moving_average([1.0, 2.0, 6.0, 7.0]) == [1.5, 3.0, 5.0, 6.5]
 
 
 def test_one_data_source_has_one_held_out_curve_and_several_have_their_mean_too():
     points = Points([0], [0.5])
-    one = _panels_with_data({"val/sums/score/mean": points, "val/score/mean": points})
+    one = panels_with_data({"val/sums/score/mean": points, "val/score/mean": points})
     assert [list(panel.curves.values()) for panel in one] == [["training samples", "held out: sums"]]
-    two = _panels_with_data(
+    two = panels_with_data(
         {"val/sums/score/mean": points, "val/gcd/score/mean": points, "val/score/mean": points}
     )
     assert set(two[0].curves.values()) == {

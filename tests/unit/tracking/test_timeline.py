@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from megarl.tracking import timeline
 from megarl.tracking.report.timeline_part import timeline_part
 from megarl.tracking.timeline import Span, Timeline
 
@@ -90,9 +89,8 @@ def test_every_write_leaves_a_whole_file_and_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
-def test_a_long_run_keeps_its_latest_events(tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "_MAX_EVENTS", 2)
-    trace = Timeline(tmp_path)
+def test_a_long_run_keeps_its_latest_events(tmp_path):
+    trace = Timeline(tmp_path, max_events=2)
     for step in range(1, 6):
         trace.add([Span("driver", "driver", 0, "step", float(step), step + 0.5)], step)
     trace.write()

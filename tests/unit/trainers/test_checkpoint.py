@@ -177,7 +177,7 @@ def test_the_best_stays_beside_the_newest_and_is_known_after_resuming(tmp_path: 
         "metric": "val/loss",
         "value": 0.25,
     }
-    case.checkpoints._go_on(wait=True)
+    case.checkpoints.advance_save(wait=True)
     assert case.saved == [2, 4]
     state = json.loads((case.folder.path / "step_00000004" / "trainer.json").read_text())
     assert best_checkpoint(case.config, state) == BestCheckpoint(2, "val/loss", 0.25)

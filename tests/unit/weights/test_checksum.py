@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.weights.checksum import (
-    _BLOCK_ELEMENTS,
+    BLOCK_ELEMENTS,
     MODULUS,
     WeightMismatchError,
     add_checksums,
@@ -67,8 +67,8 @@ def test_equals_a_slow_loop_over_several_blocks() -> None:
 def test_is_the_same_whatever_the_block(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random(*shape, dtype=torch.bfloat16)
     sums = set()
-    for block in (1000, *_BLOCK_ELEMENTS.values()):
-        monkeypatch.setitem(_BLOCK_ELEMENTS, "cpu", block)
+    for block in (1000, *BLOCK_ELEMENTS.values()):
+        monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", block)
         sums |= {checksum(tensor), checksum(tensor.t().contiguous().t() if len(shape) == 2 else tensor)}
     assert len(sums) == 1
 

@@ -113,7 +113,7 @@ class ObeyingEngine(Obeying):
 
     def doom(self, parts: int, number: signal.Signals) -> None:
         """It ends when so many more parts have come."""
-        places = self.own.destinations._places
+        places = self.own.destinations.places_of
         count = 0
 
         def counted(part: Part) -> Any:
@@ -123,7 +123,7 @@ class ObeyingEngine(Obeying):
                 self.place.die(number)
             return places(part)
 
-        self.own.destinations._places = counted
+        self.own.destinations.places_of = counted
         self.own.destinations.forget()  # it asks anew
 
     def receive(self, seed: int) -> list[str]:

@@ -30,9 +30,7 @@ def save_classic(
     """In a rank. engine_names: as with Transformer Engine, and with the extra states that its layers have."""
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
-    states = [
-        _renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine._models
-    ]
+    states = [_renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine.models]
     pipeline = parallel.pipeline_parallel_size
     name = f"mp_rank_{groups.tensor_rank:02d}" + (f"_{groups.pipeline_rank:03d}" if pipeline > 1 else "")
     (folder / name).mkdir(parents=True)
@@ -65,9 +63,9 @@ def save_distributed(
     from megatron.core import dist_checkpointing
 
     names = (
-        ["model"] if len(engine._models) == 1 else [f"model{number}" for number in range(len(engine._models))]
+        ["model"] if len(engine.models) == 1 else [f"model{number}" for number in range(len(engine.models))]
     )
-    models = {name: chunk.sharded_state_dict() for name, chunk in zip(names, engine._models, strict=True)}
+    models = {name: chunk.sharded_state_dict() for name, chunk in zip(names, engine.models, strict=True)}
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()

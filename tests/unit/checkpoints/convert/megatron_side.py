@@ -39,10 +39,10 @@ def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
     }
     states = {
         f"model{number}": model.sharded_state_dict(metadata=metadata)
-        for number, model in enumerate(engine._models)
+        for number, model in enumerate(engine.models)
     }
     loaded = dist_checkpointing.load(states, str(folder), strict="raise_all")
-    for number, model in enumerate(engine._models):
+    for number, model in enumerate(engine.models):
         model.load_state_dict(loaded[f"model{number}"], strict=True)
     wrong = [name for name, value in engine.parameters().items() if not torch.equal(value, want[name])]
     num_rows = len(batch["input_ids"])

@@ -175,7 +175,7 @@ def test_each_item_is_a_file_of_torch_save_with_true_checksums(tmp_path: Path, l
 
 
 def test_a_rank_fills_several_files(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_writer, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(distributed_writer, "FILE_BYTES", 20_000)
     source = open_model(llama)
     assert write_distributed(source, tmp_path / "m", layout_of(2), max_item_bytes=8_000).num_files > 4
     index = read_index(tmp_path / "m")

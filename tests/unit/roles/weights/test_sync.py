@@ -58,6 +58,15 @@ class Trainer(NamedTuple):
     group: RoleGroup
     folder: Path
 
+    def source(self, parallel: ParallelConfig = LAYOUT) -> WeightSource:
+        return WeightSource(
+            group=self.group,
+            architecture=read_architecture(str(self.folder)),
+            parallel=parallel,
+            dtype=DType.float32,
+            bucket_bytes=BUCKET_BYTES,
+        )
+
     def sync(
         self,
         transport: Transport,
@@ -66,13 +75,7 @@ class Trainer(NamedTuple):
         parallel: ParallelConfig = LAYOUT,
         num_replicas: int = 2,
     ) -> WeightSync:
-        source = WeightSource(
-            group=self.group,
-            architecture=read_architecture(str(self.folder)),
-            parallel=parallel,
-            dtype=DType.float32,
-            bucket_bytes=BUCKET_BYTES,
-        )
+        source = self.source(parallel)
         return sync_of(source, transport, scratch, self.folder, num_replicas=num_replicas, verify=verify)
 
 
@@ -99,17 +102,17 @@ class FaultyEngine(HFEngine):
     lie = False
     num_parts = 0
 
-    def _places(self, part: Part) -> list[torch.Tensor]:
+    def places_of(self, part: Part) -> list[torch.Tensor]:
         self.num_parts += 1
         if self.marker is not None and self.num_parts == 10:
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._places(part)
+        return super().places_of(part)
 
     def end_weight_update(self, version: int) -> None:
         super().end_weight_update(version)
         if self.lie:
-            self._model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] += 1e-3
+            self.model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] += 1e-3
 
 
 def faulty_engine(path: str, marker: Path | None, lie: bool) -> RolloutEngine:
@@ -360,7 +363,7 @@ def test_a_trainer_rank_that_dies_in_a_push(
 
 
 def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:
-    trainer.sync(Transport.folder, tmp_path)._source.save_hf(tmp_path / "saved", folders.trained)
+    trainer.source().save_hf(tmp_path / "saved", folders.trained)
     names = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
     # one of each stage
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -82,7 +82,7 @@ def test_two_ranks_hold_and_use_the_models_weights(
 
 
 def test_its_ranks_meet_at_the_port_that_was_held_for_them(sglang_in_process: RemoteEngine) -> None:
-    _, port = sglang_in_process.ask("_backend._held_port.getsockname")
+    _, port = sglang_in_process.ask("backend.held_port.getsockname")
     connections = [
         one
         for pid in sglang_in_process.process_ids()

@@ -23,9 +23,9 @@ from megarl.config.schema import (
 from megarl.machine.errors import ConfigError
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
-    _known_server_args,
     build_server_args,
     context_length,
+    known_server_args,
     refuse_unknown_server_args,
     vocab_size,
     why_unsupported,
@@ -119,7 +119,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_pr
     ended = subprocess.run(
         [*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True
     )
-    assert _known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
+    assert known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
 
 
 PASSED_ON = {  # names that sound like an unsupported feature and are none
@@ -152,7 +152,7 @@ def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) ->
 def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
     """Also those that a later SGLang may add: their names tell what they are for."""
     risky = re.compile(r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic")
-    found = {name for name in _known_server_args() if risky.search(name) and not name.startswith("_")}
+    found = {name for name in known_server_args() if risky.search(name) and not name.startswith("_")}
     assert len(found) > 80
     assert {name for name in found if why_unsupported(name) is None} <= PASSED_ON
 

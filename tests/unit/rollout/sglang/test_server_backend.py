@@ -28,6 +28,6 @@ def test_a_broken_connection_is_the_servers_end() -> None:
 
 
 def test_every_server_has_a_key_of_its_own() -> None:
-    keys = {ServerBackend({}, "127.0.0.1", start_limit_s=1.0)._key for _ in range(10)}
+    keys = {ServerBackend({}, "127.0.0.1", start_limit_s=1.0).api_key for _ in range(10)}
     assert len(keys) == 10
     assert min(map(len, keys)) >= 40

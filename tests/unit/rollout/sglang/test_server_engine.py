@@ -170,7 +170,7 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
     writers = [model, server_model(seed=1), server_model(seed=2)]
 
     # before 0.5.21 what waits for the update starts anew
-    goes_on = changed._backend.features.has("begin_weight_update")
+    goes_on = changed.backend.features.has("begin_weight_update")
     wanted = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}
     seen = set[tuple[int, ...]]()
 
@@ -189,7 +189,7 @@ def test_an_incomplete_folder_is_named(changed: SGLangEngine, tmp_path: Path) ->
 
 
 def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
-    backend = engine._backend
+    backend = engine.backend
     assert isinstance(backend, ServerBackend)
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
 
@@ -210,7 +210,7 @@ def test_requests_without_the_key_are_refused(engine: SGLangEngine) -> None:
 
 
 def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangEngine) -> None:
-    backend = engine._backend
+    backend = engine.backend
     assert isinstance(backend, ServerBackend)
     listening = set()
 
@@ -222,7 +222,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
             if connection.status == psutil.CONN_LISTEN
         }
         for file in ("cmdline", "environ"):
-            assert backend._key.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+            assert backend.api_key.encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
 
     assert listening == {"127.0.0.1"}
 
@@ -230,7 +230,7 @@ def test_it_listens_on_loopback_only_and_keeps_its_key_to_itself(engine: SGLangE
 def test_a_hung_engine_is_found_by_its_silence(
     changed: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed, "_health_limit_s", 1.0)
+    monkeypatch.setattr(changed, "health_limit_s", 1.0)
     schedulers = [
         pid for pid in map(behind, changed.process_ids()) if "scheduler" in psutil.Process(pid).name()
     ]
