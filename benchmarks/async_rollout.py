@@ -32,11 +32,11 @@ SIGMA = 1.0  # of the logarithm of lengths
 WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
 
 SCHEDULES = (
-    (0, OnUpdate.go_on),
+    (0, OnUpdate.continue_),
     (1, OnUpdate.drain),
-    (1, OnUpdate.go_on),
-    (2, OnUpdate.go_on),
-    (4, OnUpdate.go_on),
+    (1, OnUpdate.continue_),
+    (2, OnUpdate.continue_),
+    (4, OnUpdate.continue_),
 )
 
 
@@ -54,7 +54,7 @@ def lengths(steps: int, seed: int = 0) -> list[list[int]]:
 
 
 def simulate(
-    training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.go_on, *, steps: int = STEPS
+    training_ticks: int, max_staleness: int, on_update: OnUpdate = OnUpdate.continue_, *, steps: int = STEPS
 ) -> SimulatedRun:
     script = Script(
         lengths=lengths(steps),

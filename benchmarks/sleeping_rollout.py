@@ -57,7 +57,7 @@ LONGEST = 2000
 SIGMA = 1.0
 WITHIN_PROMPT = 0.7
 SAMPLING = SamplingConfig(n=SAMPLES)
-SCHEDULES = ((0, OnUpdate.go_on), (1, OnUpdate.drain), (1, OnUpdate.go_on), (2, OnUpdate.go_on))
+SCHEDULES = ((0, OnUpdate.continue_), (1, OnUpdate.drain), (1, OnUpdate.continue_), (2, OnUpdate.continue_))
 
 
 def length_of(request: GenerationRequest) -> int:
@@ -316,7 +316,7 @@ def main(steps: int) -> None:
 
 
 def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
-    first = run(rollout, weights, steps, 0.0, 0, OnUpdate.go_on)
+    first = run(rollout, weights, steps, 0.0, 0, OnUpdate.continue_)
     tokens = sum(map(sum, first.lengths))
     training_s = tokens / steps / (ENGINES * SLOTS) * TOKEN_S  # as long as all slots need, always in use
     mean = tokens / steps / PROMPTS / SAMPLES

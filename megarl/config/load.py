@@ -4,6 +4,7 @@ listed at once."""
 from __future__ import annotations
 
 import difflib
+import logging
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,16 @@ from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
+_log = logging.getLogger(__name__)
+
 Config = typing.TypeVar("Config")
 Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
 _SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
 # the keys without a default whose value is a list; others are strings
 _REQUIRED_LISTS = ("data.train_files",)
+# Values that have another name now. The old one is accepted, with a warning.
+_RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 # bytes of a name in Linux's file systems; characters, below what a path may have
 _LONGEST_NAME = 255
 _LONGEST_TEXT = 4000
@@ -276,8 +281,24 @@ def with_absolute_paths(config: Config) -> Config:
     return _with_whole_paths(config, outputs=True)
 
 
+def contents_of(config: Any) -> dict[str, Any]:
+    """Return the sections and values of a configuration as dicts, lists and plain values. Choices are their
+    texts."""
+    return _choices_as_texts(OmegaConf.to_container(OmegaConf.structured(config)))
+
+
+def _choices_as_texts(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _choices_as_texts(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_choices_as_texts(value) for value in content]
+
+    return content.value if isinstance(content, Enum) else content
+
+
 def _as_yaml(config: Any) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(_with_whole_paths(config)))
+    # OmegaConf would write the names of choices, which are other than the texts for Python's keywords.
+    return OmegaConf.to_yaml(OmegaConf.create(contents_of(_with_whole_paths(config))))
 
 
 def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
@@ -366,7 +387,7 @@ class _Review:
                     self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
                 ]
             else:
-                plain[name] = value
+                plain[name] = _with_current_name(key, value, layer.source)
 
         # Almost always all of them fit, and asking once is much quicker than asking for each.
         all_fit = not plain or _accepts(section, plain)
@@ -405,6 +426,22 @@ class _Review:
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
         self.problems.append(f"{problem} [{layer.source}]")
+
+
+def _with_current_name(key: str, value: Any, source: str) -> Any:
+    """Return the value, or its new name where it has been renamed."""
+    new = _RENAMED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    if new is None:
+        return value
+    _warn_of_old_value(key, value, new, source)
+
+    return new
+
+
+@cache
+def _warn_of_old_value(key: str, old: str, new: str, source: str) -> None:
+    """Warn once of a value that has been renamed, however often its file is read."""
+    _log.warning("%s: %s is now called %s; write %s=%s [%s]", key, old, new, key, new, source)
 
 
 def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -496,7 +533,7 @@ def expected(hint: Any) -> str:
     if hint in words:
         return words[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(member.name for member in hint)
+        return "one of " + ", ".join(member.value for member in hint)
 
     if typing.get_origin(hint) is list:
         if section := _item_section(hint):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 import megarl
+from megarl.config.load import contents_of
 from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
@@ -54,8 +55,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
     """
     files = {folder / name: here / name for name in _work_tree(here)}
     files |= {folder / "megarl" / name: file for name, file in _own_files()}
-    values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    resolved = _moved(values, "", here, lambda path: _take_along(path, folder, here, files))
+    resolved = _moved(contents_of(config), "", here, lambda path: _take_along(path, folder, here, files))
     # Sizes are checked before anything is copied.
     sizes = {source: source.stat().st_size for source in files.values()}
 

@@ -94,7 +94,7 @@ def _simulated(
         prompts_per_step=prompts,
         total_steps=steps,
         max_staleness=max_staleness,
-        on_update=OnUpdate.go_on,
+        on_update=OnUpdate.continue_,
         num_engines=num_engines,
         slots=slots,
         token_s=times.token_s,

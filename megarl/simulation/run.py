@@ -49,7 +49,7 @@ class Script:
     prompts_per_step: int
     total_steps: int
     max_staleness: int = 0
-    on_update: OnUpdate = OnUpdate.go_on
+    on_update: OnUpdate = OnUpdate.continue_
     late: Late = Late.wait
     num_engines: int = 1
     slots: int = 64

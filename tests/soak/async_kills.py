@@ -204,7 +204,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
             loader,
             reward,
             GroupRules(SAMPLING),
-            OnUpdate.go_on,
+            OnUpdate.continue_,
             lambda version: _staleness(version, ledger_after),
         )
         if saved["step"]:

@@ -217,7 +217,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
         )
 
     # One sample would have tokens of several weight versions, each with its own routes.
-    if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.go_on:
+    if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.continue_:
         yield Violation(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
             f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new "

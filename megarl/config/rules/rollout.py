@@ -162,7 +162,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
             ("rollout.late", other),
             f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is "
             f"ever late; use late=wait, or "
-            "max_staleness above 0 and on_update=go_on",
+            "max_staleness above 0 and on_update=continue",
         )
 
     if config.rollout.max_error_rate and not staleness:

@@ -16,7 +16,7 @@ class SGLangMode(str, Enum):
 
 
 class OnUpdate(str, Enum):
-    go_on = "go_on"  # go on with the new weights where they were
+    continue_ = "continue"  # continue with the new weights where they were
     drain = "drain"  # end first, so that each sample is by one version; the trainer waits for them
 
 
@@ -76,7 +76,7 @@ class RolloutConfig:
     # steps that generation may run ahead of training; 0: it waits for new weights
     max_staleness: int = ranged(0, at_least=0, at_most=64)
     # what samples in flight do when new weights come; they are where max_staleness is above 0
-    on_update: OnUpdate = OnUpdate.go_on
+    on_update: OnUpdate = OnUpdate.continue_
     late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
     # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace
     # them, ahead of training

@@ -199,11 +199,35 @@ def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: 
     )
     assert replace(config.algorithm, rollout_correction=other.algorithm.rollout_correction) == other.algorithm
     assert config.algorithm.rollout_correction.level is CorrectionLevel.token
-    assert (config.rollout.max_staleness, config.rollout.on_update) == (1, OnUpdate.go_on)
+    assert (config.rollout.max_staleness, config.rollout.on_update) == (1, OnUpdate.continue_)
     assert (
         load_config(PPOConfig, path, [f"algorithm={name}", "rollout.max_staleness=3"]).rollout.max_staleness
         == 3
     )
+
+
+def test_an_old_name_of_a_value_is_accepted_with_a_warning(
+    groups: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_yaml(groups / "run.yaml", MINIMAL | {"rollout": {"on_update": "go_on"}})
+    assert load_config(PPOConfig, path).rollout.on_update is OnUpdate.continue_
+    [warning] = caplog.messages
+    assert warning.startswith(
+        "rollout.on_update: go_on is now called continue; write rollout.on_update=continue ["
+    )
+    caplog.clear()
+    load_config(PPOConfig, path, ["rollout.on_update=go_on"])  # the file's has been said
+    assert ["command line" in warning for warning in caplog.messages] == [True]
+
+
+def test_a_choice_that_is_a_keyword_of_python_is_written_as_it_is_read(groups: Path) -> None:
+    path = write_yaml(groups / "run.yaml", MINIMAL)
+    config = load_config(PPOConfig, path, ["rollout.on_update=continue"])
+    dump_config(config, groups / "dumped.yaml")
+    assert "on_update: continue\n" in (groups / "dumped.yaml").read_text()
+    assert load_config(PPOConfig, groups / "dumped.yaml") == config
+    with pytest.raises(ConfigError, match=r"is 'go', but must be one of continue, drain \["):
+        load_config(PPOConfig, path, ["rollout.on_update=go"])
 
 
 def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_first(

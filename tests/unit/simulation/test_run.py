@@ -156,7 +156,7 @@ def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice()
     num_out_of_order = 0
 
     for _ in range(40):
-        one = replace(script(chance, total_steps=4, on_update=OnUpdate.go_on), late=Late.mask)
+        one = replace(script(chance, total_steps=4, on_update=OnUpdate.continue_), late=Late.mask)
         wanted = one.prompts_per_step * one.total_steps
         for at in (None, 5, 12, 20):
             run = Simulation(one).run() if at is None else run_with_kill(one, at, kill_driver=True)[0]

@@ -144,7 +144,7 @@ class Stage(NamedTuple):
 def stage(
     max_staleness: int,
     total_steps: int,
-    on_update: OnUpdate = OnUpdate.go_on,
+    on_update: OnUpdate = OnUpdate.continue_,
     *,
     on_event: Callable[[int], None] = lambda number: None,
     limits: EpisodeLimits = EPISODES,
@@ -230,7 +230,7 @@ def in_order(num_steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "on_update"), [(1, OnUpdate.go_on), (2, OnUpdate.go_on), (2, OnUpdate.drain)]
+    ("max_staleness", "on_update"), [(1, OnUpdate.continue_), (2, OnUpdate.continue_), (2, OnUpdate.drain)]
 )
 def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(
     max_staleness: int, on_update: OnUpdate

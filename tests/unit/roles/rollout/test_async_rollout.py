@@ -126,7 +126,7 @@ class Trained(NamedTuple):
 def scene(
     max_staleness: int,
     total_steps: int,
-    on_update: OnUpdate = OnUpdate.go_on,
+    on_update: OnUpdate = OnUpdate.continue_,
     restart_limit: int = 1000,
     position: dict | None = None,
     next_step: int = 1,
