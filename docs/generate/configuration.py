@@ -16,7 +16,7 @@ import yaml
 
 from megarl.config import schema
 from megarl.config.explanations import explanation, section_explanation
-from megarl.config.load import expected
+from megarl.config.review import expected
 from megarl.config.schema.keys import Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.explanations import explanation, section_explanation
-from megarl.config.load import key_types
+from megarl.config.review import key_types
 from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import LARGEST, MISSING, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR

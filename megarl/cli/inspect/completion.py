@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import argcomplete
 
-from megarl.config.load import schema_keys, schema_of
+from megarl.config.load import schema_of
+from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
 from megarl.machine.errors import ConfigError

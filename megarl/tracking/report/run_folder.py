@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from megarl.config.compare import flat
-from megarl.config.load import plain_values, schema_keys
+from megarl.config.load import plain_values
+from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig, RunConfig, RunKind, SFTConfig
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megarl.config import trl_names, verl_names
-from megarl.config.load import load_config, schema_keys
+from megarl.config.load import load_config
+from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.verl_names import find_verl_key, verl_keys
 from megarl.machine.errors import ConfigError

@@ -1,0 +1,271 @@
+"""Compares plain values with the schema: what does not fit is refused, with the nearest known key or the
+values that there are."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.config.schema import MISSING
+from megarl.config.schema.keys import InputKind
+from megarl.config.sources import Layer
+from megarl.config.trl_names import trl_problem
+from megarl.config.verl_names import VerlProblem, verl_problems
+
+_log = logging.getLogger(__name__)
+
+_SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
+# Values that have another name now. The old one is accepted, with a warning.
+_RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
+
+
+@dataclass
+class Review:
+    """Compares plain values with the schema, and keeps what it had to refuse."""
+
+    schema: type
+    problems: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)  # full dotted keys
+
+    def add(self, layer: Layer) -> None:
+        """Keep what could not be read of a layer."""
+        for key, problem in layer.refused:
+            self.problems.append(f"{problem} [{layer.source}]")
+            if key is not None:
+                self.refused.add(key)
+
+    def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
+        """`values` without what does not fit, so that the search for problems can go on."""
+        hints = key_types(section)
+        good: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
+
+        # Refuse unknown keys, descend into sections, and collect the plain values.
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if name not in hints:
+                self._refuse_unknown(
+                    key,
+                    value,
+                    f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}",
+                    layer,
+                )
+            elif is_dataclass(hints[name]):
+                if isinstance(value, Mapping):
+                    good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
+                else:
+                    self._refuse(
+                        key,
+                        f"{key}: is {value!r}, but is a section with the keys "
+                        f"{', '.join(key_types(hints[name]))}",
+                        layer,
+                    )
+            elif (
+                (item := item_section(hints[name]))
+                and isinstance(value, list)
+                and all(isinstance(row, Mapping) for row in value)
+            ):
+                good[name] = [
+                    self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
+                ]
+            else:
+                plain[name] = _with_current_name(key, value, layer.source)
+
+        # Almost always all of them fit, and asking once is much quicker than asking for each.
+        all_fit = not plain or _accepts(section, plain)
+        # Paths are resolved here, because only the layer knows which file named them.
+        inputs = {
+            entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
+        }
+
+        for name, value in plain.items():
+            if all_fit or _accepts(section, {name: value}):
+                good[name] = (
+                    each_text(value, partial(layer.place_of, inputs[name])) if name in inputs else value
+                )
+            else:
+                self._refuse(
+                    f"{prefix}{name}",
+                    f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}",
+                    layer,
+                )
+
+        return good
+
+    def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
+        """Those of verl's and TRL's names have their own here, which are then not said to be missing."""
+        known = set(schema_keys(self.schema))
+        # Users bring keys of other frameworks, so those names are translated first.
+        elsewhere = verl_problems(key, value, known)
+        if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
+            elsewhere = [of_trl]
+        # The key exists here and only carries one of Hydra's signs.
+        if not elsewhere and key.startswith(_SIGNS):
+            elsewhere = [VerlProblem(text, name) for name, text in _without_sign(key, value) if name in known]
+        for each in elsewhere or [VerlProblem(problem)]:
+            self._refuse(each.ours or key, each.message, layer)
+
+    def _refuse(self, key: str, problem: str, layer: Layer) -> None:
+        self.refused.add(key)
+        self.problems.append(f"{problem} [{layer.source}]")
+
+
+def _with_current_name(key: str, value: Any, source: str) -> Any:
+    """Return the value, or its new name where it has been renamed."""
+    new = _RENAMED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    if new is None:
+        return value
+    _warn_of_old_value(key, value, new, source)
+
+    return new
+
+
+@cache
+def _warn_of_old_value(key: str, old: str, new: str, source: str) -> None:
+    """Warn once of a value that has been renamed, however often its file is read."""
+    _log.warning("%s: %s is now called %s; write %s=%s [%s]", key, old, new, key, new, source)
+
+
+def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The keys in what was written with one of Hydra's signs, and what to say of each."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _without_sign(f"{key}.{name}", below)
+    else:
+        name = key.lstrip("".join(_SIGNS))
+        yield (
+            name,
+            f"{key}: write {name}=..., without a sign before it: every key is there already, and null "
+            f"unsets one that may be unset",
+        )
+
+
+@cache
+def key_types(section: Any) -> Mapping[str, Any]:
+    """Return the type of each key of a section."""
+    hints = typing.get_type_hints(section)
+    return {entry.name: hints[entry.name] for entry in fields(section)}
+
+
+def item_section(hint: Any) -> type | None:
+    """The dataclass of a list of sections."""
+    item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    return item if isinstance(item, type) and is_dataclass(item) else None
+
+
+def _accepts(section: type, values: Mapping[str, Any]) -> bool:
+    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5
+    is no integer.
+
+    Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text
+    in a list.
+    """
+    hints = key_types(section)
+    for name, value in values.items():
+        single = _without_null(hints[name])
+        if (
+            single in (bool, int, float, str)
+            and value not in (None, MISSING)
+            and isinstance(value, bool) != (single is bool)
+        ):
+            return False
+        if (
+            isinstance(value, list)
+            and not item_section(hints[name])
+            and any(isinstance(item, Mapping | list) for item in value)
+        ):
+            return False
+
+    try:
+        OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), dict(values))
+    except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping in the place of a list
+        return False
+
+    return True
+
+
+def _without_null(hint: Any) -> Any:
+    """Return `str` for `str | None`, and any other type as it is."""
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
+
+
+@cache
+def _without_sections(section: Any) -> Any:
+    """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all
+    of them."""
+    hints = key_types(section)
+    # The fields are copied, because make_dataclass sets the name and type of those it is given.
+    own = [
+        (entry.name, hints[entry.name], copy(entry))
+        for entry in fields(section)
+        if not is_dataclass(hints[entry.name])
+    ]
+    return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
+
+
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Of a text, or of a list of them."""
+    if isinstance(value, list):
+        return [each_text(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def expected(hint: Any) -> str:
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    if hint in words:
+        return words[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.value for member in hint)
+
+    if typing.get_origin(hint) is list:
+        if section := item_section(hint):
+            return f"a list of sections with the keys {', '.join(key_types(section))}"
+        return f"a list, each item {expected(typing.get_args(hint)[0])}"
+
+    if typing.get_origin(hint) is dict:
+        return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
+    if hint is typing.Any:
+        return "anything"
+    # What is left is a union, which is a value that may be null.
+    assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
+
+    return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
+
+
+def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section, sections themselves included."""
+    for name, hint in key_types(section).items():
+        yield prefix + name
+        if is_dataclass(hint):
+            yield from schema_keys(hint, f"{prefix}{name}.")
+
+
+def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
+    """A neighbour with a similar name, then the same name in another section, then any similar key, then the
+    choices there are."""
+    if near := difflib.get_close_matches(name, key_types(section), n=1):
+        return f"did you mean {prefix}{near[0]}?"
+    keys = list(schema_keys(schema))
+
+    # Several sections may have the name: prefer the one whose whole path is most similar.
+    if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
+        return (
+            f"did you mean "
+            f"{max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
+        )
+
+    if near := difflib.get_close_matches(prefix + name, keys, n=1):
+        return f"did you mean {near[0]}?"
+    return f"known here: {', '.join(key_types(section))}"
