@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from megarl.rollout.interface import (
     check_request,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.simulation.generation import FinishReason, SimulatedGeneration, WrittenTokens
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver
@@ -87,12 +88,9 @@ def recorded_calls(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
 
 
-def plain_sample(
-    token_ids: list[int], log_probs: list[float], reason: Literal["stop", "length"], version: int
-) -> Sample:
+def plain_sample(token_ids: list[int], log_probs: list[float], reason: FinishReason, version: int) -> Sample:
     """A sample that one version of the weights wrote."""
-    spans = (VersionSpan(version, len(token_ids)),)
-    return Sample(np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason, spans)
+    return Sample(*_written(token_ids, log_probs, reason), spans=(VersionSpan(version, len(token_ids)),))
 
 
 def random_weights(manifest: Manifest, seed: int) -> dict[str, torch.Tensor]:
@@ -111,7 +109,9 @@ class FakeEngine(RolloutEngine):
         }
         self._lifecycle = EngineLifecycle()
         self._receiver = WeightReceiver(torch.device("cpu"))
-        self._waiting: list[GenerationRequest] = []
+        self._generation = SimulatedGeneration(
+            now_s=lambda: 0.0, length_of=_most_tokens, write=self._write, token_s=0.0
+        )
         self._children = [subprocess.Popen(["sleep", "1000"]) for _ in range(spec.num_processes)]
         self._record("__init__")
 
@@ -167,21 +167,20 @@ class FakeEngine(RolloutEngine):
         self._record("submit", [request.request_id for request in requests])
         for request in requests:
             check_request(request, self._spec.vocab_size, self._spec.max_length)
-        self._waiting += requests
+        self._generation.submit(requests)
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        version = self._lifecycle.require_ready()
+        self._lifecycle.require_ready()
         self._check_children()
         lie = self._record("collect")
         time.sleep(self._spec.delay_s)
-        count = self._spec.samples_per_collect
-        batch = self._waiting[:count]
-        self._waiting = self._waiting[count:]
-        finished = [FinishedRequest(request.request_id, self._sample(request, version)) for request in batch]
+        ended = self._generation.collect(self._spec.samples_per_collect)
+        finished = [each for each in ended if isinstance(each, FinishedRequest)]
 
         return finished if lie is None or not finished else _falsified(finished, lie)
 
-    def _sample(self, request: GenerationRequest, version: int) -> Sample:
+    def _write(self, request: GenerationRequest, most: int) -> WrittenTokens:
+        """Tokens that depend on the prompt, the seed and the weights."""
         sampling = request.sampling
         stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
         seed = sampling.seed if sampling.temperature else None
@@ -191,24 +190,20 @@ class FakeEngine(RolloutEngine):
         tokens: list[int] = []
         log_probs: list[float] = []
 
-        while len(tokens) < sampling.max_new_tokens:
+        while len(tokens) < most:
             token = next(numbers) % self._spec.vocab_size
             if token in stops and len(tokens) < sampling.min_new_tokens:
                 continue
             tokens.append(token)
             log_probs.append(-(next(numbers) % 1000) / 256)
             if token in stops:
-                return plain_sample(tokens, log_probs, "stop", version)
+                return _written(tokens, log_probs, "stop")
 
-        return plain_sample(tokens, log_probs, "length", version)
+        return _written(tokens, log_probs, "length")
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
         self._record("abort", None if request_ids is None else sorted(request_ids))
-        self._waiting = [
-            request
-            for request in self._waiting
-            if request_ids is not None and request.request_id not in request_ids
-        ]
+        self._generation.abort(request_ids)
 
     def interrupt(self) -> None:
         self._record("interrupt")
@@ -270,6 +265,7 @@ class FakeEngine(RolloutEngine):
     def end_weight_update(self, version: int) -> None:
         self._record("end_weight_update", version)
         self._lifecycle.end(version)
+        self._generation.update(version)
 
     def checksums(self) -> dict[str, int]:
         self._lifecycle.require_ready()
@@ -293,7 +289,7 @@ class FakeEngine(RolloutEngine):
             LifecycleState.READY,
             LifecycleState.ASLEEP,
         )
-        self._waiting = []
+        self._generation.abort()
         self._lifecycle.leave(LifecycleState.ASLEEP)
 
     def wake(self) -> None:
@@ -313,6 +309,14 @@ class FakeEngine(RolloutEngine):
             child.kill()
             child.wait()
         self._lifecycle.leave(LifecycleState.CLOSED)
+
+
+def _most_tokens(request: GenerationRequest) -> int:
+    return request.sampling.max_new_tokens
+
+
+def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason) -> WrittenTokens:
+    return WrittenTokens(np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason)
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -6,21 +6,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import ExclusiveAccess, unshared
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest
+from megarl.simulation.generation import SimulatedGeneration
 from megarl.workers.rollout_worker import RolloutWorker
-
-# that every sample consists of
-_TOKEN = 5
-_LOG_PROB = -1.0
 
 
 class VirtualClock:
@@ -91,9 +86,12 @@ class Answer:
 
 
 class ScriptedEngine:
-    """Stands in for the group of a replica. length_of: tokens of the sample that a request asks for; 0 where
-    it fails after one.
-    start_s: until it is ready."""
+    """Stands in for the group of a replica.
+
+    Args:
+        length_of: Returns the number of tokens of a request's sample, 0 where the request fails after one.
+        start_s: The time until the engine is ready.
+    """
 
     def __init__(
         self,
@@ -104,15 +102,11 @@ class ScriptedEngine:
         tick_s: float = 1.0,
     ) -> None:
         self._clock = clock
-        self._length_of = length_of
-        self._version = version
-        self._tick_s = tick_s
+        self._generation = SimulatedGeneration(
+            lambda: clock.now_s, length_of, token_s=tick_s, version=version
+        )
         self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which
         self.aborted: list[int] = []
-        self._lengths: dict[int, int] = {}
-        self._limits: dict[int, int] = {}  # tokens that each may have
-        self._held: dict[int, float] = {}  # when each is ready
-        self._spans: dict[int, list[VersionSpan]] = {}  # of those that were begun before the last push
         self._call: Answer | None = None
         self._death: WorkerError | None = None
         self.ready = Answer()
@@ -126,8 +120,7 @@ class ScriptedEngine:
         answer = Answer()
         if method is RolloutWorker.abort:
             self.aborted += arguments[0]
-            for number in arguments[0]:
-                self._held.pop(number, None)  # it may have ended
+            self._generation.abort(arguments[0])
             return answer
 
         assert method is RolloutWorker.submit_and_poll
@@ -137,21 +130,16 @@ class ScriptedEngine:
             answer.end(error=self._death)
             return answer
 
-        # Each request ends after its own number of tokens, whatever else the engine does.
         requests, wait_s = arguments
         if requests:
             self.submitted.append((self._clock.now_s, list(requests)))
-
-        for request in requests:
-            self._lengths[request.request_id] = length = self._length_of(request)
-            self._limits[request.request_id] = request.sampling.max_new_tokens
-            self._held[request.request_id] = self._clock.now_s + max(1, length) * self._tick_s
+            self._generation.submit(requests)
 
         # The call returns with the first sample, or after the wait.
         self._call = answer
-        first_s = min(self._held.values(), default=float("inf"))
         self._clock.at(
-            min(max(first_s, self._clock.now_s), self._clock.now_s + wait_s), lambda: self._end(answer)
+            min(max(self._generation.next_s, self._clock.now_s), self._clock.now_s + wait_s),
+            lambda: self._end(answer),
         )
 
         return answer
@@ -163,18 +151,9 @@ class ScriptedEngine:
         self._clock.at(self._clock.now_s, lambda: self._end(call))
 
     def push(self, version: int, pause_s: float) -> None:
-        """Weights of `version` are there after the pause; what is in flight goes on with them."""
+        """Weights of `version` are there after the pause; what is in flight continues with them."""
         assert not self.is_at_call
-        for number, end_s in self._held.items():
-            # Count the tokens so far: the rest is drawn by the new version, after the pause.
-            written = min(
-                self._lengths[number],
-                self._lengths[number] - int(np.ceil((end_s - self._clock.now_s) / self._tick_s - 1e-9)),
-            )
-            self._cut(number, written)
-            self._held[number] = end_s + pause_s
-
-        self._version = version
+        self._generation.update(version, pause_s)
 
     def die(self) -> None:
         # The scheduler must not be able to tell this from the death of a real process.
@@ -187,30 +166,7 @@ class ScriptedEngine:
 
     def _end(self, answer: Answer) -> None:
         if not answer.ended:
-            ready = [number for number, at_s in self._held.items() if at_s <= self._clock.now_s]
-            answer.end([self._ended(number) for number in ready])
-
-    def _cut(self, number: int, written: int) -> None:
-        """The version of now has drawn so many tokens, with those before."""
-        spans = self._spans.setdefault(number, [])
-        if written > (spans[-1].end if spans else 0):
-            spans.append(VersionSpan(self._version, written))
-
-    def _ended(self, number: int) -> FinishedRequest | FailedRequest:
-        del self._held[number]
-        length = self._lengths.pop(number)
-        return (
-            FinishedRequest(number, self._sample(number, length))
-            if length
-            else FailedRequest(number, "scripted")
-        )
-
-    def _sample(self, number: int, length: int) -> Sample:
-        self._cut(number, length)
-        tokens = np.full(length, _TOKEN, dtype=np.int32)
-        log_probs = np.full(length, _LOG_PROB, dtype=np.float32)
-        reason: Literal["stop", "length"] = "length" if length == self._limits.pop(number) else "stop"
-        return Sample(tokens, log_probs, reason, tuple(self._spans.pop(number)))
+            answer.end(self._generation.collect())
 
     def reports(self) -> list[RankReport]:
         return []
