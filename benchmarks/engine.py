@@ -275,11 +275,11 @@ class Contest:
 
     def hugging_face_step(self, ids: Tensor) -> Step:
         """Every row of `ids` (B, LONGEST) is full."""
-        predictors = torch.arange(PROMPT - 1, LONGEST - 1)
+        logit_positions = torch.arange(PROMPT - 1, LONGEST - 1)
 
         def step() -> float:
             self.hugging_face.zero_grad(set_to_none=True)
-            logits = self.hugging_face(ids, use_cache=False, logits_to_keep=predictors).logits
+            logits = self.hugging_face(ids, use_cache=False, logits_to_keep=logit_positions).logits
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT:].flatten())
             loss.backward()
             return float(loss.detach())

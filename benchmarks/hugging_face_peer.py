@@ -24,12 +24,12 @@ def prompt_tokens(length: int) -> int:
 
 
 class Packed(NamedTuple):
-    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). predictors: (N,) places in T whose
+    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). logit_positions: (N,) places in T whose
     logits predict targets (N,)."""
 
     ids: Tensor
     positions: Tensor
-    predictors: Tensor
+    logit_positions: Tensor
     targets: Tensor
     boundaries: Tensor  # (rows + 1,) int32
     longest: int
@@ -39,7 +39,7 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
     real = [batch["input_ids"][row][batch["attention_mask"][row].bool()] for row in rows]
     lengths = torch.tensor([len(row) for row in real])
     starts = lengths.cumsum(0) - lengths
-    predictors = torch.cat(
+    logit_positions = torch.cat(
         [
             torch.arange(prompt_tokens(len(row)) - 1, len(row) - 1) + start
             for row, start in zip(real, starts.tolist(), strict=True)
@@ -50,8 +50,8 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
     return Packed(
         ids=ids[None].to(device),
         positions=torch.cat([torch.arange(len(row)) for row in real])[None].to(device),
-        predictors=predictors.to(device),
-        targets=ids[predictors + 1].to(device),
+        logit_positions=logit_positions.to(device),
+        targets=ids[logit_positions + 1].to(device),
         boundaries=F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
         longest=int(lengths.max()),
     )
@@ -109,7 +109,7 @@ class HuggingFace:
             packed.ids,
             position_ids=packed.positions,
             use_cache=False,
-            logits_to_keep=packed.predictors,
+            logits_to_keep=packed.logit_positions,
             cu_seq_lens_q=packed.boundaries,
             cu_seq_lens_k=packed.boundaries,
             max_length_q=packed.longest,

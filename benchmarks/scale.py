@@ -46,7 +46,7 @@ from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.roles import models
-from megarl.roles.models import ABSENT, Actor, Critic, Scorer, UpdatePlan
+from megarl.roles.models import ABSENT, Actor, Critic, MiniBatchPlan, Scorer
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
 from megarl.roles.rollout.scheduler import SchedulerTotals
@@ -249,7 +249,7 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
     config = load_config(PPOConfig, str(_CONFIG), [*overrides, "tracking.samples_every_steps=0"])
     parallel = ParallelConfig(data_parallel_size=REPLICAS)
     micro_batch = MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
-    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
+    updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     roles = PPORoles(
         actor=Actor(
             Group(store, "actor"),  # type: ignore[arg-type]

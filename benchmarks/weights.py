@@ -68,7 +68,7 @@ from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import RankLocation
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -193,8 +193,8 @@ def sync_of(
     name = "device" if transport is Transport.device else "engine"
     return WeightSync(
         source,
-        [RankPlace("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
-        [[RankPlace("node", f"{name}-{replica}")] for replica in range(num_replicas)],
+        [RankLocation("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
+        [[RankLocation("node", f"{name}-{replica}")] for replica in range(num_replicas)],
         transport=transport,
         verify=Verify.off,
         scratch_dir=scratch,

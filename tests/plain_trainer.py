@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part, RankPlace, RankSlices, plan_transfer, whole_slices
+from megarl.weights.plan import Part, RankLocation, RankSlices, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, TensorMeta
-from megarl.weights.transports.device import DevicePlace, DeviceSender
-from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.device import DeviceEndpoint, DeviceSender
+from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import Sender, SendPass
 
 LIMIT_S = 60.0
@@ -54,9 +54,9 @@ class PlainTrainer:
         self.manifest = manifest_of(weights)
         needed = engine.needed_slices(self.manifest)
         shapes = {name: meta.shape for name, meta in self.manifest.items()}
-        source = RankSlices(RankPlace("node", "device"), whole_slices(shapes))
+        source = RankSlices(RankLocation("node", "device"), whole_slices(shapes))
         targets = [
-            RankSlices(RankPlace("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
+            RankSlices(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
         ]
         self.plan = plan_transfer(shapes, [source], targets, message_numel)
         shards = PlainShards(weights)
@@ -75,13 +75,13 @@ class PlainTrainer:
             end = DeviceSender(None, 0)
             schedules = self.plan.of_target(rank)
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
-            links.append(EngineLink(DevicePlace(address, f"device-{rank}"), schedules, self._dtype))
+            links.append(EngineLink(DeviceEndpoint(address, f"device-{rank}"), schedules, self._dtype))
             self.ends.append(end)
 
         return links
 
     def _by_group(self) -> list[EngineLink]:
-        route = group_route(self.plan, sorted({target for _, target in self.plan.schedules}))
+        route = group_transfers(self.plan, sorted({target for _, target in self.plan.schedules}))
         listener = reserve_port("127.0.0.1")
         address = P2PAddress(
             "plain",
@@ -92,7 +92,7 @@ class PlainTrainer:
             LIMIT_S,
         )
         links = [
-            EngineLink(GroupPlace(address, 1 + rank), schedules, self._dtype)
+            EngineLink(GroupEndpoint(address, 1 + rank), schedules, self._dtype)
             for rank, schedules in enumerate(route.receives)
         ]
 

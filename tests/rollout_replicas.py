@@ -23,7 +23,7 @@ from megarl.roles.weights.session import is_lost
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngine
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import RankLocation
 from megarl.weights.tensors import TensorMeta
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -146,9 +146,9 @@ def sync_of(
     name = "device" if transport is Transport.device else "engine-device"
     return WeightSync(
         source,
-        [RankPlace("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
+        [RankLocation("node", f"device-{rank}") for rank in range(len(source.group.mesh))],
         [
-            [RankPlace("node", f"{name}-{replica * num_ranks + rank}") for rank in range(num_ranks)]
+            [RankLocation("node", f"{name}-{replica * num_ranks + rank}") for rank in range(num_ranks)]
             for replica in range(num_replicas)
         ],
         transport=transport,

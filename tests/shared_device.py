@@ -31,7 +31,7 @@ from megarl.weights.checksum import checksum
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import (
     Part,
-    RankPlace,
+    RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
@@ -40,8 +40,8 @@ from megarl.weights.plan import (
 )
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
-from megarl.weights.transports.device import NUM_IPC_BUFFERS, DevicePlace, DeviceSender
-from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceEndpoint, DeviceSender
+from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import Sender, SendPass, SendReport
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
@@ -168,24 +168,24 @@ class TrainerProcess(_Obeying):
 
     def _plan(self, needed: TensorSlices, device_name: str) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest(self.spec.folder).items()}
-        source = RankSlices(RankPlace("node", NAME), whole_slices(shapes))
-        target = RankSlices(RankPlace("node", device_name), needed)
+        source = RankSlices(RankLocation("node", NAME), whole_slices(shapes))
+        target = RankSlices(RankLocation("node", device_name), needed)
         return plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
 
     def serve(self, replica: int, needed: TensorSlices) -> str:
         """A link, as it travels."""
         schedules = self._plan(needed, NAME).of_target(0)
         address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
-        return json.dumps(EngineLink(DevicePlace(address, NAME), schedules, DTYPE).encode())
+        return json.dumps(EngineLink(DeviceEndpoint(address, NAME), schedules, DTYPE).encode())
 
     def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
         self.meet(address, 0)
         self._end = self._group
-        self._group.join(replica, self.p2p, group_route(self._plan(needed, "another"), [0]).sends[0])
+        self._group.join(replica, self.p2p, group_transfers(self._plan(needed, "another"), [0]).sends[0])
 
     def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
-        (schedules,) = group_route(self._plan(needed, "another"), [0]).receives
-        return json.dumps(EngineLink(GroupPlace(address, 1), schedules, DTYPE).encode())
+        (schedules,) = group_transfers(self._plan(needed, "another"), [0]).receives
+        return json.dumps(EngineLink(GroupEndpoint(address, 1), schedules, DTYPE).encode())
 
     def change(self, seed: int) -> None:
         """What comes next are the weights of this seed."""

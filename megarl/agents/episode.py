@@ -25,7 +25,7 @@ class EpisodeLimits:
     max_attempts: int = 2
 
 
-class TurnPlace(NamedTuple):
+class TurnPosition(NamedTuple):
     """Where an episode stands. What is asked for carries it, and what comes back must: what comes late is
     known by it."""
 
@@ -36,7 +36,7 @@ class TurnPlace(NamedTuple):
 class WriteTurn(NamedTuple):
     """The model is to write on from `token_ids`, at most `max_new_tokens`. seed: of its draws."""
 
-    place: TurnPlace
+    place: TurnPosition
     token_ids: list[int]
     max_new_tokens: int
     seed: int
@@ -45,7 +45,7 @@ class WriteTurn(NamedTuple):
 class AnswerTurn(NamedTuple):
     """The environment is to say something to what the model wrote. is_last: no turn can follow."""
 
-    place: TurnPlace
+    place: TurnPosition
     token_ids: list[int]
     is_last: bool
 
@@ -87,7 +87,7 @@ class Episode:
         written = self.trajectory
         if written.end is not None:
             return None
-        place = TurnPlace(self.attempt, written.num_turns)
+        place = TurnPosition(self.attempt, written.num_turns)
 
         if written.segments and written.segments[-1].author is Author.model:
             # The turn that awaits its answer has been counted already.
@@ -115,7 +115,7 @@ class Episode:
 
     def wrote(
         self,
-        place: TurnPlace,
+        place: TurnPosition,
         token_ids: np.ndarray,
         log_probs: np.ndarray,
         token_versions: np.ndarray,
@@ -138,7 +138,7 @@ class Episode:
 
         return True
 
-    def answered(self, place: TurnPlace, answer: TurnAnswer) -> bool:
+    def answered(self, place: TurnPosition, answer: TurnAnswer) -> bool:
         """The environment has answered a turn. Where its answer and one token more have no room, the episode
         ends before it."""
         awaited = self.next
@@ -161,7 +161,7 @@ class Episode:
 
         return True
 
-    def timed_out(self, place: TurnPlace) -> bool:
+    def timed_out(self, place: TurnPosition) -> bool:
         """The answer to a turn takes too long: the episode ends with that turn."""
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megarl.agents.episode import AnswerTurn, TurnPlace
+from megarl.agents.episode import AnswerTurn, TurnPosition
 from megarl.agents.protocol import Message, Task
 from megarl.agents.responder import EnvironmentFailedError, Responder
 from megarl.agents.strict_calls import parse_calls
@@ -73,7 +73,9 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
         await responder.start()
 
         try:
-            _, reply = await responder.answer(AnswerTurn(TurnPlace(0, 0), [0], is_last=agent.max_turns == 1))
+            _, reply = await responder.answer(
+                AnswerTurn(TurnPosition(0, 0), [0], is_last=agent.max_turns == 1)
+            )
         finally:
             await responder.close()
 

@@ -36,7 +36,7 @@ class MeshCoordinate(NamedTuple):
 Mesh = tuple[MeshCoordinate, ...]  # of the ranks of a group, in order
 
 
-class Route(NamedTuple):
+class CallRoute(NamedTuple):
     """`ranks[i]` gets part `parts[i]`; the results of the ranks `results` are kept, in that order."""
 
     ranks: tuple[int, ...]
@@ -78,7 +78,7 @@ class Arguments(NamedTuple):
 class CallPlan(NamedTuple):
     """`parts[p]`: what the ranks of part p get."""
 
-    route: Route
+    route: CallRoute
     parts: tuple[Arguments, ...]
     collect: Collect
 
@@ -92,7 +92,7 @@ class Arranged(NamedTuple):
 
 
 class Rule(NamedTuple):
-    route: Callable[[Mesh], Route]
+    route: Callable[[Mesh], CallRoute]
     arrange: Callable[[Any, int], Arranged]
     collect: CollectKind
 
@@ -168,16 +168,16 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
 # ---- routes
 
 
-def route_rank(rank: int) -> Callable[[Mesh], Route]:
-    return lambda mesh: Route((rank,), (0,), (rank,))
+def route_rank(rank: int) -> Callable[[Mesh], CallRoute]:
+    return lambda mesh: CallRoute((rank,), (0,), (rank,))
 
 
-def route_same_to_all(mesh: Mesh) -> Route:
+def route_same_to_all(mesh: Mesh) -> CallRoute:
     ranks = tuple(range(len(mesh)))
-    return Route(ranks, (0,) * len(mesh), ranks)
+    return CallRoute(ranks, (0,) * len(mesh), ranks)
 
 
-def route_mesh(mesh: Mesh) -> Route:
+def route_mesh(mesh: Mesh) -> CallRoute:
     """Part d to every rank of replica d. Raises ValueError when the coordinates are not one full grid."""
     # A full grid has every coordinate once, so distinct coordinates and the product of the sizes decide.
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
@@ -191,7 +191,7 @@ def route_mesh(mesh: Mesh) -> Route:
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
     }
-    return Route(
+    return CallRoute(
         tuple(range(len(mesh))),
         tuple(coordinate.dp for coordinate in mesh),
         tuple(speaker[replica] for replica in range(sizes[0])),

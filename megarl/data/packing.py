@@ -42,7 +42,7 @@ class MicroBatchRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlan:
+class ReplicaMicroBatches:
     micro_batches: tuple[MicroBatchRows, ...]
 
     @property
@@ -58,10 +58,10 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlan:
+class MicroBatchPlan:
     """`ranks[r].micro_batches[m]`: what data-parallel rank r runs as its micro-batch m."""
 
-    ranks: tuple[RankPlan, ...]
+    ranks: tuple[ReplicaMicroBatches, ...]
     num_rows: int
 
     @property
@@ -127,7 +127,7 @@ def plan_micro_batches(
     multiple_of: int = 1,
     context_parallel_size: int = 1,
     prompts: Sequence[RowPrompt] | None = None,
-) -> BatchPlan:
+) -> MicroBatchPlan:
     """A plan for rows of `lengths` tokens over `dp_size` ranks, each of which may be several that share its
     rows; the same arguments give the same plan.
 
@@ -167,7 +167,9 @@ def plan_micro_batches(
     filler = MicroBatchRows(
         rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
     )
-    return BatchPlan(ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths))
+    return MicroBatchPlan(
+        ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths)
+    )
 
 
 def _sizes(
@@ -386,10 +388,10 @@ def _fill_empty(hands: list[list[list[int]]]) -> None:
         full = [rows for rows in full if len(rows) > 1]
 
 
-def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> RankPlan:
+def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> ReplicaMicroBatches:
     """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty
     ones, last."""
     by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
-    return RankPlan(
+    return ReplicaMicroBatches(
         micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost)
     )

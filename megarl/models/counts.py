@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
-from megarl.models.mapping import Cut, MappingRow, Place
+from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import Head, dimension_sizes, rows_of
 
 _VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
@@ -97,15 +97,15 @@ def rank_parameters(
     for row in rows_of(architecture, _head(with_value_head)):
         whole = _row_size(row, sizes)
         # Experts have a parallelism of their own, and are counted apart.
-        if row.place is Place.expert:
+        if row.place is StagePlacement.expert:
             held = whole // expert_tensor_parallel_size
             of_experts += held * num_experts * _num_layers(row, architecture, layers)
             continue
 
         held = whole if row.cut is Cut.replicated else whole // tensor_parallel_size
-        if row.place is Place.layer:
+        if row.place is StagePlacement.layer:
             dense += held * _num_layers(row, architecture, layers)
-        elif row.place is Place.embedding:
+        elif row.place is StagePlacement.embedding:
             dense += held * is_first_stage
         else:
             # A tied output layer on the stage of the embedding is the embedding's own parameter.
@@ -124,9 +124,9 @@ def _whole(architecture: Architecture, with_value_head: bool) -> ParameterCount:
 
     for row in rows_of(architecture, _head(with_value_head)):
         size = _row_size(row, sizes)
-        if row.place is Place.expert:
+        if row.place is StagePlacement.expert:
             of_experts += size * architecture.num_experts * _num_layers(row, architecture, layers)
-        elif row.place is Place.layer:
+        elif row.place is StagePlacement.layer:
             dense += size * _num_layers(row, architecture, layers)
         elif not row.is_copy:
             dense += size

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
-from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Place, is_sparse
+from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 
 
 def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
@@ -22,21 +22,21 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
     return (
         MappingRow(
             megatron=MEGATRON_LAYER + "mlp.router.weight",
-            place=Place.layer,
+            place=StagePlacement.layer,
             cut=Cut.replicated,
             tensors=((f"{HF_LAYER}{block}.gate.weight", "E H"),),
             applies=is_sparse,
         ),
         MappingRow(
             megatron=MEGATRON_LAYER + EXPERT + "linear_fc1.weight",
-            place=Place.expert,
+            place=StagePlacement.expert,
             cut=Cut.gated,
             tensors=((f"{hf}{gate}.weight", "M H"), (f"{hf}{up}.weight", "M H")),
             applies=is_sparse,
         ),
         MappingRow(
             megatron=MEGATRON_LAYER + EXPERT + "linear_fc2.weight",
-            place=Place.expert,
+            place=StagePlacement.expert,
             cut=Cut.row,
             tensors=((f"{hf}{down}.weight", "H M"),),
             applies=is_sparse,

@@ -28,7 +28,7 @@ class Cut(Enum):
     vocabulary = "vocabulary"  # dimension 0, padded with rows that belong to no token
 
 
-class Place(Enum):
+class StagePlacement(Enum):
     """The pipeline stages that hold a parameter."""
 
     embedding = "embedding"  # the first
@@ -79,7 +79,7 @@ class MappingRow:
     """
 
     megatron: str
-    place: Place
+    place: StagePlacement
     cut: Cut
     tensors: tuple[tuple[str, str], ...]
     applies: Callable[[Architecture, int | None], bool] = _always

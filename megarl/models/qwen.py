@@ -8,7 +8,7 @@ from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import check_router_gradient, expert_rows, read_num_experts, sglang_differs
 from megarl.models.family import Family
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Place, is_sparse
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 _EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
@@ -16,7 +16,7 @@ _EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_pro
 _SHARED_EXPERT_ROWS = (
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.gated,
         tensors=(
             (HF_LAYER + "mlp.shared_expert.gate_proj.weight", "S H"),
@@ -26,14 +26,14 @@ _SHARED_EXPERT_ROWS = (
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.row,
         tensors=((HF_LAYER + "mlp.shared_expert.down_proj.weight", "H S"),),
         applies=is_sparse,
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.gate_weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.replicated,
         tensors=((HF_LAYER + "mlp.shared_expert_gate.weight", "1 H"),),
         applies=is_sparse,

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
-from megarl.models.mapping import Cut, MappingRow, Place
+from megarl.models.mapping import Cut, MappingRow, StagePlacement
 
 Head = Literal["lm", "value"]
 
@@ -21,20 +21,20 @@ EMBEDDING_TENSOR = "model.embed_tokens.weight"
 
 _LM_HEAD = MappingRow(
     megatron=OUTPUT_LAYER,
-    place=Place.output,
+    place=StagePlacement.output,
     cut=Cut.vocabulary,
     tensors=((LM_HEAD_TENSOR, "V H"),),
 )
 _TIED_HEAD = MappingRow(
     megatron=OUTPUT_LAYER,
-    place=Place.output,
+    place=StagePlacement.output,
     cut=Cut.vocabulary,
     tensors=((EMBEDDING_TENSOR, "V H"),),
     is_copy=True,
 )
 _VALUE_HEAD = MappingRow(
     megatron=OUTPUT_LAYER,
-    place=Place.output,
+    place=StagePlacement.output,
     cut=Cut.replicated,
     tensors=((VALUE_HEAD_TENSOR, "1 H"),),
 )
@@ -56,7 +56,7 @@ class Weight:
     """
 
     megatron_name: str
-    place: Place
+    place: StagePlacement
     layer: int | None
     expert: int | None
     cut: Cut
@@ -89,20 +89,20 @@ def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
         ValueError: The family is not a registered one.
     """
     rows = rows_of(architecture, head)
-    weights = [*_expand(rows, architecture, Place.embedding)]
+    weights = [*_expand(rows, architecture, StagePlacement.embedding)]
 
     for layer in range(architecture.num_hidden_layers):
-        weights += _expand(rows, architecture, Place.layer, layer)
+        weights += _expand(rows, architecture, StagePlacement.layer, layer)
         for expert in range(architecture.num_experts):
-            weights += _expand(rows, architecture, Place.expert, layer, expert)
+            weights += _expand(rows, architecture, StagePlacement.expert, layer, expert)
 
-    return (*weights, *_expand(rows, architecture, Place.output))
+    return (*weights, *_expand(rows, architecture, StagePlacement.output))
 
 
 def _expand(
     rows: Sequence[MappingRow],
     architecture: Architecture,
-    place: Place,
+    place: StagePlacement,
     layer: int | None = None,
     expert: int | None = None,
 ) -> Iterator[Weight]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import REQUIRED, ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Place, is_dense
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_dense
 from megarl.models.rope import read_rope
 
 _LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
@@ -19,19 +19,19 @@ _LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
 TRUNK_ROWS = (
     MappingRow(
         megatron="embedding.word_embeddings.weight",
-        place=Place.embedding,
+        place=StagePlacement.embedding,
         cut=Cut.vocabulary,
         tensors=(("model.embed_tokens.weight", "V H"),),
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "input_layernorm.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.replicated,
         tensors=((HF_LAYER + "input_layernorm.weight", "H"),),
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.linear_qkv.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.qkv,
         tensors=(
             (HF_LAYER + "self_attn.q_proj.weight", "Q H"),
@@ -41,7 +41,7 @@ TRUNK_ROWS = (
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.linear_qkv.bias",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.qkv,
         tensors=(
             (HF_LAYER + "self_attn.q_proj.bias", "Q"),
@@ -52,47 +52,47 @@ TRUNK_ROWS = (
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.q_layernorm.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.replicated,
         tensors=((HF_LAYER + "self_attn.q_norm.weight", "D"),),
         applies=lambda architecture, layer: architecture.qk_norm,
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.k_layernorm.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.replicated,
         tensors=((HF_LAYER + "self_attn.k_norm.weight", "D"),),
         applies=lambda architecture, layer: architecture.qk_norm,
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.linear_proj.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.row,
         tensors=((HF_LAYER + "self_attn.o_proj.weight", "H Q"),),
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "pre_mlp_layernorm.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.replicated,
         tensors=((HF_LAYER + "post_attention_layernorm.weight", "H"),),
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.linear_fc1.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.gated,
         tensors=((HF_LAYER + "mlp.gate_proj.weight", "F H"), (HF_LAYER + "mlp.up_proj.weight", "F H")),
         applies=is_dense,
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.linear_fc2.weight",
-        place=Place.layer,
+        place=StagePlacement.layer,
         cut=Cut.row,
         tensors=((HF_LAYER + "mlp.down_proj.weight", "H F"),),
         applies=is_dense,
     ),
     MappingRow(
         megatron="decoder.final_layernorm.weight",
-        place=Place.output,
+        place=StagePlacement.output,
         cut=Cut.replicated,
         tensors=(("model.norm.weight", "H"),),
     ),

@@ -31,7 +31,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import RemoteMethod
-from megarl.data.packing import BatchPlan, RowPrompt, plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weights.source import WeightSource
@@ -48,7 +48,7 @@ _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdatePlan:
+class MiniBatchPlan:
     """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of
     `epochs_per_batch` passes."""
 
@@ -105,7 +105,7 @@ class MegatronRole:
         self._parallel = parallel
         self._micro_batch = micro_batch
 
-    def split(self, batch: DataProto, keys: Iterable[str]) -> tuple[BatchPlan, list[DataProto]]:
+    def split(self, batch: DataProto, keys: Iterable[str]) -> tuple[MicroBatchPlan, list[DataProto]]:
         """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of
         tokens. Rows that only fill a micro-batch have no response token that a loss reads."""
         # Plan micro-batches of about equal work for the data-parallel replicas.
@@ -190,7 +190,7 @@ def _plan(
     parallel: ParallelConfig,
     limit: MicroBatchConfig,
     prompts: tuple[RowPrompt, ...] | None,
-) -> BatchPlan:
+) -> MicroBatchPlan:
     """Made once for roles and passes that cut the same rows alike: of a step's batch most do."""
     return plan_micro_batches(
         lengths,
@@ -217,7 +217,7 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
 
 
 def restored_rows(
-    parts: Sequence[DataProto], plan: BatchPlan, batch: DataProto, names: Mapping[str, str]
+    parts: Sequence[DataProto], plan: MicroBatchPlan, batch: DataProto, names: Mapping[str, str]
 ) -> DataProto:
     """The scores of all replicas in the order of the batch, some under other names; padded where the batch
     is."""
@@ -304,7 +304,7 @@ class Critic(MegatronRole):
         group: RoleGroup,
         parallel: ParallelConfig,
         micro_batch: MicroBatchConfig,
-        updates: UpdatePlan,
+        updates: MiniBatchPlan,
         value_loss: ValueLossConfig,
         schedule: OffloadSchedule | None = None,
         *,
@@ -339,7 +339,7 @@ class Actor(MegatronRole):
         parallel: ParallelConfig,
         micro_batch: MicroBatchConfig,
         weights: WeightSource,
-        updates: UpdatePlan,
+        updates: MiniBatchPlan,
         schedule: OffloadSchedule | None = None,
         algorithm: AlgorithmConfig | None = None,
         check_first_ratio: FirstRatioCheck | None = None,

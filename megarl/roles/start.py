@@ -26,7 +26,7 @@ from megarl.placement.transport import choose_transport, joins_weight_groups
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, UpdatePlan
+from megarl.roles.models import ABSENT, Absent, Actor, Critic, MiniBatchPlan, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
@@ -195,7 +195,7 @@ def start_ppo(
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
-    updates = UpdatePlan(
+    updates = MiniBatchPlan(
         updates_per_step=config.trainer.updates_per_step,
         epochs_per_batch=config.trainer.epochs_per_batch,
         seed=config.trainer.seed,
@@ -234,7 +234,11 @@ def _shares_prompts(config: PPOConfig) -> bool:
 
 
 def _actor(
-    config: PPOConfig, group: RoleGroup, source: WeightSource, updates: UpdatePlan, schedule: OffloadSchedule
+    config: PPOConfig,
+    group: RoleGroup,
+    source: WeightSource,
+    updates: MiniBatchPlan,
+    schedule: OffloadSchedule,
 ) -> Actor:
     return Actor(
         group,
@@ -250,7 +254,7 @@ def _actor(
     )
 
 
-def _critic(config: PPOConfig, group: RoleGroup, updates: UpdatePlan, schedule: OffloadSchedule) -> Critic:
+def _critic(config: PPOConfig, group: RoleGroup, updates: MiniBatchPlan, schedule: OffloadSchedule) -> Critic:
     return Critic(
         group,
         config.critic.parallel,
@@ -487,7 +491,7 @@ def start_sft(
     (role,) = model_roles(config)
     spec = starter.model(role, architecture)
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
-    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
+    updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
 
     return Actor(
         group,

@@ -36,7 +36,7 @@ class Destination(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class TensorDestinations:
     """One Hugging Face tensor, as far as this rank holds it."""
 
     meta: TensorMeta
@@ -60,7 +60,7 @@ class TensorPlan:
         ]
 
 
-class ParameterPlace(NamedTuple):
+class ParameterMemory(NamedTuple):
     """Identifies the memory of a parameter.
 
     A plan's views keep their storages alive, so no other storage can take the same identity. A storage that
@@ -73,16 +73,16 @@ class ParameterPlace(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class DestinationPlan(NamedTuple):
     """`tensors`: by Hugging Face name. `not_followed`: of tensors whose loader does more than to copy, in
     words; they have no plan.
     `unreached`: parameters into which nothing goes on this rank. `places`: where the model's parameters were.
     """
 
-    tensors: dict[str, TensorPlan]
+    tensors: dict[str, TensorDestinations]
     not_followed: dict[str, str]
     unreached: list[str]
-    places: list[ParameterPlace]
+    places: list[ParameterMemory]
 
     @property
     def destinations(self) -> Iterator[Destination]:
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
         )
 
 
-def record_plan(model: Any, manifest: Manifest) -> Plan:
+def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
     """Records where `model.load_weights` would copy each tensor of the manifest. The weights do not change.
 
     All tensors go through one call: a loader may build tables of all parameters and experts each time it is
@@ -124,7 +124,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
     except _LOADER_ERRORS:
         recorded = _record_one_by_one(model, manifest)
 
-    plan = Plan({}, recorded.not_followed, [], _places(model))
+    plan = DestinationPlan({}, recorded.not_followed, [], _places(model))
     # Translate each recorded copy into a slice of the tensor and the view that holds it.
     for name, copies in recorded.copies.items():
         shape = manifest[name].shape
@@ -133,7 +133,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
         except _NotFollowedError as error:
             plan.not_followed[name] = str(error)
             continue
-        plan.tensors[name] = TensorPlan(manifest[name], parts)
+        plan.tensors[name] = TensorDestinations(manifest[name], parts)
 
     # A parameter that nothing fills shows that the manifest is not that of the model.
     reached = {_storage(destination.elements) for destination in plan.destinations}
@@ -145,7 +145,7 @@ def record_plan(model: Any, manifest: Manifest) -> Plan:
     return plan
 
 
-def zero_what_is_not_written(model: Any, plan: Plan) -> None:
+def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
     """The engine pads some parameters, and starts with random numbers in them: what no tensor fills must not
     count."""
     if plan.not_followed:
@@ -268,9 +268,9 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
 
 
-def _places(model: Any) -> list[ParameterPlace]:
+def _places(model: Any) -> list[ParameterMemory]:
     return [
-        ParameterPlace(_storage(each), each.storage_offset(), each.shape, each.stride())
+        ParameterMemory(_storage(each), each.storage_offset(), each.shape, each.stride())
         for each in model.parameters()
     ]
 

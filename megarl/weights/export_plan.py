@@ -15,7 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
 from megarl.weights.plan import (
-    RankPlace,
+    RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
@@ -167,7 +167,7 @@ def _plan_windows(
     loads = [_own_numel(windows.get(rank, ()), slices) for rank, slices in enumerate(held)]
 
     # nobody is as near to a rank as itself
-    places = [RankPlace(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
+    places = [RankLocation(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
 
     # Each plan has one window of every writer, so that all of them work at the same time.
     for at_a_time in zip_longest(*windows.values()):

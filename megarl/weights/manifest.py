@@ -33,7 +33,7 @@ _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class FusedPlace(NamedTuple):
+class FusedSlice(NamedTuple):
     """shape: of the tensor `name` of the file. start: (expert, row)."""
 
     name: str
@@ -52,7 +52,7 @@ class TensorInFile:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    fused: FusedPlace | None = None
+    fused: FusedSlice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, Tensor
         each = rows // len(parts)
         for expert in range(num_experts):
             for number, part in enumerate(parts):
-                fused = FusedPlace(name, (num_experts, rows, columns), (expert, number * each))
+                fused = FusedSlice(name, (num_experts, rows, columns), (expert, number * each))
                 own = TensorInFile(file=stored.file, shape=(each, columns), dtype=stored.dtype, fused=fused)
                 separate[f"{prefix}{found}{expert}.{part}.weight"] = own
 

@@ -41,7 +41,7 @@ class Part(NamedTuple):
     tensor_slice: TensorSlice
 
 
-class RankPlace(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank is. `device`: its name in the whole cluster."""
 
     node: str
@@ -52,7 +52,7 @@ class RankPlace(NamedTuple):
 class RankSlices:
     """What one rank holds, or needs."""
 
-    place: RankPlace
+    place: RankLocation
     slices: TensorSlices
 
 

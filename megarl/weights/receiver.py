@@ -14,14 +14,14 @@ from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import Part, TensorSlices, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from megarl.weights.transports.device import DevicePlace, DeviceReceiver
-from megarl.weights.transports.group import GroupPlace, GroupReceiver
+from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
+from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
 from megarl.weights.transports.interface import DestinationViews, Places, Receiver
 
 # Transport -> an engine rank's place in it, the address in that, and the receiver that it opens there.
 _TRANSPORTS: dict[str, tuple[type, type, type]] = {
-    "device": (DevicePlace, IPCAddress, DeviceReceiver),
-    "group": (GroupPlace, P2PAddress, GroupReceiver),
+    "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
+    "group": (GroupEndpoint, P2PAddress, GroupReceiver),
 }
 
 
@@ -30,7 +30,7 @@ class EngineLink:
     """How one engine rank gets its weights. `schedules`: by the ranks that they come from, as the place
     counts them."""
 
-    place: GroupPlace | DevicePlace
+    place: GroupEndpoint | DeviceEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
 

@@ -11,7 +11,7 @@ from math import prod
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.mapping import AXES, Cut, Place
+from megarl.models.mapping import AXES, Cut, StagePlacement
 from megarl.models.tensor_table import Head, Weight, weights_of
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
@@ -52,16 +52,16 @@ class ShardLayout:
 
     def cut_of(self, weight: Weight) -> tuple[int, int]:
         """Size and rank of the parallelism that cuts `weight`."""
-        if weight.place is Place.expert:
+        if weight.place is StagePlacement.expert:
             return self.expert_tensor_parallel_size, self.expert_tensor_parallel_rank
         return self.tensor_parallel_size, self.tensor_parallel_rank
 
     def holds(self, weight: Weight) -> bool:
-        if weight.place is Place.layer:
+        if weight.place is StagePlacement.layer:
             return weight.layer in self.layers
-        if weight.place is Place.expert:
+        if weight.place is StagePlacement.expert:
             return weight.layer in self.layers and weight.expert in self.experts
-        if weight.place is Place.embedding:
+        if weight.place is StagePlacement.embedding:
             return self.holds_embedding
 
         # A tied output layer on the stage of the embedding is the embedding's own parameter.
@@ -219,7 +219,9 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
         view[0] = layout.padded_vocab_size
 
     if view[axes.cut] % size:
-        name = "expert_tensor_parallel_size" if weight.place is Place.expert else "tensor_parallel_size"
+        name = (
+            "expert_tensor_parallel_size" if weight.place is StagePlacement.expert else "tensor_parallel_size"
+        )
         unit = (
             "key-value heads"
             if weight.cut is Cut.qkv

@@ -9,7 +9,7 @@ from datetime import datetime
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPlace
+from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPosition
 from megarl.agents.protocol import Task
 from megarl.agents.responder import Responder
 from megarl.agents.user_tools import load_agent
@@ -36,7 +36,7 @@ class TurnReport(NamedTuple):
     """The answer to a turn, None if it took too long."""
 
     episode: int
-    place: TurnPlace
+    place: TurnPosition
     answer: TurnAnswer | None
 
 

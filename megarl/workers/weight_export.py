@@ -21,7 +21,7 @@ from megarl.weights.plan import TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
-from megarl.weights.transports.group import GroupPlace, GroupSender
+from megarl.weights.transports.group import GroupEndpoint, GroupSender
 from megarl.weights.transports.interface import Sender, SendPass, SendReport
 
 
@@ -142,7 +142,7 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def join_weight_group(
-        self, replica: int, place: GroupPlace, schedules: Mapping[int, TransferSchedule]
+        self, replica: int, place: GroupEndpoint, schedules: Mapping[int, TransferSchedule]
     ) -> None:
         """Returns when all members are there. `schedules`: by the numbers of the engine's ranks in the
         group."""

@@ -35,7 +35,7 @@ from megarl.config.schema import (
     RejectionEstimator,
     RolloutCorrectionConfig,
 )
-from megarl.data.packing import BatchPlan, plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.roles.models import actor_rows
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from tests.ranks import RankPool
@@ -116,7 +116,7 @@ class Result(NamedTuple):
 
 
 def run_cases(
-    parallel: ParallelConfig, folder: str, cases: dict[str, Case], plans: dict[str, BatchPlan]
+    parallel: ParallelConfig, folder: str, cases: dict[str, Case], plans: dict[str, MicroBatchPlan]
 ) -> dict[tuple[str, str], tuple[Any, ...]]:
     """In a rank: (case, split) -> the fields of a Result."""
     groups = start(parallel)

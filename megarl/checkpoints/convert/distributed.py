@@ -43,7 +43,7 @@ _CANONICAL = {
 _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # with experts behind it that one is a layer of its own
 
 
-class StoredPlace(NamedTuple):
+class StoredSlice(NamedTuple):
     """Where the checkpoint has a weight: in the tensor `key`, at `leading` of its first dimensions, whose
     sizes are `sizes`.
 
@@ -55,17 +55,17 @@ class StoredPlace(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def stored_place(architecture: Architecture, weight: Weight) -> StoredPlace:
+def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
     """As Megatron stores it: where some layers have experts and others not, each layer has tensors of its
     own."""
     if weight.layer is None:
-        return StoredPlace(weight.megatron_name, (), ())
+        return StoredSlice(weight.megatron_name, (), ())
     return _places(architecture, weight)[
         architecture.experts is not None and architecture.num_dense_layers > 0
     ]
 
 
-def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, StoredPlace]:
+def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, StoredSlice]:
     """With stacked layers, and with layers of their own."""
     assert weight.layer is not None
     rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
@@ -79,10 +79,10 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredPlace, St
         leading = (weight.expert,)
         sizes = (architecture.num_experts,)
 
-    stacked = StoredPlace(
+    stacked = StoredSlice(
         f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
     )
-    return stacked, StoredPlace(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
+    return stacked, StoredSlice(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
 
 def canonical_rest(rest: str) -> str:
@@ -178,15 +178,15 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
 
 def _find(
     folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight
-) -> StoredPlace:
+) -> StoredSlice:
     """Layers are stacked, or have tensors of their own, whose norms may be named as without Transformer
     Engine."""
-    candidates = [stored_place(architecture, weight)]
+    candidates = [stored_slice(architecture, weight)]
     if weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:
-            candidates.append(StoredPlace(weight.megatron_name, (), ()))
+            candidates.append(StoredSlice(weight.megatron_name, (), ()))
         # Megatron's local layers name it as if there were no experts
         if weight.megatron_name.endswith(_BEFORE_EXPERTS):
             dense = _CANONICAL[_BEFORE_EXPERTS]
@@ -207,7 +207,7 @@ def _find(
 def _stored_pieces(
     index: TorchDistIndex,
     architecture: Architecture,
-    place: StoredPlace,
+    place: StoredSlice,
     tensor: DistributedTensor,
     weight: Weight,
 ) -> Iterator[tuple[str, StoredPiece]]:
@@ -247,7 +247,7 @@ def _stored_pieces(
 def _check_shape(
     index: TorchDistIndex,
     architecture: Architecture,
-    place: StoredPlace,
+    place: StoredSlice,
     tensor: DistributedTensor,
     weight: Weight,
 ) -> tuple[int, ...]:
@@ -280,7 +280,7 @@ def view_regions(
 
 def _open(
     index: TorchDistIndex,
-    place: StoredPlace,
+    place: StoredSlice,
     chunk: StoredChunk,
     rows: tuple[int, int],
     region: TensorSlice,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.distributed import stored_place
+from megarl.checkpoints.convert.distributed import stored_slice
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import (
     Progress,
@@ -246,7 +246,7 @@ def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tup
     objects = []
 
     for weight in held_weights(architecture, layout, head):
-        key, numbers, sizes = stored_place(architecture, weight)
+        key, numbers, sizes = stored_slice(architecture, weight)
         if match := _HAS_STATE.fullmatch(key):
             place, shape = (".".join(map(str, each)) for each in (numbers or (0,), sizes or (1,)))
             objects.append(f"{match[1]}._extra_state/shard_{place}_{shape}")
@@ -263,7 +263,7 @@ def _items(
             continue
         for tensor_slice in _slices(weight, layout, max_volume):
             shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
-            key, _, _ = stored_place(architecture, weight)
+            key, _, _ = stored_slice(architecture, weight)
             yield PlannedItem(
                 key=key,
                 shape=shape,
@@ -324,7 +324,7 @@ def _place(
         offsets[0] = rank * num_rows + first_row
 
     chunk = [prod(tensor_slice.shape[:num_leading]), *trailing]
-    _, numbers, sizes = stored_place(architecture, weight)
+    _, numbers, sizes = stored_slice(architecture, weight)
     return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)
 
 

@@ -215,7 +215,7 @@ def _plain(record: RankRecord) -> dict[str, object]:
         {
             **asdict(phase),
             "collectives": [call._asdict() for call in phase.collectives],
-            "waits": [wait._asdict() for wait in phase.waits],
+            "waits": [wait._asdict() for wait in phase.host_syncs],
             "awaits": [each._asdict() for each in phase.awaits],
         }
         for phase in record.phases

@@ -34,7 +34,7 @@ def memory_table(
             f"{phase.peak / 2**30:,.2f}",
             "" if planned is None else f"{planned / 2**30:,.2f}",
             f"{len(phase.collectives):,}",
-            f"{sum(wait.times for wait in phase.waits):,}",
+            f"{sum(wait.times for wait in phase.host_syncs):,}",
             f"{phase.flops / 1e12:,.1f}",
         )
 
@@ -76,7 +76,7 @@ def waits_table(record: RankRecord) -> Table:
     """The places with the most host-device synchronizations."""
     drawn = table(f"Host-device synchronizations of rank {record.rank}", "phase", "kind", "times", "at")
     waits = sorted(
-        ((wait.times, phase.name, wait) for phase in record.phases for wait in phase.waits), reverse=True
+        ((wait.times, phase.name, wait) for phase in record.phases for wait in phase.host_syncs), reverse=True
     )
     for count, phase, wait in waits[:_MOST_PLACES]:
         drawn.add_row(phase, wait.kind, f"{count:,}", wait.place)

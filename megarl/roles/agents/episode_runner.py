@@ -14,7 +14,7 @@ from megarl.agents.episode import (
     Episode,
     EpisodeDroppedError,
     EpisodeLimits,
-    TurnPlace,
+    TurnPosition,
     WriteTurn,
 )
 from megarl.agents.protocol import Task
@@ -209,7 +209,7 @@ class EpisodeRunner:
             assert running.replica is not None, "the model has written"
             running.end(running.replica, running.episode.trajectory)
 
-    def _wrote(self, number: int, place: TurnPlace, replica: int, finished: FinishedRequest) -> None:
+    def _wrote(self, number: int, place: TurnPosition, replica: int, finished: FinishedRequest) -> None:
         running = self._running[number]
         sample = finished.sample
         running.request_number = None

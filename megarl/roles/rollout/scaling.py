@@ -8,20 +8,20 @@ from typing import NamedTuple, Protocol
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.scheduler import RequestScheduler
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import RankLocation
 
 
 class PlannedReplica(NamedTuple):
     """A replica of the placement plan, with the locations of its engine's ranks."""
 
     place: ReplicaPlace
-    ranks: Sequence[RankPlace]
+    ranks: Sequence[RankLocation]
 
 
 class WeightTargets(Protocol):
     """The part of WeightSync that scaling uses."""
 
-    def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None: ...
+    def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None: ...
 
 
 class ReplicaScaling:
@@ -100,5 +100,5 @@ class ReplicaScaling:
         place = ReplicaPlace(self._pools[number - len(self._planned)])
         return PlannedReplica(
             place,
-            [RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in range(self._num_ranks)],
+            [RankLocation(f"joined {number}", f"joined {number}:{rank}") for rank in range(self._num_ranks)],
         )

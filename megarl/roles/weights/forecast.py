@@ -17,7 +17,7 @@ from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
 from megarl.weights.plan import (
-    RankPlace,
+    RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
@@ -36,8 +36,8 @@ class WeightForecast:
     of each engine rank."""
 
     plan: TransferPlan
-    trainer_places: Sequence[RankPlace]
-    engine_places: Sequence[RankPlace]
+    trainer_places: Sequence[RankLocation]
+    engine_places: Sequence[RankLocation]
     message_bytes: int
     element_bytes: int
 
@@ -98,10 +98,10 @@ def forecast_weights(
     )
 
 
-def rank_places(plan: PlacementPlan, role: str) -> list[list[RankPlace]]:
+def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
     """Of each process of a role, where its ranks are: one on each of its devices."""
     return [
-        [RankPlace(str(process.node), f"{process.node}:{device}") for device in process.devices]
+        [RankLocation(str(process.node), f"{process.node}:{device}") for device in process.devices]
         for process in plan.group_of(role).processes
     ]
 

@@ -16,7 +16,7 @@ from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import (
-    RankPlace,
+    RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
@@ -25,8 +25,8 @@ from megarl.weights.plan import (
 )
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import DevicePlace, device_route
-from megarl.weights.transports.group import GroupPlace, group_route
+from megarl.weights.transports.device import DeviceEndpoint, device_transfers
+from megarl.weights.transports.group import GroupEndpoint, group_transfers
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
@@ -38,8 +38,8 @@ class TransferSession:
     def __init__(
         self,
         source: WeightSource,
-        trainer_places: Sequence[RankPlace],
-        replica_places: Sequence[Sequence[RankPlace]],
+        trainer_places: Sequence[RankLocation],
+        replica_places: Sequence[Sequence[RankLocation]],
         transport: Transport,
         limit_s: float,
     ) -> None:
@@ -172,7 +172,7 @@ class TransferSession:
                 target: place.device
                 for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
             }
-            route = device_route(self._plan, devices, targets)
+            route = device_transfers(self._plan, devices, targets)
             # The trainer rank beside each engine rank opens the IPC buffers.
             serving = [
                 call(rank, WeightExport.serve_weights, number, device, sources)
@@ -184,7 +184,7 @@ class TransferSession:
             ]
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
-                EngineLink(DevicePlace(address, device), sources, self._source.torch_dtype)
+                EngineLink(DeviceEndpoint(address, device), sources, self._source.torch_dtype)
                 for address, device, sources in zip(
                     gather(*serving), targets.values(), route.sources, strict=True
                 )
@@ -204,18 +204,20 @@ class TransferSession:
 
         for number, replica in replicas.items():
             # The first sender is rank 0 of the process group and reserves the port where all meet.
-            route = group_route(self._plan, self._targets[number])
+            route = group_transfers(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
             address = P2PAddress(
                 self._names[number], point.host, point.port, route.size, point.backend, self._limit_s
             )
             # Nobody waits here: joining blocks until all members have been called.
             meeting[number] = [
-                call(rank, WeightExport.join_weight_group, number, GroupPlace(address, own), schedules)
+                call(rank, WeightExport.join_weight_group, number, GroupEndpoint(address, own), schedules)
                 for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
             ]
             links = [
-                EngineLink(GroupPlace(address, len(route.senders) + own), schedules, self._source.torch_dtype)
+                EngineLink(
+                    GroupEndpoint(address, len(route.senders) + own), schedules, self._source.torch_dtype
+                )
                 for own, schedules in enumerate(route.receives)
             ]
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])

@@ -23,7 +23,7 @@ from megarl.roles.rollout.replicas import results_of
 from megarl.roles.weights.session import TransferSession, is_lost
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import RankLocation
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
@@ -73,8 +73,8 @@ class WeightSync:
     def __init__(
         self,
         source: WeightSource,
-        trainer_places: Sequence[RankPlace],
-        replica_places: Sequence[Sequence[RankPlace]],
+        trainer_places: Sequence[RankLocation],
+        replica_places: Sequence[Sequence[RankLocation]],
         *,
         transport: Transport,
         verify: Verify,
@@ -163,7 +163,7 @@ class WeightSync:
 
         return report, lost
 
-    def send_to(self, replica_places: Sequence[Sequence[RankPlace]]) -> None:
+    def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None:
         """Adopt new replicas. The next push makes a new plan and joins all of them again."""
         self._session.close()
         self._session = TransferSession(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.rollout.destinations import Plan, record_plan, zero_what_is_not_written
+from megarl.rollout.destinations import DestinationPlan, record_plan, zero_what_is_not_written
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import Part, TensorSlices
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_slice, encode_slice
@@ -43,7 +43,7 @@ class RankLoader:
 
     def __init__(self, device: torch.device) -> None:
         self._receiver = WeightReceiver(device)
-        self._plan = Plan({}, {}, [], [])
+        self._plan = DestinationPlan({}, {}, [], [])
         self._has_moved = False  # the plan is another than at the last update
         self._must_zero = False  # elements that no tensor fills may not be zero
 

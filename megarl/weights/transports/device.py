@@ -29,14 +29,14 @@ from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
-class DevicePlace(NamedTuple):
+class DeviceEndpoint(NamedTuple):
     """Where an engine rank finds its IPC buffers. `device`: its own device, by its name in the plan."""
 
     address: IPCAddress
     device: str
 
 
-class DeviceRoute(NamedTuple):
+class DeviceTransfers(NamedTuple):
     """To the ranks of one engine. beside: of each, the trainer rank on its device. sources: of each, what it
     gets, by trainer ranks.
     relays: by trainer rank, what it sends to those beside engine ranks on other devices than its own."""
@@ -46,9 +46,9 @@ class DeviceRoute(NamedTuple):
     relays: dict[int, dict[int, TransferSchedule]]
 
 
-def device_route(
+def device_transfers(
     plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
-) -> DeviceRoute:
+) -> DeviceTransfers:
     """`targets`: the engine's ranks, as the plan counts them, and the device of each. Raises ValueError where
     a device has no trainer."""
     beside: list[int] = []
@@ -66,7 +66,7 @@ def device_route(
             if source != beside[-1]:
                 relays.setdefault(source, {})[beside[-1]] = schedule
 
-    return DeviceRoute(tuple(beside), tuple(plan.of_target(target) for target in targets), relays)
+    return DeviceTransfers(tuple(beside), tuple(plan.of_target(target) for target in targets), relays)
 
 
 class DeviceSender(Sender):
@@ -188,7 +188,7 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
 
 
 class DeviceReceiver(Receiver):
-    def __init__(self, place: DevicePlace, device: torch.device) -> None:
+    def __init__(self, place: DeviceEndpoint, device: torch.device) -> None:
         self._reader = IPCReader(place.address, device, place.device)
         self._number = 0  # of the next round
 

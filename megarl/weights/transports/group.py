@@ -18,14 +18,14 @@ from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
-class GroupPlace(NamedTuple):
+class GroupEndpoint(NamedTuple):
     """A rank's place in the group of one engine. The trainer ranks come first in it."""
 
     address: P2PAddress
     rank: int
 
 
-class GroupRoute(NamedTuple):
+class GroupTransfers(NamedTuple):
     """The group of one engine. senders: trainer ranks, in the order of their numbers in the group; its own
     ranks follow. sends: of each sender, by the engine ranks' numbers in the group. receives: of each engine
     rank, by the senders' numbers."""
@@ -39,12 +39,12 @@ class GroupRoute(NamedTuple):
         return len(self.senders) + len(self.receives)
 
 
-def group_route(plan: TransferPlan, targets: Sequence[int]) -> GroupRoute:
+def group_transfers(plan: TransferPlan, targets: Sequence[int]) -> GroupTransfers:
     """`targets`: the engine's ranks, as the plan counts them."""
     # The senders come first in the group, followed by the ranks of the engine.
     senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
     numbers = {source: number for number, source in enumerate(senders)}
-    return GroupRoute(
+    return GroupTransfers(
         senders=senders,
         sends=tuple(
             {
@@ -103,7 +103,7 @@ class GroupSender(Sender):
 
 
 class GroupReceiver(Receiver):
-    def __init__(self, place: GroupPlace, device: torch.device) -> None:
+    def __init__(self, place: GroupEndpoint, device: torch.device) -> None:
         self._device = device
         self._p2p = P2PGroup.join(place.address, place.rank, device)
         self._transfer: PipelinedTransfer | None = None

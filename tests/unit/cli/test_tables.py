@@ -24,7 +24,7 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("piped")
 def test_collectives_in_a_pipe_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     calls = tuple(Collective("all_gather", GROUP, (0, 1), "bfloat16", 8, 16, "layers.py:1") for _ in range(3))
-    phase = PhaseRecord(name="train again", held=0, peak=0, flops=0, collectives=calls, waits=())
+    phase = PhaseRecord(name="train again", held=0, peak=0, flops=0, collectives=calls, host_syncs=())
     record = RankRecord(
         rank=0, tensor_rank=0, pipeline_rank=0, context_rank=0, data_rank=0, num_parameters=1, phases=(phase,)
     )

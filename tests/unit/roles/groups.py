@@ -32,7 +32,7 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
-from megarl.roles.models import Actor, Critic, Scorer, UpdatePlan
+from megarl.roles.models import Actor, Critic, MiniBatchPlan, Scorer
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
@@ -120,13 +120,13 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         "reference": RayClassWithInitArgs(PolicyWorker, model_spec(folders.policy, parallel, optim=None)),
         "critic": RayClassWithInitArgs(CriticWorker, model_spec(folders.critic, parallel, head="value")),
     }
-    updates = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=0)
-    one_update = UpdatePlan(updates_per_step=1, epochs_per_batch=1, seed=0)
+    updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=2, seed=0)
+    one_update = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=0)
 
     with started("models", parallel.world_size, workers) as groups:
         syncs = []
 
-        def actor(name: str, updates: UpdatePlan) -> Actor:
+        def actor(name: str, updates: MiniBatchPlan) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
 
             # of the engines there are two

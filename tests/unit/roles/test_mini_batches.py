@@ -29,7 +29,7 @@ from megarl.config.schema import (
 )
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
-from megarl.roles.models import Actor, MegatronRole, UpdatePlan, actor_rows, restored_rows
+from megarl.roles.models import Actor, MegatronRole, MiniBatchPlan, actor_rows, restored_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update
@@ -39,12 +39,12 @@ def numbered(num_rows: int) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(num_rows)})
 
 
-def rows_of(plan: UpdatePlan, num_rows: int, step: int) -> list[list[int]]:
+def rows_of(plan: MiniBatchPlan, num_rows: int, step: int) -> list[list[int]]:
     return [mini_batch.tensors["row"].tolist() for mini_batch in plan.mini_batches(numbered(num_rows), step)]
 
 
 def test_every_pass_has_each_row_once_in_an_order_of_its_own() -> None:
-    plan = UpdatePlan(updates_per_step=3, epochs_per_batch=2, seed=5)
+    plan = MiniBatchPlan(updates_per_step=3, epochs_per_batch=2, seed=5)
     mini_batches = rows_of(plan, 12, step=1)
     assert [len(rows) for rows in mini_batches] == [4] * 6
     first = sum(mini_batches[:3], [])
@@ -56,14 +56,14 @@ def test_every_pass_has_each_row_once_in_an_order_of_its_own() -> None:
 
 
 def test_one_update_keeps_the_order() -> None:
-    plan = UpdatePlan(updates_per_step=1, epochs_per_batch=2, seed=5)
+    plan = MiniBatchPlan(updates_per_step=1, epochs_per_batch=2, seed=5)
     assert rows_of(plan, 4, step=1) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize(("num_rows", "updates"), [(12, 5), (4, 5)])
 def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> None:
     """12 // 5 = 2 rows would make six updates of the five that were asked for."""
-    plan = UpdatePlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
+    plan = MiniBatchPlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
     with pytest.raises(
         ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"
     ):
@@ -256,7 +256,7 @@ def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> 
 
 @pytest.mark.parametrize(("updates_per_step", "is_refused"), [(1, False), (2, True)])
 def test_an_actor_whose_first_ratio_is_wrong(updates_per_step: int, is_refused: bool) -> None:
-    updates = UpdatePlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
+    updates = MiniBatchPlan(updates_per_step=updates_per_step, epochs_per_batch=1, seed=0)
     actor = Actor(
         UpdatedGroup({name: Metric.sum(value) for name, value in first_update(high=1.5).items()}),  # type: ignore[arg-type]
         ParallelConfig(),

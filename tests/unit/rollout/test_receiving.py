@@ -14,7 +14,7 @@ from megarl.weights.checksum import checksum
 from megarl.weights.plan import Part, TransferSchedule
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import DevicePlace
+from megarl.weights.transports.device import DeviceEndpoint
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 
@@ -109,7 +109,7 @@ def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
 def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
     links = []
     for link in trainer.links:
-        assert isinstance(link.place, DevicePlace)
+        assert isinstance(link.place, DeviceEndpoint)
         links.append(replace(link, place=link.place._replace(device="device-9")))
     return links
 

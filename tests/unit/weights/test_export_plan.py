@@ -10,7 +10,7 @@ import torch
 
 from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
-from megarl.weights.plan import Part, RankPlace, RankSlices, one_after_another, plan_transfer, whole_slices
+from megarl.weights.plan import Part, RankLocation, RankSlices, one_after_another, plan_transfer, whole_slices
 from megarl.weights.shards import held_slices
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, range_slices, tiling_fault
 from tests.unit.weights.exports import Export
@@ -39,10 +39,10 @@ def test_plans_one_after_another() -> None:
     """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first
     has two to do besides."""
     shapes = {"a": (6,)}
-    sources = [RankSlices(RankPlace("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
+    sources = [RankSlices(RankLocation("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
     needed = [{"a": (TensorSlice((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
     plans = [
-        plan_transfer(shapes, sources, [RankSlices(RankPlace("node", "of the target"), slices)], 3, [2, 0])
+        plan_transfer(shapes, sources, [RankSlices(RankLocation("node", "of the target"), slices)], 3, [2, 0])
         for slices in needed
     ]
     assert [plan.num_rounds for plan in plans] == [2, 1]

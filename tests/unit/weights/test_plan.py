@@ -15,7 +15,7 @@ from megarl.models.counts import padded_vocab_size
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import (
     Part,
-    RankPlace,
+    RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
@@ -35,7 +35,7 @@ WHOLE = whole_slices(SHAPES)
 
 def rank(device: int, slices: TensorSlices, per_node: int = 8) -> RankSlices:
     node = str(device // per_node)
-    return RankSlices(RankPlace(node, f"{node}:{device % per_node}"), slices)
+    return RankSlices(RankLocation(node, f"{node}:{device % per_node}"), slices)
 
 
 def rows(start: int, stop: int) -> TensorSlices:

@@ -22,8 +22,8 @@ from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import Part
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import DevicePlace, device_route
-from megarl.weights.transports.group import GroupPlace, group_route
+from megarl.weights.transports.device import DeviceEndpoint, device_transfers
+from megarl.weights.transports.group import GroupEndpoint, group_transfers
 from megarl.weights.transports.interface import SendPass, SendReport
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
@@ -67,8 +67,8 @@ class ObeyingTrainer(Obeying):
         p2p = None if address is None else self.p2p(address, self.place.rank)
         self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, p2p)
 
-    def join_group(self, replica: int, place: GroupPlace) -> None:
-        route = group_route(self.own.plan, self.case.engine_ranks[replica])
+    def join_group(self, replica: int, place: GroupEndpoint) -> None:
+        route = group_transfers(self.own.plan, self.case.engine_ranks[replica])
         self.own.group.join(replica, self.p2p(place.address, place.rank), route.sends[place.rank])
 
     def join_buffers(self, replica: int) -> Any:
@@ -137,7 +137,7 @@ class ObeyingEngine(Obeying):
 
 def buffers_route(case: Case, replica: int) -> Any:
     devices = [f"device-{rank}" for rank in range(case.trainer.num_ranks)]
-    return device_route(
+    return device_transfers(
         case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]}
     )
 
@@ -169,22 +169,22 @@ class World(NamedTuple):
         targets = case.engine_ranks[replica]
 
         if case.transport == "group":
-            route = group_route(plan, targets)
+            route = group_transfers(plan, targets)
             port = self.ask(self.trainers[route.senders[0]], "reserve")
             address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
             for number, sender in enumerate(route.senders):
-                self.trainers[sender].tell(("join_group", replica, GroupPlace(address, number)))
+                self.trainers[sender].tell(("join_group", replica, GroupEndpoint(address, number)))
             engine.tell(
                 (
                     "link",
-                    EngineLink(GroupPlace(address, len(route.senders)), route.receives[0], torch.float32),
+                    EngineLink(GroupEndpoint(address, len(route.senders)), route.receives[0], torch.float32),
                 )
             )
             assert [self.trainers[sender].hear() for sender in route.senders] == [None] * len(route.senders)
         else:
             way = buffers_route(case, replica)
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            place = DevicePlace(addresses[way.beside[0]], case.device(targets[0]))
+            place = DeviceEndpoint(addresses[way.beside[0]], case.device(targets[0]))
             engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
 
         assert engine.hear() is None

@@ -16,13 +16,13 @@ from megarl.models.architecture import Architecture
 from megarl.weights.execution import PeerTransfers
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part, RankPlace, RankSlices, TransferPlan, plan_transfer
+from megarl.weights.plan import Part, RankLocation, RankSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
-from megarl.weights.transports.device import DevicePlace, DeviceSender, device_route
-from megarl.weights.transports.group import GroupPlace, GroupSender, group_route
+from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, device_transfers
+from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import DestinationViews, SendPass, SendReport
 from tests.nccl_semantics import NcclSemantics
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -95,11 +95,11 @@ class Case(NamedTuple):
     def plan(self) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
         sources = [
-            RankSlices(RankPlace("node", f"device-{rank}"), held_slices(self.architecture, layout))
+            RankSlices(RankLocation("node", f"device-{rank}"), held_slices(self.architecture, layout))
             for rank, layout in enumerate(self.trainer.layouts(self.architecture, self.padded_vocab))
         ]
         targets = [
-            RankSlices(RankPlace("node", self.device(target)), self.needed(target))
+            RankSlices(RankLocation("node", self.device(target)), self.needed(target))
             for target in range(sum(map(len, self.engine_ranks)))
         ]
 
@@ -241,7 +241,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
     targets = case.engine_ranks[replica]
 
     if case.transport == "group":
-        route = group_route(plan, targets)
+        route = group_transfers(plan, targets)
         listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
         port = shared(listener and listener.getsockname()[1])[route.senders[0]]
         address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
@@ -254,14 +254,14 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 own.link(
                     EngineLink(
-                        GroupPlace(address, len(route.senders) + number),
+                        GroupEndpoint(address, len(route.senders) + number),
                         route.receives[number],
                         torch.float32,
                     )
                 )
     else:
         devices = [f"device-{trainer}" for trainer in range(num_trainers)]
-        way = device_route(plan, devices, {target: case.device(target) for target in targets})
+        way = device_transfers(plan, devices, {target: case.device(target) for target in targets})
         address = None
         if isinstance(own, TrainerRank):
             own.device.relay(replica, way.relays.get(rank, {}))
@@ -273,7 +273,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                place = DevicePlace(addresses[way.beside[number]], case.device(target))
+                place = DeviceEndpoint(addresses[way.beside[number]], case.device(target))
                 own.link(EngineLink(place, way.sources[number], torch.float32))
 
     dist.barrier()

@@ -11,7 +11,7 @@ from megarl.controller.resource_pool import InsufficientResourcesError
 from megarl.roles.rollout import scaling as scaling_module
 from megarl.roles.rollout.replicas import ReplicaPlace, unshared
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
-from megarl.weights.plan import RankPlace
+from megarl.weights.plan import RankLocation
 
 NUM_FREE = 3  # pools that the cluster has room for, beside the one of the plan
 
@@ -55,10 +55,10 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     monkeypatch.setattr(scaling_module, "check_fits", lambda pools: None)
     monkeypatch.setattr(Pool, "reserved", [])
     planned: Any = PlannedReplica(
-        ReplicaPlace(Pool("planned")), [RankPlace("0", "0:7"), RankPlace("0", "0:8")]
+        ReplicaPlace(Pool("planned")), [RankLocation("0", "0:7"), RankLocation("0", "0:8")]
     )  # type: ignore[arg-type]
     replicas: Any = Replicas(planned.place)
-    sent: list[list[list[RankPlace]]] = []
+    sent: list[list[list[RankLocation]]] = []
     transport: Any = SimpleNamespace(send_to=sent.append)
     resized: list[int] = []
     scheduler: Any = SimpleNamespace(resize=lambda: resized.append(len(replicas)))
@@ -73,7 +73,7 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     assert names() == ["planned", "joined-1", "joined-2"]
     assert (Pool.reserved, resized) == (["joined-1", "joined-2"], [3])
     joined = [
-        [RankPlace(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)
+        [RankLocation(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)
     ]
     assert sent[-1] == [planned.ranks, *joined]
     with pytest.raises(InsufficientResourcesError, match="joined-4"):

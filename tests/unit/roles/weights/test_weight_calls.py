@@ -17,7 +17,7 @@ from megarl.roles.weights.forecast import engine_slices
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.plan import RankPlace, TensorSlices
+from megarl.weights.plan import RankLocation, TensorSlices
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.weight_export import MeetingPoint
@@ -65,9 +65,9 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
     name = "device" if transport is Transport.device else "engine"
     sync = WeightSync(
         source,
-        [RankPlace(f"node-{rank // 8}", f"device-{rank}") for rank in range(TRAINERS.world_size)],
+        [RankLocation(f"node-{rank // 8}", f"device-{rank}") for rank in range(TRAINERS.world_size)],
         [
-            [RankPlace(f"node-{replica}", f"{name}-{8 * replica + rank}") for rank in range(8)]
+            [RankLocation(f"node-{replica}", f"{name}-{8 * replica + rank}") for rank in range(8)]
             for replica in range(NUM_REPLICAS)
         ],
         transport=transport,

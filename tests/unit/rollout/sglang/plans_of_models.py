@@ -21,7 +21,7 @@ environment.prepare("cpu")
 
 import torch  # noqa: E402
 
-from megarl.rollout.destinations import Plan, record_plan  # noqa: E402
+from megarl.rollout.destinations import DestinationPlan, record_plan  # noqa: E402
 from megarl.weights.tensors import TensorMeta  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
     return kind(config=config)
 
 
-def described(plan: Plan) -> dict[str, Any]:
+def described(plan: DestinationPlan) -> dict[str, Any]:
     """Returns what a plan says about each tensor, without addresses of objects that differ between two plans
     of one model."""
     return {
