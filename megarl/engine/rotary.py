@@ -47,22 +47,22 @@ def _fused_or_packed(
     )
 
 
-class _Turn(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """The gradient of a rotation is the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(heads, cos, sin, direction=1)
+        return _rotate(heads, cos, sin, direction=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, sin, direction=-1), None, None
+        return _rotate(gradient, cos, sin, direction=-1), None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """(T, heads, D): each pair (x_i, x_{i + D/2}) is turned by the angle of its token and i, given as (T, 1,
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """(T, heads, D): each pair (x_i, x_{i + D/2}) is rotated by the angle of its token and i, given as (T, 1,
     D/2)."""
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
@@ -95,7 +95,7 @@ def rotary_packed(
     assert mscale == 1.0
     assert freqs.shape[-1] == t.shape[-1], "a partial rotation is not supported"
 
-    return _Turn.apply(t, *_angles(cu_seqlens, freqs, t))
+    return _Rotation.apply(t, *_angles(cu_seqlens, freqs, t))
 
 
 def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

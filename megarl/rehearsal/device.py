@@ -165,7 +165,7 @@ class FakeDevice(TorchDispatchMode):
                     f"{operator} needs numbers of the device that follow from no number of the host, at "
                     f"{place()}"
                 ) from error
-            self.ledger.waits("read")
+            self.ledger.synchronizes("read")
             return self._like(known)
         except RuntimeError as error:
             raise RehearsalError(f"{operator}: {str(error).splitlines()[0]}, at {place()}") from error
@@ -214,7 +214,7 @@ class FakeDevice(TorchDispatchMode):
     def _read(self, tensor: FakeTensor) -> Any:
         # Reading a number makes the host wait for the device.
         if tensor.device.type == "cuda":
-            self.ledger.waits("read")
+            self.ledger.synchronizes("read")
         value = _value(tensor)
         if value is not None:
             return value.item()
@@ -231,7 +231,7 @@ class FakeDevice(TorchDispatchMode):
             keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2])
         )
         if blocks and (source.device.type == "cuda") != (target.device.type == "cuda") and source.numel():
-            self.ledger.waits("copy")
+            self.ledger.synchronizes("copy")
 
     def _communicate(self, operator: Any, arguments: Any, keywords: Any) -> Any:
         for tensor in tensors_of(arguments, keywords):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megarl.engine import fake_cuda
-from megarl.rehearsal.record import Await, Collective, PhaseRecord, RehearsalError, Wait
+from megarl.rehearsal.record import Await, Collective, HostSync, PhaseRecord, RehearsalError
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -65,7 +65,7 @@ class Ledger:
         self._collectives: list[Collective] = []
         self._awaits: list[Await] = []
         self._num_calls = 0
-        self._waits: Counter[tuple[str, str]] = Counter()
+        self._host_syncs: Counter[tuple[str, str]] = Counter()
 
     def sees(self, tensors: Iterable[Tensor]) -> None:
         """Counts memory that is new, until it is freed. Raises RehearsalError where it is more than the
@@ -115,8 +115,8 @@ class Ledger:
     def awaits(self, call: int) -> None:
         self._awaits.append(Await(call, self._num_calls))
 
-    def waits(self, kind: str) -> None:
-        self._waits[kind, place()] += 1
+    def synchronizes(self, kind: str) -> None:
+        self._host_syncs[kind, place()] += 1
 
     def computes(self, flops: int) -> None:
         self._flops += flops
@@ -130,7 +130,7 @@ class Ledger:
             peak=self._peak,
             flops=self._flops,
             collectives=tuple(self._collectives),
-            waits=tuple(Wait(*key, count) for key, count in self._waits.items()),
+            host_syncs=tuple(HostSync(*key, count) for key, count in self._host_syncs.items()),
             awaits=tuple(self._awaits),
         )
         # The next phase starts with what this one leaves behind.
@@ -138,6 +138,6 @@ class Ledger:
         self._flops = 0
         self._collectives = []
         self._awaits = []
-        self._waits.clear()
+        self._host_syncs.clear()
 
         return record

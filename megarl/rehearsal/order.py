@@ -24,7 +24,7 @@ class _Rank:
         self.ended: set[int] = set()
         self.queues: dict[str, deque[int]] = defaultdict(deque)  # of each group, calls that have not ended
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """To where the device waits for a call that has not ended, or to the end."""
         while True:
             while self.awaits and self.awaits[0].num_calls == self.num_begun:
@@ -82,7 +82,7 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
     while moved:
         moved = False
         for mine in ranks.values():
-            mine.go_on()
+            mine.advance()
             for group in list(mine.queues):
                 for number in mine.at_work(group):
                     moved |= _end_where_all_are_there(ranks, group, mine.calls[number])

@@ -46,7 +46,7 @@ _ledger: Ledger | None = None  # of the rank that this process rehearses
 
 def _on_wait() -> None:
     if _ledger is not None:
-        _ledger.waits("synchronize")
+        _ledger.synchronizes("synchronize")
 
 
 def prepare() -> None:

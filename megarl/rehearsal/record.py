@@ -69,7 +69,7 @@ class Await(NamedTuple):
     num_calls: int
 
 
-class Wait(NamedTuple):
+class HostSync(NamedTuple):
     """The host stands still until the device has done all it was given. kind: `read`, `copy` to the host or
     from its pageable memory, or `synchronize`."""
 
@@ -88,7 +88,7 @@ class PhaseRecord:
     peak: int
     flops: int
     collectives: tuple[Collective, ...]
-    waits: tuple[Wait, ...]
+    host_syncs: tuple[HostSync, ...]
     awaits: tuple[Await, ...] = ()
 
 

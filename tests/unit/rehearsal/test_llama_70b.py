@@ -133,7 +133,7 @@ def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord
     and for what goes, there and back, and a synchronisation of each exchange, of which warming up takes two
     more. The last stage reads its metrics, once."""
     for phase in ("score", "train"):
-        waits = phase_of(records[stage], phase).waits
+        waits = phase_of(records[stage], phase).host_syncs
         others = [wait for wait in waits if "p2p_communication.py" not in wait.place]
         assert all("metrics.py" in wait.place for wait in others)
         assert sum(wait.times for wait in others) <= 1

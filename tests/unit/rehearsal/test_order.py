@@ -28,7 +28,7 @@ def rank(number: int, *calls: Collective, awaits: list[tuple[int, int]] | None =
         peak=0,
         flops=0,
         collectives=calls,
-        waits=(),
+        host_syncs=(),
         awaits=tuple(Await(*each) for each in awaits),
     )
     return RankRecord(

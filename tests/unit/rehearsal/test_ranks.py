@@ -12,7 +12,7 @@ from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 
 
 def record(rank: int, *calls: Collective) -> RankRecord:
-    phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, waits=())
+    phase = PhaseRecord(name="train", held=0, peak=0, flops=0, collectives=calls, host_syncs=())
     return RankRecord(
         rank=rank,
         tensor_rank=0,

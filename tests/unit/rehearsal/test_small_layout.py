@@ -157,11 +157,13 @@ def test_waits_are_named(records: list[RankRecord]) -> None:
     """None of the state's way out but one for each part that is kept; the tables of a pipeline's shapes are
     read once for each message."""
     for _, offload in phases(records, "offload"):
-        assert [(wait.kind, wait.times) for wait in offload.waits] == [("synchronize", 2)]
-        assert offload.waits[0].place.startswith("megarl/engine/offload.py:")
+        assert [(wait.kind, wait.times) for wait in offload.host_syncs] == [("synchronize", 2)]
+        assert offload.host_syncs[0].place.startswith("megarl/engine/offload.py:")
     for _, train in phases(records[:4], "train"):
         reads = [
-            wait for wait in train.waits if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"
+            wait
+            for wait in train.host_syncs
+            if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"
         ]
         # sent shapes go up, received ones come down
         assert sum(wait.times for wait in reads) == 2 * MICRO_BATCHES
