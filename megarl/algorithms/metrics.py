@@ -79,9 +79,17 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
             1.0 - errors.variance / returns.variance if returns.variance > 0 else 0.0
         )
 
+    return metrics | _rollout_differences(batch)
+
+
+def _rollout_differences(batch: Mapping[str, Column]) -> dict[str, float]:
+    """Compare the log-probs of the rollout with the trainer's, where the batch has both."""
+    metrics: dict[str, float] = {}
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
-            tokens = moments(difference, mask, batch["rollout_log_probs"], batch["old_log_probs"])
+            tokens = moments(
+                difference, batch["response_mask"], batch["rollout_log_probs"], batch["old_log_probs"]
+            )
             metrics[f"training/rollout_{name}_diff_mean"] = tokens.mean
             metrics[f"training/rollout_{name}_diff_max"] = tokens.maximum if tokens.number else 0.0
 

@@ -57,6 +57,14 @@ def add_generate(commands: Commands) -> None:
     summary = "generate from prompts, or chat, with a model folder or a run's checkpoint"
     parser = commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False)
     _add_model(parser)
+    _add_prompts_and_sampling(parser)
+    parser.add_argument("--log-probs", action="store_true", help="also each token with its log-prob")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each answer, in a line")
+    _add_episode(parser)
+    parser.set_defaults(start=_start_generate)
+
+
+def _add_prompts_and_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="*", help="without one the standard input; on a terminal, a chat"
     )
@@ -91,8 +99,10 @@ def add_generate(commands: Commands) -> None:
         help="ends an answer, and is left out; may be repeated",
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the draws")
-    parser.add_argument("--log-probs", action="store_true", help="also each token with its log-prob")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each answer, in a line")
+
+
+def _add_episode(parser: argparse.ArgumentParser) -> None:
+    """Add the options with which an answer is an episode with tools or an environment."""
     parser.add_argument(
         "--tool",
         metavar="TOOL",
@@ -121,7 +131,6 @@ def add_generate(commands: Commands) -> None:
         type=positive,
         help="of the model, with tools or an environment; 8, or as --agent has it",
     )
-    parser.set_defaults(start=_start_generate)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -42,28 +42,7 @@ def load_tokenizer(
             f"--local-dir DIR`"
         )
 
-    # Read the JSON files first, so that a message can name the one that is damaged.
-    for name in _JSON_FILES:
-        try:
-            if os.path.isfile(Path(path) / name):
-                read_json_object(Path(path) / name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}"
-            ) from error
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # noqa: BLE001
-        # The libraries have no kind of their own for a file that they cannot use.
-        reason = f"{one_line(error)} ({type(error).__name__})"
-        raise ValueError(
-            f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "
-            f"{reason}"
-        ) from error
-
+    tokenizer = _read_tokenizer(path, trust_remote_code, key)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json"
@@ -90,6 +69,29 @@ def load_tokenizer(
         tokenizer.clean_up_tokenization_spaces = False
 
     return tokenizer
+
+
+def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder. Raises ValueError that names the file that is damaged."""
+    # Read the JSON files first, so that a message can name the one that is damaged.
+    for name in _JSON_FILES:
+        try:
+            if os.path.isfile(Path(path) / name):
+                read_json_object(Path(path) / name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy its {name} again: it {error}"
+            ) from error
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # noqa: BLE001
+        # The libraries have no kind of their own for a file that they cannot use.
+        reason = f"{one_line(error)} ({type(error).__name__})"
+        raise ValueError(
+            f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "
+            f"{reason}"
+        ) from error
 
 
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:

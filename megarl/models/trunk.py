@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import REQUIRED, ConfigReader
@@ -140,8 +140,49 @@ def read_trunk(
         read_experts: Reads the experts of a model of that many layers.
     """
     hidden_size = reader.number("hidden_size", int)
+    heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
+    max_position_embeddings = reader.number("max_position_embeddings", int)
+    rope_theta, rope_scaling = read_rope(reader, max_position_embeddings, default_rope_theta)
 
-    # Attention.
+    # Layers. The size of the dense ones says nothing where all are sparse, and a folder may leave it out.
+    num_hidden_layers = reader.number("num_hidden_layers", int)
+    experts = read_experts(reader, num_hidden_layers) if read_experts else None
+    is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
+    unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
+    _check_sliding_window(reader, num_hidden_layers, has_experts=experts is not None)
+
+    return Architecture(
+        model_type=reader.take("model_type"),
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        intermediate_size=reader.number("intermediate_size", int, unused),
+        num_attention_heads=heads.query,
+        num_key_value_heads=heads.key_value,
+        head_dim=heads.dim,
+        vocab_size=reader.number("vocab_size", int),
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        experts=experts,
+    )
+
+
+class _Heads(NamedTuple):
+    """The numbers of query heads and of key-value heads, and the size of a head."""
+
+    query: int
+    key_value: int
+    dim: int
+
+
+def _read_heads(
+    reader: ConfigReader, hidden_size: int, default_head_dim: int | None, multi_head_by_default: bool
+) -> _Heads:
+    """Read the heads of attention; the defaults are those of read_trunk."""
     num_attention_heads = reader.number("num_attention_heads", int)
     has_default = multi_head_by_default or "num_key_value_heads" in reader.fields
     default_key_value_heads = num_attention_heads if has_default else REQUIRED
@@ -160,34 +201,8 @@ def read_trunk(
 
     if head_dim % 2:
         reader.problems.append(f"'head_dim' is {head_dim}; rotary embeddings turn pairs, so it must be even")
-    max_position_embeddings = reader.number("max_position_embeddings", int)
-    rope_theta, rope_scaling = read_rope(reader, max_position_embeddings, default_rope_theta)
 
-    # Layers. The size of the dense ones says nothing where all are sparse, and a folder may leave it out.
-    num_hidden_layers = reader.number("num_hidden_layers", int)
-    experts = read_experts(reader, num_hidden_layers) if read_experts else None
-    is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
-    unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
-    _check_sliding_window(reader, num_hidden_layers, has_experts=experts is not None)
-
-    return Architecture(
-        model_type=reader.take("model_type"),
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=reader.number("intermediate_size", int, unused),
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        vocab_size=reader.number("vocab_size", int),
-        max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=reader.flag("tie_word_embeddings"),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        experts=experts,
-    )
+    return _Heads(num_attention_heads, num_key_value_heads, head_dim)
 
 
 def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_experts: bool) -> None:

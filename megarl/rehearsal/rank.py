@@ -222,11 +222,19 @@ def run_phases(
             train()
             yield end(f"train{UNEVEN}")
 
-    parts: tuple[StatePart, ...] = tuple(StatePart) if trains else (StatePart.parameters,)
+    yield from _offload_phases(engine, end, push)
+
+
+def _offload_phases(
+    engine: MegatronEngine, end: Callable[[str], PhaseRecord], push: Callable[[], None] | None
+) -> Iterator[PhaseRecord]:
+    """What an engine does around generation: it gives the device's memory away, and takes it back."""
+    parts: tuple[StatePart, ...] = (StatePart.parameters,) if engine.spec.optim is None else tuple(StatePart)
     engine.offload(*parts)
     yield end("offload")
 
-    if push is not None:  # as where engines share the device: of the model there is nothing but the weights
+    # Where engines share the device, nothing but the weights of the model is on it during a push.
+    if push is not None:
         engine.restore(StatePart.parameters)
         push()
         yield end("push")

@@ -72,33 +72,22 @@ class SampleRows:
             return list_column(lengths, values[is_real].numpy(), kind)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
-        parts = batch.tensors["score_parts"]
         prompt_ids = rows["prompts"].flat().numpy()
         nothing = pa.nulls(len(batch))
         columns: dict[str, Any] = {
-            "step": [step] * len(batch),
-            "uid": [str(uid) for uid in arrays["uid"]],
-            "data_source": arrays["data_source"].tolist(),
+            **_of_rows(batch, step),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
             "prompt_ids": list_column(prompt_lengths, prompt_ids, pa.int32()),
             "response": decode_rows(
                 self._tokenizer, rows["responses"], rows["answer_mask"] if are_episodes else mask
             ),
             "response_ids": of_tokens("responses", pa.int32()),
-            "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
-            "score": [float(score) for score in arrays["score"]],
-            "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]]
-            if "reward_numbers" in arrays
-            else nothing,
-            "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
             "advantage": advantages.numpy(),
             "advantages": of_tokens("advantages", pa.float32()),
             "log_probs": of_tokens("old_log_probs", pa.float32()) if self._own_log_probs else nothing,
             "rollout_log_probs": of_tokens("rollout_log_probs", pa.float32()),
-            "weight_version": arrays["weight_version"].tolist(),
             "prompt_length": prompt_lengths,
             "response_length": lengths,
-            "finish_reason": arrays["finish_reason"].tolist(),
             **(
                 _of_episodes(arrays, lengths, mask, rows["environment_rewards"])
                 if are_episodes
@@ -129,6 +118,25 @@ class SampleRows:
             texts.append(text)
 
         return texts
+
+
+def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
+    """Return the columns with one value for each row, whatever its tokens are."""
+    arrays = batch.non_tensor_batch
+    parts = batch.tensors["score_parts"]
+    return {
+        "step": [step] * len(batch),
+        "uid": [str(uid) for uid in arrays["uid"]],
+        "data_source": arrays["data_source"].tolist(),
+        "ground_truth": [_text(model["ground_truth"]) for model in arrays["reward_model"]],
+        "score": [float(score) for score in arrays["score"]],
+        "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]]
+        if "reward_numbers" in arrays
+        else pa.nulls(len(batch)),
+        "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
+        "weight_version": arrays["weight_version"].tolist(),
+        "finish_reason": arrays["finish_reason"].tolist(),
+    }
 
 
 def _of_episodes(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
-from megarl.checkpoints.role_folder import MANIFEST_FILE, check_folder, read_manifest
+from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_manifest
 from megarl.checkpoints.torch_dist import (
     COMMON_FILE,
     DistributedTensor,
@@ -89,6 +89,33 @@ def canonical_rest(rest: str) -> str:
     return _CANONICAL.get(rest, rest)
 
 
+def _layout_in_words(sizes: Layout) -> str:
+    """Describe the layout that wrote a checkpoint, as `written by TP 2 x PP 1 x DP 4, EP 2`."""
+    virtual = sizes.virtual_pipeline_parallel_size
+    dimensions = [
+        f"TP {sizes.tensor_parallel_size}",
+        f"PP {sizes.pipeline_parallel_size}",
+        *([f"VPP {virtual}"] if virtual else []),
+        *([f"CP {sizes.context_parallel_size}"] if sizes.context_parallel_size > 1 else []),
+        f"DP {sizes.data_parallel_size}",
+    ]
+    of_experts = [
+        *([f"EP {sizes.expert_parallel_size}"] if sizes.expert_parallel_size > 1 else []),
+        *([f"ETP {sizes.expert_tensor_parallel_size}"] if sizes.expert_tensor_parallel_size > 1 else []),
+    ]
+
+    return f"written by {', '.join([' x '.join(dimensions), *of_experts])}"
+
+
+def _without_training_state(index: TorchDistIndex) -> dict[str, DistributedTensor]:
+    """Return the model's tensors. The optimizer's state and the random states lie among them."""
+    return {
+        key: tensor
+        for key, tensor in index.tensors.items()
+        if "optimizer" not in key and not key.startswith("rng_state")
+    }
+
+
 def open_distributed(
     folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
 ) -> ModelSource:
@@ -103,28 +130,11 @@ def open_distributed(
         if check_contents:
             check_folder(folder)
         description = read_manifest(folder).description
-        sizes = description.layout
         step = description.step
-        layout = (
-            f"written by TP {sizes.tensor_parallel_size} x PP {sizes.pipeline_parallel_size}"
-            + (
-                f" x VPP {sizes.virtual_pipeline_parallel_size}"
-                if sizes.virtual_pipeline_parallel_size
-                else ""
-            )
-            + (f" x CP {sizes.context_parallel_size}" if sizes.context_parallel_size > 1 else "")
-            + f" x DP {sizes.data_parallel_size}"
-            + (f", EP {sizes.expert_parallel_size}" if sizes.expert_parallel_size > 1 else "")
-            + (f", ETP {sizes.expert_tensor_parallel_size}" if sizes.expert_tensor_parallel_size > 1 else "")
-        )
+        layout = _layout_in_words(description.layout)
 
     index = read_index(folder)
-    # Set aside the optimizer's state and the random states, which lie among the weights.
-    model = {
-        key: tensor
-        for key, tensor in index.tensors.items()
-        if "optimizer" not in key and not key.startswith("rng_state")
-    }
+    model = _without_training_state(index)
     prefix = next(
         (prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in model), ""
     )

@@ -36,6 +36,11 @@ from megarl.weights.plan import NUM_IPC_BUFFERS
 GOOD = 0
 MISTAKES = 2
 
+_LAYERS_ARE_LOCAL = (
+    "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: auto): "
+    "their parameters are the same, what they keep and where they wait is not seen here."
+)
+
 
 def run(
     config_path: str,
@@ -58,45 +63,16 @@ def run(
     refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
     config = inputs.partial.config
     absent = [*inputs.substituted, *map(str, absences)]
-
-    if config.device is Device.cpu:
-        raise ValueError(
-            f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the "
-            f"run would do on some"
-        )
-
-    if config.engine.layers is Layers.transformer_engine:
-        raise ValueError(
-            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add "
-            f"engine.layers=local, whose layers "
-            "have the same parameters"
-        )
+    _check_devices(config_path, config)
 
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
     numbers = chosen_ranks(ranks, role.parallel)
     # Enough micro-batches to fill the pipeline once.
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
+    pushes = _pushes(config, role, architectures)
+    records = _rehearse(config, role, numbers, num_micro_batches, pushes)
     console = output_console()
-    records: list[RankRecord] = []
-
-    with RehearsalProgress(len(numbers)) as progress:
-        # Routes are given, whoever chose them first.
-        local = config.with_sections(
-            engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off)
-        )
-        pushes = _pushes(config, role, architectures)
-        requests = [
-            RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in numbers
-        ]
-        for record in rehearse_ranks(
-            requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report
-        ):
-            records.append(record)
-            progress.rank_finished()
-
-    # The ranks finish in any order.
-    records.sort(key=lambda record: record.rank)
     predicted = {
         record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
         for record in records
@@ -112,13 +88,7 @@ def run(
 
     print_absent(absent, console)
     if config.engine.layers is Layers.auto and config.model.dtype is DType.bfloat16:
-        _say(
-            console,
-            "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: "
-            "auto): their parameters are the "
-            "same, what they keep and where they wait is not seen here.",
-        )
-
+        _say(console, _LAYERS_ARE_LOCAL)
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
         console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
@@ -129,6 +99,48 @@ def run(
     _say(console, f"{config_path}: {ranks_of_role} rehearsed, {found}")
 
     return MISTAKES if mistakes else GOOD
+
+
+def _check_devices(config_path: str, config: RunConfig) -> None:
+    """Raises ValueError for a run whose layers or devices cannot be simulated."""
+    if config.device is Device.cpu:
+        raise ValueError(
+            f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the "
+            f"run would do on some"
+        )
+
+    if config.engine.layers is Layers.transformer_engine:
+        raise ValueError(
+            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add "
+            f"engine.layers=local, whose layers "
+            "have the same parameters"
+        )
+
+
+def _rehearse(
+    config: RunConfig,
+    role: ModelRole,
+    ranks: Sequence[int],
+    num_micro_batches: int,
+    pushes: Mapping[int, RankPush],
+) -> list[RankRecord]:
+    """Rehearse ranks of a role, and return their records in the order of ranks."""
+    # Routes are given, whoever chose them first.
+    local = config.with_sections(
+        engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off)
+    )
+    requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in ranks]
+    records: list[RankRecord] = []
+
+    with RehearsalProgress(len(ranks)) as progress:
+        for record in rehearse_ranks(
+            requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report
+        ):
+            records.append(record)
+            progress.rank_finished()
+
+    # The ranks finish in any order.
+    return sorted(records, key=lambda record: record.rank)
 
 
 def _role(config: RunConfig, name: str) -> ModelRole:

@@ -81,19 +81,8 @@ def run(parsed: argparse.Namespace) -> int:
     _claim(output)
     console = output_console(stderr=True)
     start_s = time.monotonic()
-
-    if others is not None and (lacking := _not_compared(config, keys, others)):
-        console.print(
-            f"not compared, because only one side has it: {', '.join(lacking)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    what = (
-        f"{counted(len(data), 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of "
-        f"{model.source.folder}"
-    )
-    console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
+    lacking = [] if others is None else _not_compared(config, keys, others)
+    _announce(console, config, model, len(data), lacking)
     dtype = getattr(torch, config.model.dtype.value)
 
     with (
@@ -156,6 +145,24 @@ def _not_compared(
         )
 
     return sorted(lacking)
+
+
+def _announce(
+    console: Console, config: PPOConfig, model: NamedModel, num_prompts: int, not_compared: Sequence[str]
+) -> None:
+    """Print what is sampled, and which metrics have no counterpart in the other evaluation."""
+    if not_compared:
+        console.print(
+            f"not compared, because only one side has it: {', '.join(not_compared)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    what = (
+        f"{counted(num_prompts, 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of "
+        f"{model.source.folder}"
+    )
+    console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
 
 
 def _claim(output: Path) -> None:

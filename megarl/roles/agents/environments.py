@@ -133,22 +133,7 @@ class Environments:
             EnvironmentLimitError: All restarts are used up.
             WorkerError: The code of an environment failed.
         """
-        # Send each idle process its turns, and interrupt a waiting call that has new turns to send.
-        for process in self._processes:
-            if process.future is None and (process.orders or process.ended or process.unanswered):
-                process.future = process.group.call(
-                    EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S
-                )
-                process.orders = []
-                process.ended = []
-                process.is_interrupted = False
-            elif (
-                process.future is not None
-                and (process.orders or process.ended)
-                and not process.is_interrupted
-            ):
-                process.is_interrupted = True
-                process.group.call_beside(EnvironmentWorker.interrupt)
+        self._send_orders()
 
         # Collect the answers. A dead or hung process is restarted while the others continue.
         futures = [process.future for process in self._processes if process.future is not None]
@@ -184,6 +169,24 @@ class Environments:
                 )
 
         return reports, lost
+
+    def _send_orders(self) -> None:
+        """Send each idle process its turns, and interrupt a waiting call that has new turns to send."""
+        for process in self._processes:
+            if process.future is None and (process.orders or process.ended or process.unanswered):
+                process.future = process.group.call(
+                    EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S
+                )
+                process.orders = []
+                process.ended = []
+                process.is_interrupted = False
+            elif (
+                process.future is not None
+                and (process.orders or process.ended)
+                and not process.is_interrupted
+            ):
+                process.is_interrupted = True
+                process.group.call_beside(EnvironmentWorker.interrupt)
 
     def _restart(self, number: int, why: str) -> list[int]:
         process = self._processes[number]

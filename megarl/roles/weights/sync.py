@@ -117,27 +117,7 @@ class WeightSync:
             if not to:  # nobody is left to receive, and trainers may have joined nobody
                 self._session.forget(lost)
                 return None, lost
-            # Start both sides before waiting for either: each waits for the other.
-            receiving = {
-                number: replica.call_rank(
-                    0,
-                    RolloutWorker.receive_weights,
-                    self._source.manifest,
-                    version,
-                    self._session.name(number),
-                )
-                for number, replica in to.items()
-            }
-            sending = {
-                rank: self._source.group.call_rank(rank, WeightExport.send_weights, list(to), (), True)
-                for rank in range(len(self._source.group.mesh))
-            }
-            calls = _Push(self._source.group, sending, receiving, lost)
-            reports = calls.finish()
-            # All calls have ended by now, so that no rank is left in the middle of a message.
-            if calls.failure is not None:
-                self._session.forget(lost)
-                raise calls.failure
+            reports = self._between_ranks(to, version, lost)
 
         # The replicas have all weights. Compare checksums if the configuration asks for it.
         load_s = time.perf_counter() - start_s
@@ -173,6 +153,32 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect all replicas and free the memory for messages. The next push joins them again."""
         self._session.close()
+
+    def _between_ranks(
+        self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
+    ) -> list[SendReport]:
+        """Send the weights from the trainer ranks to replicas that have joined. Adds those that are lost to
+        `lost`. Raises what `push` raises."""
+        # Start both sides before waiting for either: each waits for the other.
+        receiving = {
+            number: replica.call_rank(
+                0, RolloutWorker.receive_weights, self._source.manifest, version, self._session.name(number)
+            )
+            for number, replica in replicas.items()
+        }
+        sending = {
+            rank: self._source.group.call_rank(rank, WeightExport.send_weights, list(replicas), (), True)
+            for rank in range(len(self._source.group.mesh))
+        }
+        calls = _Push(self._source.group, sending, receiving, lost)
+        reports = calls.finish()
+
+        # All calls have ended by now, so that no rank is left in the middle of a message.
+        if calls.failure is not None:
+            self._session.forget(lost)
+            raise calls.failure
+
+        return reports
 
     def _through_folder(
         self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
