@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl import __version__
-from megarl.controller.resource_pool import NodeResources, free_nodes, living_nodes
+from megarl.controller.node_resources import NodeResources, free_nodes, living_nodes
 
 _PINGS = 5
 

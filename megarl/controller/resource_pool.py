@@ -18,11 +18,19 @@ from ray.util.placement_group import (
 )
 
 from megarl.controller import hints
+from megarl.controller.node_resources import (
+    CPU,
+    GPU,
+    NodeResources,
+    amounts_in_words,
+    fits,
+    free_nodes,
+    living_nodes,
+    match,
+)
 from megarl.machine.errors import HintedError
 from megarl.placement.placement_plan import PlacementPlan
 
-_CPU = "CPU"
-_GPU = "GPU"
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _SETTLE_S = 5.0  # until what was given back just now is known to be free
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
@@ -87,7 +95,7 @@ class RayResourcePool:
         return sum(self.process_on_nodes)
 
     def resources_per_process(self) -> dict[str, float]:
-        return {_CPU: self.max_colocate_count, **({_GPU: self.gpus_per_process} if self.use_gpu else {})}
+        return {CPU: self.max_colocate_count, **({GPU: self.gpus_per_process} if self.use_gpu else {})}
 
     def bundles(self) -> list[PoolBundle]:
         """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once
@@ -264,14 +272,6 @@ class ResourcePoolManager:
             pool.release()
 
 
-class NodeResources(NamedTuple):
-    """`node`: its address. `identity`: Ray's id of it."""
-
-    node: str
-    resources: Mapping[str, float]
-    identity: str = ""
-
-
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
     """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they
     were empty."""
@@ -280,45 +280,6 @@ def check_fits(pools: Sequence[RayResourcePool]) -> None:
         raise InsufficientResourcesError(
             explain(pools, nodes, "more than the cluster has", _hint(pools, nodes))
         )
-
-
-def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
-    """Whether each demand finds a node; see `match`."""
-    return match(demands, nodes) is not None
-
-
-def match(
-    demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources], apart: bool = False
-) -> list[int] | None:
-    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves
-    least.
-
-    apart: no node has two.
-    """
-    left = [dict(node.resources) for node in nodes]
-    found = [0] * len(demands)
-
-    # Best fit, largest first: small demands must not take the room that only a large one needs.
-    for index in sorted(
-        range(len(demands)),
-        key=lambda index: (demands[index].get(_GPU, 0), demands[index][_CPU]),
-        reverse=True,
-    ):
-        able = [
-            number
-            for number, room in enumerate(left)
-            if all(room.get(kind, 0) >= need for kind, need in demands[index].items())
-        ]
-        if not able:
-            return None
-        found[index] = min(able, key=lambda number: (left[number].get(_GPU, 0), left[number][_CPU]))
-        # A node without room is not offered to another demand.
-        if apart:
-            left[found[index]] = {}
-        for kind, amount in demands[index].items():
-            left[found[index]][kind] = left[found[index]].get(kind, 0) - amount
-
-    return found
 
 
 def _pin(pools: Sequence[RayResourcePool]) -> None:
@@ -363,7 +324,7 @@ def _numbers(pools: Sequence[RayResourcePool]) -> list[int]:
 
 def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     """Of each node of the plan, in order; then of each node of the pools that are on any."""
-    together: dict[int, dict[str, float]] = {number: {_CPU: 0.0} for number in _numbers(pools)}
+    together: dict[int, dict[str, float]] = {number: {CPU: 0.0} for number in _numbers(pools)}
     alone: list[dict[str, float]] = []
 
     # Demands on the same node of the plan add up; a pool without a plan needs room of its own.
@@ -380,15 +341,6 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
     return [*together.values(), *alone]
 
 
-def living_nodes() -> list[NodeResources]:
-    """With all that they have, whoever holds it."""
-    return [
-        NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"])
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
 def _group_on_node(share: Mapping[str, float], count: int, node_id: str | None) -> PlacementGroup:
     bundles = [dict(share) for _ in range(count)]
     if node_id is None:
@@ -402,18 +354,12 @@ def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
     return {kind: amount * count for kind, amount in pool.resources_per_process().items()}
 
 
-def free_nodes() -> list[NodeResources]:
-    # Ray has no public call for this that works without its dashboard.
-    free = ray._private.state.available_resources_per_node()
-    return [node._replace(resources=free.get(node.identity, {_CPU: 0.0})) for node in living_nodes()]
-
-
 _SMALLER = "Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."
 
 
 def _hint(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResources]) -> str:
-    wants_gpus = any(_GPU in pool.resources_per_process() for pool in pools)
-    if wants_gpus and not any(node.resources.get(_GPU) for node in whole_nodes):
+    wants_gpus = any(GPU in pool.resources_per_process() for pool in pools)
+    if wants_gpus and not any(node.resources.get(GPU) for node in whole_nodes):
         return "No node has a GPU: join a cluster whose nodes have some, or run on CPUs with device=cpu."
     return _SMALLER
 
@@ -422,11 +368,11 @@ def explain(
     pools: Sequence[RayResourcePool], nodes: Sequence[NodeResources], problem: str, hint: str = _SMALLER
 ) -> str:
     requested = [
-        f"  pool {pool.name!r}: {_amounts(_demand(pool, count))} on {_where(pool, index)}"
+        f"  pool {pool.name!r}: {amounts_in_words(_demand(pool, count))} on {_where(pool, index)}"
         for pool in pools
         for index, count in enumerate(pool.process_on_nodes)
     ]
-    available = [f"  node {node.node}: {_amounts(node.resources)}" for node in nodes]
+    available = [f"  node {node.node}: {amounts_in_words(node.resources)}" for node in nodes]
     return "\n".join(
         [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, hint]
     )
@@ -434,7 +380,3 @@ def explain(
 
 def _where(pool: RayResourcePool, index: int) -> str:
     return "one node" if pool.nodes is None else f"node {pool.nodes[index]} of the plan"
-
-
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in (_GPU, _CPU))

@@ -51,7 +51,8 @@ def probe() -> Gpus:
         return found
 
     try:
-        listed = subprocess.run([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], **_ASK)  # type: ignore[call-overload]
+        query = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        listed = subprocess.run(query, **_ASK)  # type: ignore[call-overload]
         overview = subprocess.run([program], **_ASK)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return replace(found, error=f"nvidia-smi did not answer within {_LIMIT_S} s")

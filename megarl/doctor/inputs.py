@@ -12,9 +12,6 @@ from typing import NamedTuple
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.protocol import Task
-from megarl.agents.responder import EnvironmentFailedError
-from megarl.agents.trial import ANSWER, try_agent
 from megarl.algorithms.user_functions import try_functions
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.rules.data import too_few_rows
@@ -26,9 +23,9 @@ from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tables import escapes_message
 from megarl.data.tokenizer import Tools, load_tokenizer
-from megarl.data.tool_columns import names_of
-from megarl.data.turns import TurnTemplate, closing_token
+from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
+from megarl.doctor.agent_inputs import judge_agent
 from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.reward_functions import (
@@ -43,7 +40,6 @@ from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
-from megarl.rollout.tool_calls import check_parser
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
@@ -51,7 +47,6 @@ Config = RunConfig
 MODELS = "models"
 TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
-AGENT = "agent"
 ROWS = 256  # of each file that are rendered
 
 
@@ -301,92 +296,6 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
 
     of_all = "" if rows is None else f"{counted(rows, 'row')}; "
     return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
-
-
-def judge_agent(
-    config: PPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    skipped: Collection[str] = (),
-    limit_s: float = LOAD_LIMIT_S,
-) -> tuple[CheckResult, Tools]:
-    """Have tools or the environment answer a first turn, in a process that can be ended (see `try_agent`).
-
-    The chat template is tried for conversations that grow, and for the environment's reply.
-
-    Returns:
-        What was found, and the schemas of the tools.
-    """
-    agent = config.agent
-    paths = [*(tool.path for tool in agent.tools), agent.environment.path]
-    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    hint = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
-    first = None if agent.tools else _first_task(config, tokenizer, skipped)
-    of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
-
-    # Code of the user may hang or crash, so it runs in a process with a time limit.
-    with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
-        try:
-            tools, messages = tried.result()
-            if agent.parser is not None:
-                pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
-        except EnvironmentFailedError as error:
-            return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
-        except ValueError as error:
-            return refused(AGENT, "agent", error, hint, files=files), None
-        except (ProcessExpired, TimeoutError) as error:
-            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", hint, files=files), None
-
-    # The chat template must extend a conversation without changing the tokens before.
-    template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
-    try:
-        template.check()
-        if messages:
-            template.bridge(messages)
-    except ValueError as error:
-        return refused(
-            AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files
-        ), None
-
-    what = (
-        f"the tools {', '.join(names_of(list(tools)))}"
-        if tools
-        else f"the environment {agent.environment.name}"
-    )
-    does = "can be used" if first is None else f"answers a first turn about {first.place}"
-    return good(
-        AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files
-    ), tools
-
-
-class _FirstTask(NamedTuple):
-    task: Task
-    place: str
-
-
-def _first_task(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]
-) -> _FirstTask | None:
-    """Return the task of the first row that can be read; None if the data are not on this machine."""
-    for key, files in (
-        ("data.train_files", config.data.train_files),
-        ("data.val_files", config.data.val_files),
-    ):
-        for file in files if key not in skipped else ():
-            if not os.path.exists(file):
-                continue
-            try:
-                prompt = read_prompt(
-                    next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data
-                )
-            except DataError:  # the data are judged by themselves
-                continue
-            task = Task(
-                messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info
-            )
-            return _FirstTask(task, f"the first row of {file}")
-    return None
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:

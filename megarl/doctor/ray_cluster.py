@@ -16,7 +16,8 @@ from megarl.config.schema import PPOConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
-from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, fits, node_demands
+from megarl.controller.node_resources import fits
+from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory

@@ -9,7 +9,6 @@ coarser.
 
 from __future__ import annotations
 
-from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
@@ -22,9 +21,10 @@ from megarl.config.batch_arithmetic import (
 )
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
-from megarl.config.schema import Device, DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
+from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
+from megarl.placement.activation_widths import Kernels, kernels_of, widths_of
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4
@@ -50,27 +50,6 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-class _Kernels(Enum):
-    """What attention, norms and activations are made of."""
-
-    flash = "flash"  # of CUDA, for 16 bits
-    plain = "plain"  # of CUDA, for float32: attention is a product of matrices
-    cpu = "cpu"
-
-
-class _Widths(NamedTuple):
-    """Elements of one token on one rank. whole: a hidden state; part: that where sequence parallelism cuts
-    it; query, key (and as much for values), gate (and as much for up) of attention and MLP; squares: its row
-    of each head's product of queries and keys, where attention makes it."""
-
-    whole: int
-    part: int
-    query: int
-    key: int
-    gate: int
-    squares: int
-
-
 def working_memory(
     config: RunConfig,
     role: ModelRole,
@@ -87,7 +66,7 @@ def working_memory(
     stays = work.stays(trains)
 
     # On CUDA Adam takes the square roots of all its second moments at a time.
-    roots = 0 if work.kernels is _Kernels.cpu else moments
+    roots = 0 if work.kernels is Kernels.cpu else moments
     return WorkingMemory(
         score=stays + work.score(),
         train=stays + work.train() if trains else 0,
@@ -109,7 +88,7 @@ class _Work:
         self._architecture = architecture
         self._parallel = parallel = role.parallel
         self._element = 4 if config.model.dtype is DType.float32 else 2
-        self.kernels = _kernels(config)
+        self.kernels = kernels_of(config)
         self._is_first = stage == 0
         self._is_last = stage == parallel.pipeline_parallel_size - 1
         self._stage = stage
@@ -127,7 +106,9 @@ class _Work:
         rows = self._rows(trains=False)
         self._context = parallel.context_parallel_size
         self._keys_of_token = self._gathered_keys(rows)
-        self._widths = _widths(architecture, parallel, self._longest if self.kernels is _Kernels.plain else 0)
+        self._widths = widths_of(
+            architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
+        )
         self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
 
     def _gathered_keys(self, rows: list[Row]) -> float:
@@ -194,7 +175,7 @@ class _Work:
         width = self._widths
 
         # For a CPU, all that a layer would keep for a backward pass counts as live at once.
-        if self.kernels is _Kernels.cpu:
+        if self.kernels is Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
         else:
@@ -239,7 +220,7 @@ class _Work:
         prompts' keys beside their
         own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and
         laid out."""
-        if not (self._shares_prompts and self.kernels is _Kernels.plain):
+        if not (self._shares_prompts and self.kernels is Kernels.plain):
             return 0
         width = self._widths
         keys = self._keys_of_token
@@ -255,7 +236,7 @@ class _Work:
         """Of the logits of a chunk, those that are worked on at a time."""
         return (
             min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary))
-            if self.kernels is _Kernels.cpu
+            if self.kernels is Kernels.cpu
             else self._chunk(tokens)
         )
 
@@ -270,14 +251,14 @@ class _Work:
         moments = [self._way_back_of_layer(tokens)]
         if self._is_last:
             moments.append(self._way_back_of_head(tokens))
-        if self._is_first and self.kernels is not _Kernels.cpu:
+        if self._is_first and self.kernels is not Kernels.cpu:
             moments.append(self._way_back_of_embedding(tokens))
 
         return kept + self._most(moments) + self.batch(trains=True)
 
     def _most(self, moments: list[int]) -> int:
         """On a CPU their sum, from above: its allocator gives back later."""
-        return sum(moments) if self.kernels is _Kernels.cpu else max(moments)
+        return sum(moments) if self.kernels is Kernels.cpu else max(moments)
 
     @property
     def _kept_of_layer(self) -> int:
@@ -288,7 +269,7 @@ class _Work:
     def _kept_of_norms(self) -> int:
         """Inputs and outputs of both. On a CPU inputs are in float32, and outputs before and after they are
         scaled."""
-        if self.kernels is _Kernels.cpu:
+        if self.kernels is Kernels.cpu:
             return 6 * self._widths.part + 2 * self._widths.whole
         return 4 * self._widths.part
 
@@ -297,10 +278,10 @@ class _Work:
         width = self._widths
         has_norm = self._architecture.qk_norm
         again = RecomputeModule.core_attn in self._modules_again
-        if self.kernels is _Kernels.cpu:
+        if self.kernels is Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
 
-        if self.kernels is _Kernels.plain and not again:
+        if self.kernels is Kernels.plain and not again:
             # Queries, and for each of them its keys and values, laid out for the products; their weights;
             # what is attended.
             return (
@@ -328,7 +309,7 @@ class _Work:
     @property
     def _kept_of_mlp(self) -> int:
         """Gate and up, and their product, and on a CPU the activated gate; or what experts keep."""
-        return max((3 + (self.kernels is _Kernels.cpu)) * self._widths.gate, self._sparse.kept)
+        return max((3 + (self.kernels is Kernels.cpu)) * self._widths.gate, self._sparse.kept)
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -340,7 +321,7 @@ class _Work:
         layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
         chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
 
-        if self.kernels is _Kernels.cpu:
+        if self.kernels is Kernels.cpu:
             chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
         else:
             chunk += self._widths.part
@@ -357,7 +338,7 @@ class _Work:
             again += width.part  # its output
         gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
 
-        if self.kernels is _Kernels.cpu:
+        if self.kernels is Kernels.cpu:
             return (
                 tokens
                 * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole)
@@ -418,26 +399,6 @@ class _Work:
 
     def _way_back_of_embedding(self, tokens: int) -> int:
         return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element
-
-
-def _kernels(config: RunConfig) -> _Kernels:
-    """`device: auto` is taken for a GPU."""
-    if config.device is Device.cpu:
-        return _Kernels.cpu
-    return _Kernels.plain if config.model.dtype is DType.float32 else _Kernels.flash
-
-
-def _widths(architecture: Architecture, parallel: ParallelConfig, row: int) -> _Widths:
-    cut = parallel.tensor_parallel_size
-    heads = architecture.num_attention_heads // cut
-    return _Widths(
-        whole=architecture.hidden_size,
-        part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
-        query=heads * architecture.head_dim,
-        key=architecture.num_key_value_heads * architecture.head_dim // cut,
-        gate=architecture.intermediate_size // cut * (architecture.num_dense_layers > 0),
-        squares=heads * row,
-    )
 
 
 def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

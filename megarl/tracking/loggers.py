@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
@@ -171,16 +172,16 @@ class Tracker:
         self._failed: set[str] = set()
 
         for kind in kinds:
-            self._guarded(
-                kind.value,
-                lambda kind=kind: self._loggers.update({kind.value: LOGGERS[kind](run)}),  # type: ignore[misc]
-            )
+            self._guarded(kind.value, partial(self._open, kind, run))
+
+    def _open(self, kind: LoggerKind, run: TrackedRun) -> None:
+        self._loggers[kind.value] = LOGGERS[kind](run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Raises RunError where the run's folder is no longer there: what is written would go nowhere."""
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
-            self._guarded(name, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
+            self._guarded(name, partial(logger.log, metrics, step))
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError
@@ -188,7 +189,7 @@ class Tracker:
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
-                self._guarded(name, lambda logger=logger: logger.log_generations(step, rows))  # type: ignore[misc]
+                self._guarded(name, partial(logger.log_generations, step, rows))
 
         # Synced to the disk, so that samples survive a crash of the machine.
         with (

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import NamedTuple
 
 import torch
@@ -202,9 +204,7 @@ class PipelinedTransfer:
                 yield
             # Two pack buffers alternate, so the messages of round n - 2 must have been sent by now.
             yield from self._arrival(number - 2)
-            yield from self._until(
-                self._ask_buffer(lambda receive_buffer, number=number: receive_buffer.is_free(number))  # type: ignore[misc]
-            )
+            yield from self._until(self._ask_buffer(methodcaller("is_free", number)))
             self._start(number)
             # Unpack the previous round while this one travels.
             if self._receive_buffer is not None:
@@ -224,7 +224,7 @@ class PipelinedTransfer:
     def _arrival(self, number: int) -> Iterator[None]:
         """Waits for all messages of a round."""
         for channel in self._channels:
-            yield from self._until(lambda channel=channel: self._has_arrived(channel, number))  # type: ignore[misc]
+            yield from self._until(partial(self._has_arrived, channel, number))
 
     def _has_arrived(self, channel: Channel, number: int) -> bool:
         transfer = self._pending.get((channel, number))

@@ -7,19 +7,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from megarl.recipes.math import numbers
+from megarl.recipes.math.answers import Answer, Equation, Formula, Interval, Items, Union, Unread, Words
 from megarl.recipes.math.expression import Expression
 from megarl.recipes.math.numbers import NoNumberError, Number, context
-from megarl.recipes.math.reading import (
-    Answer,
-    Equation,
-    Formula,
-    Interval,
-    Items,
-    Union,
-    Unread,
-    Words,
-    as_union,
-)
+from megarl.recipes.math.reading import as_union
 
 _NUM_POINTS = 8
 _FEWEST_POINTS = 3  # at which two formulas must have values

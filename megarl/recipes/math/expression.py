@@ -7,9 +7,10 @@ import re
 import string
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.recipes.math import numbers
+from megarl.recipes.math.functions import FUNCTIONS, apply_function, logarithm, root
 from megarl.recipes.math.numbers import NoNumberError, Number, TooLargeError, context
 
 _DEEPEST = 60  # brackets within brackets
@@ -17,28 +18,23 @@ _LONGEST_NUMBER = 5000  # digits
 _LONGEST_PERIOD = 20  # digits of a repeating decimal that ends in dots
 _TOKEN = re.compile(
     r"\s*(?:(?P<based>[0-9A-Za-z]*\d[0-9A-Za-z]*_(?:\{\d+\}|\d+))"
-    r"|(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
+    r"|(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)(?:\.\d+)?"
+    r"|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
     r"|(?P<command>\\[A-Za-z]+|\\[{}|%])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|.))",
     re.DOTALL,
 )
 _REPEATING = re.compile(
-    r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{\s*(\d+)\s*\}|\\bar\s*\{\s*(\d+)\s*\}|\\dot\s*\{\s*(\d)\s*\}|\(\s*(\d+)\s*\))"
+    r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{\s*(\d+)\s*\}|\\bar\s*\{\s*(\d+)\s*\}"
+    r"|\\dot\s*\{\s*(\d)\s*\}|\(\s*(\d+)\s*\))"
 )
 _DOTS = re.compile(r"(?<![\d.])(\d*)\.(\d+)\s*(?:\\ldots|\\dots|\\cdots|\.\.\.|…)")
 _MIXED = re.compile(
-    r"(?<![\w.^_{/\\)])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(?<![\w.^_{/\\)])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"
+    r"(?<![\w.^_{/\\)])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
+    r"|(?<![\w.^_{/\\)])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"
 )
 _SHORT_FRACTION = re.compile(
     r"\\frac\s*(\d)\s*(\d)|\\frac\s*(\{[^{}]*\})\s*(\d|[A-Za-z])(?![\d])|\\frac\s*(\d)\s*(?=\{)"
 )
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    **{
-        name: getattr(context, name)
-        for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh", "exp", "ln")
-    },
-    **{f"arc{name}": getattr(context, f"a{name}") for name in ("sin", "cos", "tan")},
-    "log": context.ln,
-}
 _CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
 _GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
@@ -120,7 +116,8 @@ def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
     if dots and _period(dots.group(2)) is None:
         text = text.strip()[: len(text.strip()) - len(dots.group()) + dots.end(2)]
     found = re.fullmatch(
-        r"\s*([+-]?)\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d*)\.(\d+)\s*(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
+        r"\s*([+-]?)\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d*)\.(\d+)\s*"
+        r"(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
         text,
     )
     # Huge numbers would take time and memory without a limit.
@@ -187,52 +184,6 @@ def _constant(value: Number) -> Value:
 
 def _of(function: Callable[..., Number], *arguments: Value) -> Value:
     return lambda variables: function(*(argument(variables) for argument in arguments))
-
-
-def _applied(name: str, value: Number) -> Number:
-    if name == "ln" and value == 1:
-        return Fraction(0)
-    approximate = numbers.approximate(value)
-    if name == "exp":
-        return numbers.power(context.mpf(context.e), value)
-    if name in ("ln", "log") and approximate == 0:
-        raise NoNumberError("the logarithm of zero")
-    if abs(approximate) >= 2**60:
-        raise TooLargeError("the argument is too large")
-    result = _FUNCTIONS[name](approximate)
-    if not context.isfinite(result) or abs(result) > 2.0**300:
-        raise NoNumberError("the value is not finite")
-
-    return Fraction(0) if abs(result) < 2.0**-350 else result
-
-
-def _root(value: Number, degree: Number) -> Number:
-    if degree == 0:
-        raise NoNumberError("the root of degree zero")
-    if (
-        isinstance(value, Fraction)
-        and value >= 0
-        and isinstance(degree, Fraction)
-        and degree.denominator == 1
-        and degree > 0
-    ):
-        # An exact root keeps later comparisons exact.
-        exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
-        if None not in exact:
-            return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
-
-    return numbers.power(value, 1 / degree if isinstance(degree, Fraction) else context.mpf(1) / degree)
-
-
-def _exact_root(value: int, degree: int) -> int | None:
-    if value.bit_length() > 2000 or degree > 64:
-        return None
-    root = int(context.nint(context.power(value, context.mpf(1) / degree)))
-    return root if root**degree == value else None
-
-
-def _logarithm(value: Number, base: Number) -> Number:
-    return numbers.divide(_applied("ln", value), _applied("ln", base))
 
 
 class _Parser:
@@ -312,7 +263,7 @@ class _Parser:
             return self._bars == 0
 
         return kind == "command" and (
-            token[1:] in _FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS
+            token[1:] in FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS
         )
 
     def _power(self) -> Value:
@@ -342,7 +293,7 @@ class _Parser:
             kind == "word"
             and len(token) > 1
             and token not in _CONSTANTS
-            and token not in ("sqrt", *_FUNCTIONS)
+            and token not in ("sqrt", *FUNCTIONS)
         ):
             self._tokens[self._at] = (kind, token[1:])
             return self._name(token[0])
@@ -382,7 +333,7 @@ class _Parser:
             return self._word(token)
         if token in _ATOMS:
             return _ATOMS[token](self)
-        if kind == "command" and token[1:] in _FUNCTIONS:
+        if kind == "command" and token[1:] in FUNCTIONS:
             return self._function(token[1:])
         if kind == "command" and (token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES):
             return self._name(token[1:])
@@ -393,7 +344,7 @@ class _Parser:
             return self._square_root()
         if word in ("asin", "acos", "atan"):
             return self._function(f"arc{word[1:]}")
-        if word in _FUNCTIONS:
+        if word in FUNCTIONS:
             return self._function(word)
 
         if len(word) == 1 or word in _CONSTANTS or word in _GREEK_NAMES:
@@ -444,10 +395,12 @@ class _Parser:
         if self._take("_"):
             raise UnreadableError("a function with an index")
         argument = self._function_argument()
-        value = _of(_logarithm, argument, base) if base else _of(functools.partial(_applied, name), argument)
+        value = (
+            _of(logarithm, argument, base) if base else _of(functools.partial(apply_function, name), argument)
+        )
         if exponent is None:
             return value
-        inverse = functools.partial(_applied, f"arc{name}") if name in ("sin", "cos", "tan") else None
+        inverse = functools.partial(apply_function, f"arc{name}") if name in ("sin", "cos", "tan") else None
 
         # `\sin^{-1}` is the inverse function, any other exponent a power.
         def raised(variables: Mapping[str, Number]) -> Number:
@@ -465,7 +418,7 @@ class _Parser:
             return self._until("}")
         value = self._power()
         # `\sin 2x` applies to the product, up to the next function.
-        while self._begins_factor() and self._token().lstrip("\\") not in _FUNCTIONS:
+        while self._begins_factor() and self._token().lstrip("\\") not in FUNCTIONS:
             value = _of(numbers.multiply, value, self._power())
         if self._take("/"):
             value = _of(numbers.divide, value, self._power())
@@ -477,8 +430,8 @@ class _Parser:
         if self._take("["):
             degree = self._until("]")
         if self._take("("):
-            return _of(_root, self._until(")"), degree)
-        return _of(_root, self._argument(), degree)
+            return _of(root, self._until(")"), degree)
+        return _of(root, self._argument(), degree)
 
     def _fraction(self) -> Value:
         above = self._argument()

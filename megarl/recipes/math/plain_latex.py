@@ -9,8 +9,9 @@ _CHARACTERS = {
     **dict.fromkeys("−–—‐‑﹣", "-"),
     **dict.fromkeys("\u00a0\u2009\u202f\u200a", " "),
     **dict.fromkeys("\u200b\u2061\u2062\ufeff", ""),
-    "×": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "∗": "*", "÷": "\\div ", "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ",
-    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "⌀": "\\emptyset ",
+    "×": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "∗": "*", "÷": "\\div ", "±": "\\pm ",
+    "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "⌀": "\\emptyset ",
     "ℝ": "\\mathbb{R}", "°": "^\\circ ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "≈": "\\approx ",
     "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4", "⅕": " 1/5", "⅛": " 1/8",
     "“": '"', "”": '"', "’": "'", "…": "...",
@@ -19,7 +20,8 @@ _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SPACES = (
     r"\\[,;:!> "
-    r"]|\\(?:q?quad|hspace\*?\{[^{}]*\}|thinspace|medspace|displaystyle|textstyle|limits|nolimits|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
+    r"]|\\(?:q?quad|hspace\*?\{[^{}]*\}|thinspace|medspace|displaystyle|textstyle|limits|nolimits"
+    r"|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
 )
 _SIZES = r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
 _SAME_COMMANDS = {

@@ -5,60 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from megarl.recipes.math.answers import (
+    EMPTY,
+    Answer,
+    Equation,
+    Formula,
+    Interval,
+    Items,
+    Union,
+    Unread,
+    Words,
+)
 from megarl.recipes.math.expression import Expression, UnreadableError, parse
 from megarl.recipes.math.numbers import NoNumberError, TooLargeError
 from megarl.recipes.math.plain_latex import plain_latex
+from megarl.recipes.math.units import APPROXIMATELY, readings_of_units
 
-
-class Formula(NamedTuple):
-    """unit: The words after it, such as "cm"; empty if there are none."""
-
-    expression: Expression
-    unit: str = ""
-
-
-class Items(NamedTuple):
-    """kind: "list" for what only commas separate, "set" for braces, else the two brackets, such as "(]"."""
-
-    kind: str
-    items: tuple[Answer, ...]
-
-
-class Interval(NamedTuple):
-    """Part of the real line. An end is a number, or None where there is no end."""
-
-    low: Expression | None
-    high: Expression | None
-    has_low: bool
-    has_high: bool
-
-
-class Union(NamedTuple):
-    """Intervals; none for the empty set."""
-
-    parts: tuple[Interval, ...]
-
-
-class Equation(NamedTuple):
-    """sides: At least two, of an equation or a chain of them."""
-
-    sides: tuple[Answer, ...]
-
-
-class Words(NamedTuple):
-    text: str
-
-
-class Unread(NamedTuple):
-    """What only Math-Verify may read."""
-
-    text: str
-
-
-Answer = Formula | Items | Union | Equation | Words | Unread
-EMPTY = Union(())
 _NOTHING = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
     r"(?:real|integer|positive|rational|valid|possible))*"
@@ -75,58 +38,6 @@ _INTRODUCTION = re.compile(
     r"^(?:[A-Za-z',]+ )*?(?:is|are|equals|to be)(?: (?:approximately|about|exactly|equal to|simply))? *:? "
     r"*(?=\S)|^[A-Za-z ]+: *",
     re.IGNORECASE,
-)
-_APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
-_KNOWN_UNITS = (
-    "mm",
-    "cm",
-    "dm",
-    "km",
-    "m",
-    "mg",
-    "kg",
-    "g",
-    "lb",
-    "oz",
-    "ml",
-    "l",
-    "s",
-    "ms",
-    "min",
-    "h",
-    "hr",
-    "hrs",
-    "mph",
-    "kph",
-    "km/h",
-    "m/s",
-)
-_UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
-_CLEAR_UNIT = re.compile(
-    rf"\s*(?:(?P<known>(?<=[\d\s}}])(?:{'|'.join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))}))(?:\^\{{?[23]\}}?)?"
-    r"|(?P<words>[A-Za-z]{3,}(?:[ /-][A-Za-z]+)*)(?:\^\{?[23]\}?)?)\s*$"
-)
-_SAME_UNITS = {
-    **dict.fromkeys(("centimeter", "centimetre"), "cm"), **dict.fromkeys(("meter", "metre"), "m"), **dict.fromkeys(("liter", "litre"), "l"),
-    **dict.fromkeys(("kilometer", "kilometre"), "km"), **dict.fromkeys(("inche", "inch"), "in"), **dict.fromkeys(("foot", "feet"), "ft"),
-    **dict.fromkeys(("second", "sec"), "s"), **dict.fromkeys(("hour", "hr"), "h"), **dict.fromkeys(("square inche", "square inch"), "in^2"),
-    **dict.fromkeys(("square foot", "square feet"), "ft^2"), "millimeter": "mm", "gram": "g", "kilogram": "kg", "minute": "min", "usd": "dollar",
-    "percent": "%", "deg": "degree", "square centimeter": "cm^2", "square meter": "m^2", "cubic meter": "m^3", "cubic centimeter": "cm^3",
-}  # fmt: skip
-_NO_UNIT = frozenset(
-    {
-        "unit",
-        "square unit",
-        "cubic unit",
-        "sq unit",
-        "unit^2",
-        "unit^3",
-        "each",
-        "total",
-        "in total",
-        "way",
-        "solution",
-    }
 )
 _RELATIONS = re.compile(
     r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
@@ -169,7 +80,7 @@ def _read(text: str) -> Answer:
             return parsed
 
     # Leave out introductions such as "the answer is", and read the rest.
-    shorter = _APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
+    shorter = APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
 
@@ -248,10 +159,11 @@ def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
             return Union(tuple(part for union in unions if union for part in union.parts))
         return _intersection([part for union in unions if union for part in union.parts])
 
-    return Items(
-        "list",
-        tuple(item for answer in answers for item in (answer.items if _is_list(answer) else (answer,))),  # type: ignore[union-attr]
-    )
+    items: list[Answer] = []
+    for answer in answers:
+        items += answer.items if _is_list(answer) else (answer,)  # type: ignore[union-attr]
+
+    return Items("list", tuple(items))
 
 
 def _is_list(answer: Answer) -> bool:
@@ -442,7 +354,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
 
 
 def _formula(text: str) -> Formula | None:
-    for without, unit in _units(text):
+    for without, unit in readings_of_units(text):
         try:
             expression = parse(without)
         except (UnreadableError, NoNumberError, TooLargeError):
@@ -453,39 +365,3 @@ def _formula(text: str) -> Formula | None:
             continue
         return Formula(expression, unit)
     return None
-
-
-def _units(text: str) -> list[tuple[str, str]]:
-    """Returns the text without its unit, and the unit, in each way in which the text may be understood."""
-    ways = []
-    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):  # of an angle in degrees, perhaps
-        return [(text, "")]
-    # Try the units in order: degrees, quoted words, dollars, and known names without quotes.
-    degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
-    if degrees != text:
-        return [(degrees, "degree")]
-    quoted = re.search(r'^(.*?)\s*"([^"]*)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
-    if quoted and '"' not in quoted.group(1) and re.search(r"[\d\\A-Za-z]", quoted.group(1)):
-        ways.append((quoted.group(1), _unit(quoted.group(2) + re.sub(r"[{}]", "", quoted.group(3)))))
-    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
-    if dollars and '"' not in dollars.group(2):
-        ways.append((dollars.group(1) + dollars.group(2), "dollar"))
-
-    if '"' not in text:
-        plain = _APPROXIMATELY.sub("", text)
-        ways.append((plain, ""))
-        known = _CLEAR_UNIT.search(plain)
-        if known and re.search(r"\d\W*$", plain[: known.start()]):
-            way = (plain[: known.start()], _unit(known.group().strip()))
-            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter is a variable
-            ways.insert(0 if is_clear else 1, way)
-
-    return ways
-
-
-def _unit(text: str) -> str:
-    """Returns one spelling of a unit, in the singular; empty for what is no unit."""
-    text = re.sub(r"\s+", " ", text.lower().strip(" .,")).replace("{", "").replace("}", "")
-    singular = text[:-1] if text.endswith("s") and len(text) > 2 and not text.endswith("ss") else text
-    singular = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
-    return "" if singular in _NO_UNIT else singular

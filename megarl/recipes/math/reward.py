@@ -22,9 +22,10 @@ from typing import Any
 
 from math_verify import parse, verify
 
+from megarl.recipes.math.answers import Answer, Items, Unread
 from megarl.recipes.math.equality import normal_form, same
 from megarl.recipes.math.final_answer import final_answer
-from megarl.recipes.math.reading import Answer, Items, Unread, read
+from megarl.recipes.math.reading import read
 from megarl.rewards.encodable import refuse_unencodable
 
 LIMIT_S = 2.0  # of the processor, for one comparison by Math-Verify
@@ -34,7 +35,8 @@ _LONGEST_FOR_MATH_VERIFY = 500
 # Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high
 # powers, factorials of large numbers, long sums.
 _HUGE = re.compile(
-    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
+    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}"
+    r"|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
     re.DOTALL,
 )
 _CHOICE = re.compile(r"\(?([A-J])\)?")

@@ -107,7 +107,11 @@ def _name_the_cpu_as_device() -> None:
     """Make `torch.get_device_module()` return torch.cpu, as it does in a CPU build. A CUDA build returns
     torch.cuda, GPU or not."""
     get_device_module = torch.get_device_module
-    torch.get_device_module = lambda device=None: torch.cpu if device is None else get_device_module(device)  # type: ignore[assignment]
+
+    def of_a_cpu_build(device: Any = None) -> Any:
+        return torch.cpu if device is None else get_device_module(device)
+
+    torch.get_device_module = of_a_cpu_build  # type: ignore[assignment]
 
 
 def _replace_murmur_hash() -> None:

@@ -2,14 +2,12 @@
 
 import pytest
 
+from megarl.controller.node_resources import NodeResources, fits, match
 from megarl.controller.resource_pool import (
     InsufficientResourcesError,
-    NodeResources,
     RayResourcePool,
     ResourcePoolManager,
     check_fits,
-    fits,
-    match,
     node_demands,
 )
 

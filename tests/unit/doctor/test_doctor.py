@@ -35,8 +35,9 @@ from megarl.config.schema import (
 from megarl.config.tested_versions import tested_versions
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
-from megarl.controller.resource_pool import NodeResources, ResourcePoolManager
-from megarl.doctor import devices, inputs, machine, network, software, storage
+from megarl.controller.node_resources import NodeResources
+from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.doctor import agent_inputs, devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
 from megarl.doctor.examined_run import ExaminedRun, read_subject
@@ -512,8 +513,8 @@ def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
 def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("while True: ...\n")
     agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])
-    found, tools = inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
-    assert (found.check, found.status, tools) == (inputs.AGENT, Status.error, None)
+    found, tools = agent_inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
+    assert (found.check, found.status, tools) == (agent_inputs.AGENT, Status.error, None)
     assert f"{tmp_path}/slow.py: no end after 1 s, in a first turn" in found.message
 
 

@@ -37,7 +37,8 @@ def _switch() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import engine
-    from megarl.engine.cpu_adaptations import adapt_products, unless_alone
+    from megarl.engine.cpu_adaptations import adapt_products
+    from megarl.engine.cpu_collectives import unless_alone
 
     engine.overlaps = lambda parallel, on_cuda: False
     adapt_products()

@@ -1,0 +1,114 @@
+"""Tries the tools or the environment of a run on the first row of its data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import NamedTuple
+
+from pebble import ProcessExpired, ProcessPool
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.protocol import Task
+from megarl.agents.responder import EnvironmentFailedError
+from megarl.agents.trial import ANSWER, try_agent
+from megarl.config.schema import PPOConfig
+from megarl.data.files import DataError
+from megarl.data.prompts import read_prompt, read_prompt_rows
+from megarl.data.tokenizer import Tools
+from megarl.data.tool_columns import names_of
+from megarl.data.turns import TurnTemplate
+from megarl.doctor.check_result import CheckResult, good, refused, wrong
+from megarl.doctor.reward_functions import (
+    LOAD_LIMIT_S,
+)
+from megarl.machine.spawn import FreshContext
+from megarl.rollout.tool_calls import check_parser
+
+AGENT = "agent"
+
+
+def judge_agent(
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    skipped: Collection[str] = (),
+    limit_s: float = LOAD_LIMIT_S,
+) -> tuple[CheckResult, Tools]:
+    """Have tools or the environment answer a first turn, in a process that can be ended (see `try_agent`).
+
+    The chat template is tried for conversations that grow, and for the environment's reply.
+
+    Returns:
+        What was found, and the schemas of the tools.
+    """
+    agent = config.agent
+    paths = [*(tool.path for tool in agent.tools), agent.environment.path]
+    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
+    hint = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
+    first = None if agent.tools else _first_task(config, tokenizer, skipped)
+    of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
+
+    # Code of the user may hang or crash, so it runs in a process with a time limit.
+    with ProcessPool(1, context=FreshContext()) as pool:
+        tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
+        try:
+            tools, messages = tried.result()
+            if agent.parser is not None:
+                pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
+        except EnvironmentFailedError as error:
+            return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
+        except ValueError as error:
+            return refused(AGENT, "agent", error, hint, files=files), None
+        except (ProcessExpired, TimeoutError) as error:
+            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
+            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", hint, files=files), None
+
+    # The chat template must extend a conversation without changing the tokens before.
+    template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
+    try:
+        template.check()
+        if messages:
+            template.bridge(messages)
+    except ValueError as error:
+        return refused(
+            AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files
+        ), None
+
+    what = (
+        f"the tools {', '.join(names_of(list(tools)))}"
+        if tools
+        else f"the environment {agent.environment.name}"
+    )
+    does = "can be used" if first is None else f"answers a first turn about {first.place}"
+    return good(
+        AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files
+    ), tools
+
+
+class _FirstTask(NamedTuple):
+    task: Task
+    place: str
+
+
+def _first_task(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]
+) -> _FirstTask | None:
+    """Return the task of the first row that can be read; None if the data are not on this machine."""
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.val_files", config.data.val_files),
+    ):
+        for file in files if key not in skipped else ():
+            if not os.path.exists(file):
+                continue
+            try:
+                prompt = read_prompt(
+                    next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data
+                )
+            except DataError:  # the data are judged by themselves
+                continue
+            task = Task(
+                messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info
+            )
+            return _FirstTask(task, f"the first row of {file}")
+    return None

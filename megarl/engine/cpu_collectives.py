@@ -1,0 +1,86 @@
+"""Collectives of Megatron that gloo has not, by those that it has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and
+    the same memory.
+
+    gloo copies it there and back all the same, at every step and for every parameter.
+    """
+
+    @functools.wraps(collective)
+    def run(
+        output: torch.Tensor, input: torch.Tensor, *, group: torch.distributed.ProcessGroup, **options: Any
+    ) -> Any:
+        if group.size() > 1:
+            return collective(output, input, group=group, **options)
+        assert output.data_ptr() == input.data_ptr()
+        return None
+
+    return run
+
+
+def _numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's copy of a tensor to the host, where it is already."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are dealt,
+    and cut, over ranks."""
+
+    @functools.wraps(gather)
+    def run(
+        part: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+
+        # Gather parts of equal size, then drop what pads them.
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: part.shape[0]] = part
+        gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+
+        return torch.cat([each[:size] for each, size in zip(gathered.split(max(sizes)), sizes, strict=True)])
+
+    return run
+
+
+def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `_gather_unequal`, of the sum of all ranks' parts."""
+
+    @functools.wraps(scatter)
+    def run(
+        parts: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: Any = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(parts, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+
+        # Row r of the padded tensor is what rank r gets of the sum.
+        padded = parts.new_zeros(len(sizes), max(sizes), *parts.shape[1:])
+        for room, part in zip(padded, parts.split(sizes), strict=True):
+            room[: part.shape[0]] = part
+        own = parts.new_empty(max(sizes), *parts.shape[1:])
+        torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+
+        return own[: sizes[group.rank()]].contiguous()
+
+    return run

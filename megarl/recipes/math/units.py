@@ -1,0 +1,112 @@
+"""Finds the unit behind a number, and its one spelling."""
+
+from __future__ import annotations
+
+import re
+
+APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
+_KNOWN_UNITS = (
+    "mm",
+    "cm",
+    "dm",
+    "km",
+    "m",
+    "mg",
+    "kg",
+    "g",
+    "lb",
+    "oz",
+    "ml",
+    "l",
+    "s",
+    "ms",
+    "min",
+    "h",
+    "hr",
+    "hrs",
+    "mph",
+    "kph",
+    "km/h",
+    "m/s",
+)
+_UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
+# The longest first, so that no unit is taken for the beginning of another.
+_ANY_UNIT = "|".join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))
+_CLEAR_UNIT = re.compile(
+    rf"\s*(?:(?P<known>(?<=[\d\s}}])(?:{_ANY_UNIT}))(?:\^\{{?[23]\}}?)?"
+    r"|(?P<words>[A-Za-z]{3,}(?:[ /-][A-Za-z]+)*)(?:\^\{?[23]\}?)?)\s*$"
+)
+_SAME_UNITS = {
+    **dict.fromkeys(("centimeter", "centimetre"), "cm"),
+    **dict.fromkeys(("meter", "metre"), "m"),
+    **dict.fromkeys(("kilometer", "kilometre"), "km"),
+    **dict.fromkeys(("liter", "litre"), "l"),
+    **dict.fromkeys(("inche", "inch"), "in"),
+    **dict.fromkeys(("foot", "feet"), "ft"),
+    **dict.fromkeys(("second", "sec"), "s"),
+    **dict.fromkeys(("hour", "hr"), "h"),
+    **dict.fromkeys(("square inche", "square inch"), "in^2"),
+    **dict.fromkeys(("square foot", "square feet"), "ft^2"),
+    "millimeter": "mm",
+    "gram": "g",
+    "kilogram": "kg",
+    "minute": "min",
+    "usd": "dollar",
+    "percent": "%",
+    "deg": "degree",
+    "square centimeter": "cm^2",
+    "square meter": "m^2",
+    "cubic meter": "m^3",
+    "cubic centimeter": "cm^3",
+}
+_NO_UNIT = frozenset(
+    {
+        "unit",
+        "square unit",
+        "cubic unit",
+        "sq unit",
+        "unit^2",
+        "unit^3",
+        "each",
+        "total",
+        "in total",
+        "way",
+        "solution",
+    }
+)
+
+
+def readings_of_units(text: str) -> list[tuple[str, str]]:
+    """Returns the text without its unit, and the unit, in each way in which the text may be understood."""
+    ways = []
+    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):  # of an angle in degrees, perhaps
+        return [(text, "")]
+    # Try the units in order: degrees, quoted words, dollars, and known names without quotes.
+    degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
+    if degrees != text:
+        return [(degrees, "degree")]
+    quoted = re.search(r'^(.*?)\s*"([^"]*)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
+    if quoted and '"' not in quoted.group(1) and re.search(r"[\d\\A-Za-z]", quoted.group(1)):
+        ways.append((quoted.group(1), _unit(quoted.group(2) + re.sub(r"[{}]", "", quoted.group(3)))))
+    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
+    if dollars and '"' not in dollars.group(2):
+        ways.append((dollars.group(1) + dollars.group(2), "dollar"))
+
+    if '"' not in text:
+        plain = APPROXIMATELY.sub("", text)
+        ways.append((plain, ""))
+        known = _CLEAR_UNIT.search(plain)
+        if known and re.search(r"\d\W*$", plain[: known.start()]):
+            way = (plain[: known.start()], _unit(known.group().strip()))
+            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter is a variable
+            ways.insert(0 if is_clear else 1, way)
+
+    return ways
+
+
+def _unit(text: str) -> str:
+    """Returns one spelling of a unit, in the singular; empty for what is no unit."""
+    text = re.sub(r"\s+", " ", text.lower().strip(" .,")).replace("{", "").replace("}", "")
+    singular = text[:-1] if text.endswith("s") and len(text) > 2 and not text.endswith("ss") else text
+    singular = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
+    return "" if singular in _NO_UNIT else singular
