@@ -6,18 +6,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from megarl import __version__
+from megarl.cli.check_commands import add_check, add_doctor, add_plan, add_rehearse
 from megarl.cli.parser_parts import Commands, add_run_command, run_of
 from megarl.cli.run.convert import add_commands, positive
 from megarl.cli.run.examples import epilog
 from megarl.cli.sampling_commands import add_eval, add_generate
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
-from megarl.config.load import schema_of
-from megarl.config.schema import Device, RunConfig, RunKind
+from megarl.config.schema import Device, RunKind
 from megarl.tracking.run_files import STATUS_FILE
 
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
@@ -109,189 +108,6 @@ def _add_launch(commands: Commands) -> None:
         summary,
         lambda parsed: run_of("torchrun_node", "megarl.launch")(parsed.config, parsed.overrides),
     )
-
-
-# ---- will it run?
-
-
-def _add_check(commands: Commands) -> None:
-    summary = "find every error in a configuration, and print what the run would do"
-    check = add_run_command(commands, "check", summary, _start_check)
-    check.add_argument(
-        "--fast",
-        action="store_true",
-        help="in a second: without tokenizers, data, weights, reward functions and the plan of a push",
-    )
-    parts = check.add_argument_group("to answer one part of the question, or several")
-    parts.add_argument("--plan", action="store_true", help="where each role would run, as `megarl plan`")
-    parts.add_argument(
-        "--simulate", action="store_true", help="the length of a step, as `megarl plan --simulate`"
-    )
-    parts.add_argument(
-        "--machine",
-        action="store_true",
-        help="whether this machine and the cluster are ready, as `megarl doctor`",
-    )
-    parts.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="what it does to its devices, on fake ones, as `megarl rehearse`",
-    )
-    _add_plan_options(check.add_argument_group("with --plan or --simulate"))
-    _add_dry_run_options(check.add_argument_group("with --dry-run"))
-
-
-def _start_check(parsed: argparse.Namespace) -> int:
-    chosen = [start for name, start in _PARTS.items() if getattr(parsed, name)]
-    _refuse_options_without_part(parsed)
-    if not chosen:
-        return run_of("inspect.check")(parsed.config, parsed.overrides, _schema(parsed), parsed.fast)
-
-    if parsed.fast:
-        raise ValueError(
-            "--fast is for the whole check: leave it out, or leave --plan, --simulate, --machine and "
-            "--dry-run out"
-        )
-
-    return max([start(parsed) for start in chosen])
-
-
-def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a part that is not asked for, and for a drawing of two parts in one
-    file."""
-    # Neither part or both: there would be no drawing, or two for one file.
-    if parsed.output is not None and parsed.plan == parsed.simulate:
-        raise ValueError(f"--output {parsed.output} draws either --plan or --simulate: give one of them")
-    if not parsed.simulate:
-        _refuse_simulation_options(parsed)
-
-    for name, default in _DRY_RUN_DEFAULTS.items():
-        if not parsed.dry_run and getattr(parsed, name) != default:
-            raise ValueError(f"--{name} is for --dry-run: add it")
-
-
-def _add_plan(commands: Commands) -> None:
-    summary = "print, and draw, where each role would run and what each device would hold"
-    plan = add_run_command(commands, "plan", summary, _start_plan_or_simulation)
-    plan.add_argument(
-        "--simulate",
-        action="store_true",
-        help="step time and idleness, for several max_staleness and splits of the devices",
-    )
-    _add_plan_options(plan)
-
-
-def _add_plan_options(command: argparse._ActionsContainer) -> None:
-    command.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
-    command.add_argument(
-        "--lengths",
-        metavar="MEAN,MOST",
-        help="to simulate: tokens of a sample, log-normal; without MOST data's limit",
-    )
-    command.add_argument(
-        "--training-s",
-        metavar="S",
-        type=float,
-        help="to simulate: seconds of a step's training, as configured",
-    )
-    command.add_argument(
-        "--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample"
-    )
-    command.add_argument(
-        "--from",
-        metavar="RUN_DIR",
-        dest="run_dir",
-        help="to simulate: a run at max_staleness 0 that has measured all that",
-    )
-
-
-def _start_plan_or_simulation(parsed: argparse.Namespace) -> int:
-    if parsed.simulate:
-        return _start_simulation(parsed)
-    _refuse_simulation_options(parsed)
-    return _start_plan(parsed)
-
-
-def _start_plan(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.plan")(parsed.config, parsed.overrides, _schema(parsed), parsed.output)
-
-
-def _start_simulation(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.simulate")(
-        parsed.config, parsed.overrides, _schema(parsed), _simulation_options(parsed), parsed.output
-    )
-
-
-def _simulation_options(
-    parsed: argparse.Namespace,
-) -> tuple[str | None, str | None, float | None, float | None]:
-    return parsed.lengths, parsed.run_dir, parsed.training_s, parsed.tokens_per_s
-
-
-def _refuse_simulation_options(parsed: argparse.Namespace) -> None:
-    if any(value is not None for value in _simulation_options(parsed)):
-        raise ValueError(
-            "--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate"
-        )
-
-
-def _add_rehearse(commands: Commands) -> None:
-    summary = "dry run on fake devices: memory, collectives and synchronizations of each rank, without a GPU"
-    _add_dry_run_options(add_run_command(commands, "rehearse", summary, _start_rehearse))
-
-
-_DRY_RUN_DEFAULTS = {"role": "actor", "ranks": "distinct", "json": None}
-
-
-def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
-    command.add_argument(
-        "--role", metavar="ROLE", help="actor, reference, critic or reward_model; without it the actor"
-    )
-    command.add_argument(
-        "--ranks",
-        metavar="RANKS",
-        help="distinct (one of the first, a middle and the last stage), all, or 0,8",
-    )
-    command.add_argument(
-        "--json", metavar="FILE", help="write everything to a file, each collective and wait with its line"
-    )
-    command.set_defaults(**_DRY_RUN_DEFAULTS)
-
-
-def _start_rehearse(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.rehearse")(
-        parsed.config, parsed.overrides, _schema(parsed), parsed.role, parsed.ranks, parsed.json
-    )
-
-
-def _add_doctor(commands: Commands) -> None:
-    summary = (
-        "examine this machine, the cluster and what a run reads: each line ok, a warning or an error "
-        "with a hint"
-    )
-    doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
-    doctor.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="the run to examine them for; without it the machine alone is examined",
-    )
-    doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
-    doctor.add_argument("--json", action="store_true", help="print one JSON document")
-    doctor.set_defaults(start=lambda parsed: _start_doctor(parsed, parsed.json))
-
-
-def _start_doctor(parsed: argparse.Namespace, as_document: bool = False) -> int:
-    return run_of("inspect.doctor")(parsed.config, parsed.overrides, as_document)
-
-
-# The parts of `megarl check`, in the order in which they are printed. Each is a command as well.
-_PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "plan": _start_plan,
-    "simulate": _start_simulation,
-    "machine": _start_doctor,
-    "dry_run": _start_rehearse,
-}
 
 
 # ---- looking at runs
@@ -483,20 +299,16 @@ def _start_init(parsed: argparse.Namespace) -> int:
     return int(module.run(wishes))
 
 
-def _schema(parsed: argparse.Namespace) -> type[RunConfig]:
-    return schema_of(parsed.config, parsed.overrides)
-
-
 # In the order of `megarl --help`.
 _COMMANDS = (
     _add_train,
     _add_sft,
-    _add_check,
-    _add_plan,
-    _add_rehearse,
+    add_check,
+    add_plan,
+    add_rehearse,
     _add_submit,
     _add_launch,
-    _add_doctor,
+    add_doctor,
     add_eval,
     add_generate,
     _add_status,

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import ray
 
 CPU = "CPU"
-
-
 GPU = "GPU"
 
 

@@ -1,4 +1,4 @@
-"""Collectives of Megatron that gloo has not, by those that it has."""
+"""Collectives that Megatron needs and gloo lacks, built from those that gloo has."""
 
 from __future__ import annotations
 

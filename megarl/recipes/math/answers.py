@@ -53,6 +53,4 @@ class Unread(NamedTuple):
 
 
 Answer = Formula | Items | Union | Equation | Words | Unread
-
-
 EMPTY = Union(())

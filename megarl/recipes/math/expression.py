@@ -10,30 +10,17 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megarl.recipes.math import numbers
+from megarl.recipes.math.decimals import LONGEST_NUMBER, UnreadableError, read_decimal, with_plain_fractions
 from megarl.recipes.math.functions import FUNCTIONS, apply_function, logarithm, root
 from megarl.recipes.math.numbers import NoNumberError, Number, TooLargeError, context
 
 _DEEPEST = 60  # brackets within brackets
-_LONGEST_NUMBER = 5000  # digits
-_LONGEST_PERIOD = 20  # digits of a repeating decimal that ends in dots
 _TOKEN = re.compile(
     r"\s*(?:(?P<based>[0-9A-Za-z]*\d[0-9A-Za-z]*_(?:\{\d+\}|\d+))"
     r"|(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)(?:\.\d+)?"
     r"|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
     r"|(?P<command>\\[A-Za-z]+|\\[{}|%])|(?P<word>[A-Za-z]+)|(?P<sign>\*\*|.))",
     re.DOTALL,
-)
-_REPEATING = re.compile(
-    r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{\s*(\d+)\s*\}|\\bar\s*\{\s*(\d+)\s*\}"
-    r"|\\dot\s*\{\s*(\d)\s*\}|\(\s*(\d+)\s*\))"
-)
-_DOTS = re.compile(r"(?<![\d.])(\d*)\.(\d+)\s*(?:\\ldots|\\dots|\\cdots|\.\.\.|…)")
-_MIXED = re.compile(
-    r"(?<![\w.^_{/\\)])(\d+)\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
-    r"|(?<![\w.^_{/\\)])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"
-)
-_SHORT_FRACTION = re.compile(
-    r"\\frac\s*(\d)\s*(\d)|\\frac\s*(\{[^{}]*\})\s*(\d|[A-Za-z])(?![\d])|\\frac\s*(\d)\s*(?=\{)"
 )
 _CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
 _GREEK = (
@@ -47,10 +34,6 @@ _TIMES = ("*", "\\cdot", "\\times", "\\ast")
 _OVER = ("/", "\\div")
 _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "|": "|"}
 Value = Callable[[Mapping[str, Number]], Number]
-
-
-class UnreadableError(ValueError):
-    """Text that is no formula that this module reads."""
 
 
 class Expression(NamedTuple):
@@ -81,10 +64,10 @@ def parse(text: str) -> Expression:
     if percent:
         text = text[: percent.start()]
     # Decimals keep their last place, up to which an exact value may be rounded.
-    decimal = _decimal(text)
+    decimal = read_decimal(text)
     if decimal is not None:
         return Expression(_constant(decimal[0]), frozenset(), decimal[1], percent is not None)
-    parser = _Parser(_prepared(text))
+    parser = _Parser(with_plain_fractions(text))
 
     try:
         value = parser.whole()
@@ -107,75 +90,6 @@ def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
         ValueError,
     ) as error:  # of mpmath, at a pole or for an order of complex numbers
         raise NoNumberError(str(error)) from None
-
-
-def _decimal(text: str) -> tuple[Fraction, Fraction] | None:
-    """Returns the value and last place of a decimal number, also in scientific notation."""
-    dots = _DOTS.fullmatch(text.strip().lstrip("+-"))
-    # Dots without a period that repeats only mean that the digits continue.
-    if dots and _period(dots.group(2)) is None:
-        text = text.strip()[: len(text.strip()) - len(dots.group()) + dots.end(2)]
-    found = re.fullmatch(
-        r"\s*([+-]?)\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d*)\.(\d+)\s*"
-        r"(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
-        text,
-    )
-    # Huge numbers would take time and memory without a limit.
-    if found is None or len(text) > _LONGEST_NUMBER:
-        return None
-    sign, whole, decimals, short, long = found.groups()
-    exponent = int(short or long or 0)
-    if abs(exponent) > _LONGEST_NUMBER:
-        return None
-    scale = Fraction(10) ** (exponent - len(decimals))
-    digits = int(re.sub(r"\D", "", whole) + decimals)
-
-    return (-digits if sign == "-" else digits) * scale, scale
-
-
-def _period(decimals: str) -> tuple[str, str] | None:
-    """Returns what comes before the period of decimals that go on, and the period, if they show it three
-    times, or twice if it is long."""
-    for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
-        period = decimals[-length:]
-        shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # type: ignore[union-attr]
-        if shown >= (3 if length == 1 else 2):
-            return decimals[: len(decimals) - shown * length], period
-    return None
-
-
-def _prepared(text: str) -> str:
-    """Returns the text with repeating decimals and mixed numbers as fractions in parentheses, and braces
-    around the parts of fractions."""
-
-    def repeating(whole: str, before: str, period: str) -> str:
-        value = Fraction(int(whole or 0)) + Fraction(int(before or 0), 10 ** len(before))
-        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(before))
-        return f"({value.numerator}/{value.denominator})"
-
-    def with_dots(found: re.Match[str]) -> str:
-        period = _period(found.group(2))
-        return repeating(found.group(1), *period) if period else found.group()
-
-    def mixed(found: re.Match[str]) -> str:
-        whole, above, below = (group for group in found.groups() if group is not None)
-        return f"({whole}+{above}/{below})" if int(above) < int(below) else found.group()
-
-    def short(found: re.Match[str]) -> str:
-        one, two, braced, after, alone = found.groups()
-        if one:
-            return f"\\frac{{{one}}}{{{two}}}"
-        return f"\\frac{braced}{{{after}}}" if braced else f"\\frac{{{alone}}}"
-
-    if len(text) > _LONGEST_NUMBER:
-        raise UnreadableError("it is too long")
-    # Rewrite `\frac12`, repeating decimals and mixed numbers, in this order.
-    text = _SHORT_FRACTION.sub(short, text)
-    text = _REPEATING.sub(
-        lambda found: repeating(found.group(1), found.group(2), next(filter(None, found.groups()[2:]))), text
-    )
-
-    return _MIXED.sub(mixed, _DOTS.sub(with_dots, text))
 
 
 def _constant(value: Number) -> Value:
@@ -451,7 +365,7 @@ _ATOMS: dict[str, Callable[[_Parser], Value]] = {
 
 def _number(token: str) -> Fraction:
     digits, _, exponent = re.sub(r"[,{}]", "", token).lower().partition("e")
-    if len(digits) > _LONGEST_NUMBER or abs(int(exponent or 0)) > _LONGEST_NUMBER:
+    if len(digits) > LONGEST_NUMBER or abs(int(exponent or 0)) > LONGEST_NUMBER:
         raise UnreadableError("the number is too long")
     return Fraction(digits.rstrip(".")) * Fraction(10) ** int(exponent or 0)
 

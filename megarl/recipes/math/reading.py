@@ -17,7 +17,8 @@ from megarl.recipes.math.answers import (
     Unread,
     Words,
 )
-from megarl.recipes.math.expression import Expression, UnreadableError, parse
+from megarl.recipes.math.decimals import UnreadableError
+from megarl.recipes.math.expression import Expression, parse
 from megarl.recipes.math.numbers import NoNumberError, TooLargeError
 from megarl.recipes.math.plain_latex import plain_latex
 from megarl.recipes.math.units import APPROXIMATELY, readings_of_units
