@@ -170,7 +170,7 @@ class Episode:
         return True
 
     def lost_environment(self, attempt: int) -> bool:
-        """The environment of that attempt is gone, with what it remembered: the episode begins anew, with the
+        """The environment of that attempt is gone, with what it remembered: the episode restarts, with the
         same seeds.
 
         Raises EpisodeDroppedError where it has begun `max_attempts` times.

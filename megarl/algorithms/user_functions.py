@@ -40,7 +40,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
 
-    # anew: between two runs of a process the file may have changed
+    # again: between two runs of a process the file may have changed
     function = _load(config.function, _ESTIMATOR)
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:

@@ -66,7 +66,7 @@ class CheckpointFolder:
         return self._named_by(pointer, lambda: pointer.read_bytes().decode(errors="backslashreplace").strip())
 
     def _named_by(self, pointer: Path, read: Callable[[], str]) -> Path:
-        """A run that goes on may, since the name was read, have written another and removed that checkpoint:
+        """The run may, since the name was read, have written another and removed that checkpoint:
         then it is read again."""
         name = read()
         while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):

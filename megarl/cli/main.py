@@ -1,7 +1,7 @@
 """The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit
 status.
 
-0: good. 2: something that the user can mend, said in a message. 1: something failed while running, shown by
+0: good. 2: something that the user can fix, said in a message. 1: something failed while running, shown by
 failure_report.py. A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl
 --help` need no torch.
 """

@@ -1,4 +1,4 @@
-"""What differs between the configuration that a checkpoint was written with and the one that goes on from
+"""What differs between the configuration that a checkpoint was written with and the one that continues from
 it."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Review:
                 self.refused.add(key)
 
     def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-        """`values` without what does not fit, so that the search for problems can go on."""
+        """`values` without what does not fit, so that the search for problems can continue."""
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}

@@ -48,7 +48,7 @@ _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
 _added_variables: list[str] = []  # of the key of a Ray that was started here
 _oom_kills_before = 0  # by this machine's kernel, when Ray was started or joined
-_needed: dict[str, int] = {}  # of those without which no other goes on, by their names
+_needed: dict[str, int] = {}  # of those that all others need, by their names
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
@@ -119,7 +119,7 @@ def oom_kills(node: str) -> int:
 
 
 def ended_daemon() -> str | None:
-    """Which of Ray's own processes, of those that this one has started and that none goes on without, has
+    """Which of Ray's own processes, of those that this one has started and that all others need, has
     ended."""
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 

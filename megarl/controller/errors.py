@@ -85,7 +85,7 @@ class RankReport(NamedTuple):
 
 
 class RayEndedError(RunError):
-    """`daemon`, a process of Ray's own on the driver's node, has ended: what runs under it does not go on."""
+    """`daemon`, a process of Ray's own on the driver's node, has ended: what it ran has ended too."""
 
     hint = hints.RAY_ENDED
 

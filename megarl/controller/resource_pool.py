@@ -128,7 +128,7 @@ class RayResourcePool:
         ]
 
     def split(self) -> list[RayResourcePool]:
-        """One pool for each process, on the bundles of this one: for groups that are ended and started anew
+        """One pool for each process, on the bundles of this one: for groups that are ended and restarted
         one by one."""
         return [self.part([rank]) for rank in range(self.world_size)]
 

@@ -135,7 +135,7 @@ def plan_micro_batches(
     shares them. The number of micro-batches of a rank is a multiple of `multiple_of` (an interleaved pipeline
     needs a multiple of its stages). prompts: of each row, where rows of a micro-batch share the tokens of
     their prompt: such rows stay together as long as ranks have about the same work and micro-batches have
-    room, and are dealt to several of them where they must be.
+    room, and are distributed to several of them where they must be.
 
     Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no
     sense.
@@ -255,7 +255,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
     load = np.zeros(dp_size)
     hands: list[dict[int, list[int]]] = [{} for _ in range(dp_size)]
 
-    # Groups are dealt whole, so that each prompt is computed on one replica only.
+    # Groups are distributed whole, so that each prompt is computed on one replica only.
     for group in sorted(groups, key=lambda group: -costs[group]):
         rank = int(load.argmin())
         hands[rank][group] = groups[group]

@@ -128,7 +128,7 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
 
 
 class TemplateFailureError(ValueError):
-    """A chat template cannot be run; the message says why, and to mend it."""
+    """A chat template cannot be run; the message says why, and how to fix it."""
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:

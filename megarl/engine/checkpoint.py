@@ -82,7 +82,7 @@ class BackgroundWriter:
 
 
 class PendingSave:
-    """A save whose state has been copied, and is being written while training goes on."""
+    """A save whose state has been copied, and is being written while training continues."""
 
     def __init__(self, folder: Path, writer: BackgroundWriter, common: dict) -> None:
         self._folder = folder
@@ -126,7 +126,7 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is
     made, or empty.
 
-    Called by all ranks of the model. Training may go on when it returns. Raises CheckpointError, on all
+    Called by all ranks of the model. Training may continue when it returns. Raises CheckpointError, on all
     ranks, where the folder cannot be made, also where the one that it is to be in has gone: a run's folder
     that was moved away must not come to be a second time.
     """
@@ -195,7 +195,7 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     """The engine's state becomes that of the checkpoint, which may be of another layout; called by all its
     ranks.
 
-    The learning rate goes on where it was, on this engine's schedule. The random number generators do in the
+    The learning rate continues where it was, on this engine's schedule. Random number generators do in the
     same layout; in another one each rank keeps its own. Raises CheckpointError, on all ranks and before
     anything is changed, for a folder that is damaged or of another model.
     """

@@ -35,8 +35,8 @@ def _numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream
 
 
 def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are dealt,
-    and cut, over ranks."""
+    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are
+    spread and cut over ranks."""
 
     @functools.wraps(gather)
     def run(

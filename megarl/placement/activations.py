@@ -293,7 +293,7 @@ class _Work:
         # The product of all three; queries and keys turned by their angles; values; what is attended, which
         # without packing is laid out once more, and a float32 number of each head.
         head_numbers = 2 * width.query // self._architecture.head_dim
-        normalised = width.query * has_norm  # which several groups of heads on a rank lay out anew
+        normalised = width.query * has_norm  # which several groups of heads on a rank lay out again
 
         # in the place of the rank's own keys and values those that its queries see
         if self._context > 1 and not again:

@@ -2,7 +2,7 @@
 between groups differs. Pure.
 
 As NCCL's devices do it: a call begins when all before it in its group have ended and the device has come to
-it, and ends when its members have begun; the device goes on, and stands still where it waits for a call. All
+it, and ends when its members have begun; the device continues, and stops where it waits for a call. All
 calls of a group, messages too, are one after another, for each group has one communicator (it is made with
 its device); messages of a batch go at the same time. A message ends when sender and receiver are there, as a
 large one does. Of ranks that were not rehearsed it is taken that they come.

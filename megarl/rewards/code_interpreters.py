@@ -155,7 +155,7 @@ class ProgramSide:
         self._interpreter = SandboxedInterpreter(_PROGRAM_SIDE.format(program=program), level, limits)
 
     def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
-        """Evaluates `source` after the program itself, which is run anew for each `test`.
+        """Evaluates `source` after the program itself, which is run again for each `test`.
 
         Args:
             bound: Further variables, encoded.

@@ -183,7 +183,7 @@ class RewardScorer:
 
         while waiting:
             unscored = self._score_some(requests, waiting, begun, outcomes, errors)
-            begun = {}  # those that a broken pool has left are begun anew
+            begun = {}  # those that a broken pool has left are begun again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:

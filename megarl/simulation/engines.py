@@ -1,4 +1,4 @@
-"""Replicas on a clock that goes on only where someone waits: they write so many tokens a second, and die when
+"""Replicas on a clock that runs only where someone waits: they write that many tokens a second, and die when
 they are told to."""
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class ScriptedEngine:
 
 class ScriptedEngines:
     """Stands in for Replicas. version: of the weights that they have. start_s: of one that is started
-    anew."""
+    again."""
 
     def __init__(
         self,

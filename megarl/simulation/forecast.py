@@ -60,7 +60,7 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end.
+    """lengths: tokens of the samples of each prompt, in the order of the data, which starts again at its end.
     slots: of an engine."""
 
     lengths: Sequence[Sequence[int]]

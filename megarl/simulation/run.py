@@ -6,7 +6,7 @@ Engines, trainer and scoring only take time.
     outcome = Simulation(Script(lengths=[[120, 80], [300, 40], ...], prompts_per_step=2, ...)).run()
 
 It says what a schedule gains, not how fast an engine or a trainer is: each of an engine's slots writes a
-token in the same time, whatever the others do, and what a sample has written is not computed anew after a
+token in the same time, whatever the others do, and what a sample has written is not computed again after a
 push.
 """
 
@@ -37,7 +37,7 @@ _NEVER_S = 1e12  # nobody hangs in a simulation
 class Script:
     """Times are in seconds, or in any other unit.
 
-    lengths: tokens of the samples of each prompt, in the order of the data, which begins anew at its end.
+    lengths: tokens of the samples of each prompt, in the order of the data, which starts again at its end.
     slots: samples that an engine writes at a time, a token of each in token_s. training_s: of a step, from
     its samples to its push. push_s: for which a push stops engines and trainer. scoring_s: until a group's
     scores are there, which are waited for where there is a max_without_signal: as in GroupRules.
@@ -240,7 +240,7 @@ class Simulation:
     def run_until(
         self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
     ) -> None:
-        """Generation goes on, for so long at most. is_awaited: by the trainer, which then gives weights to an
+        """Generate until `is_enough`, or for `limit_s`. is_awaited: The trainer waits, and sends weights to an
         engine that has started."""
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited

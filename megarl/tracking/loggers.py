@@ -91,7 +91,7 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: {"step": ..., "<metric>": ...}, a line a step, readable while the run goes on."""
+    """`metrics.jsonl`: {"step": ..., "<metric>": ...}, a line a step, readable during the run."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.output_dir / METRICS_FILE).open("a", encoding="utf-8")
@@ -219,7 +219,7 @@ class Tracker:
         try:
             action()
         except Exception as error:  # noqa: BLE001
-            # The boundary to other people's services: training goes on without them.
+            # The boundary to other people's services: training continues without them.
             if name not in self._failed:
                 _log.warning("tracking: %s failed and is skipped from now on where it fails: %r", name, error)
             self._failed.add(name)

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 class MlflowService:
-    """A run in the experiment `tracking.project`; a resumed run goes on in it, behind the last step that it
+    """A run in the experiment `tracking.project`; a resumed run continues in it, behind the last step that it
     has."""
 
     def __init__(self, run: TrackedRun) -> None:

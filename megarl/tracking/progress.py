@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar with step, reward, KL where it is, tokens per second and time
+"""What a person sees during a run: a bar with step, reward, KL where it is, tokens per second and time
 left."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`samples/step_<number>.parquet`: what a step has trained on, a row for each sample, to be read token by
 token.
 
-A file is whole or not there, and is written while training goes on. The folder keeps below a bound: files go
+A file is whole or not there, and is written beside training. The folder keeps below a bound: files go
 where the others lie closest together, so that what is left still spans the run.
 """
 

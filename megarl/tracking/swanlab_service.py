@@ -17,7 +17,7 @@ _ID_LENGTH = 21
 
 
 class SwanLabService:
-    """A run of SwanLab with its files in `swanlog/` of the output folder; a resumed run goes on in it."""
+    """A run of SwanLab with its files in `swanlog/` of the output folder; a resumed run continues in it."""
 
     def __init__(self, run: TrackedRun) -> None:
         run_id = run.run_id(_NAME) or uuid.uuid4().hex[:_ID_LENGTH]

@@ -19,7 +19,7 @@ class TrackedRun:
     are in the environment.
 
     total_steps: after which it ends, where that is known.
-    resumed_after: the step after which this process goes on with the run; what an earlier one logged for
+    resumed_after: the step after which this process continues with the run; what an earlier one logged for
     later steps is given up.
     """
 

@@ -1,4 +1,4 @@
-"""Cuts the files of a run behind a step, so that a run that goes on from there leaves what one without a stop
+"""Cuts the files of a run behind a step, so that a resumed run leaves what one without a stop
 would have left.
 
 TensorBoard's files stay as they are: the next one says from which step on it replaces them

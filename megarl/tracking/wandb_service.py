@@ -19,7 +19,7 @@ _INIT_LIMIT_S = 60
 
 
 class WandbService:
-    """A run of W&B with its files in `wandb/` of the output folder; a resumed run goes on in it. Steps that
+    """A run of W&B with its files in `wandb/` of the output folder; a resumed run continues in it. Steps that
     it has are not logged again: W&B itself takes none below the last."""
 
     def __init__(self, run: TrackedRun) -> None:

@@ -1,11 +1,11 @@
-"""The life of a run's checkpoints: begun after a step, written while training goes on, committed when all of
+"""The life of a run's checkpoints: begun after a step, written beside training, committed when all of
 it is on the disk.
 
     models copy their state -> files are written -> models complete their folders -> trainer.json,
     config.yaml, checkpoint.json, all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
 
 The first arrow is all that a step waits for. Only after a step's metrics are in their files can its
-checkpoint become the latest: so a run that goes on from it has every line up to that step, and cuts those
+checkpoint become the latest: so a run that continues from it has every line up to that step, and cuts those
 that follow.
 """
 
@@ -94,7 +94,7 @@ class Checkpointer:
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """resumed: what `trainer.json` of the checkpoint holds that the run goes on from. clock: in seconds,
+        """resumed: what `trainer.json` of the checkpoint holds that is resumed. clock: in seconds,
         from any moment on; it must not follow the clock of the day, which may be set."""
         self._config = config
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, whether it may, and what is different now. Reads small files only,
+"""Which checkpoint a run continues from, whether it may, and what is different now. Reads small files only,
 before anything starts."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.trainers.checkpoint import STATE_FILE
 @dataclass(frozen=True, kw_only=True)
 class Resume:
     """checkpoint: its folder. state: of the trainer. is_own: it is in the run's own folder of checkpoints, so
-    that the run's files go on; from another run's checkpoint a new run begins."""
+    that the run's files continue; from another run's checkpoint a new run begins."""
 
     checkpoint: Path
     step: int
@@ -241,7 +241,7 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
 
 
 def older_ones(damaged: Path) -> str:
-    """What a user can go on from in the place of a checkpoint that is damaged."""
+    """What a user can continue from in the place of a checkpoint that is damaged."""
     # Offer only checkpoints that are whole themselves, so that the next attempt does not fail as well.
     whole = [
         path

@@ -114,7 +114,7 @@ class WeightReceiver:
             self._destinations.forget()
 
     def receive(self) -> bool:
-        """Whether everything has arrived; False after a while, to be called again: it goes on."""
+        """Whether everything has arrived; False after a while, to be called again: it continues."""
         assert self._receiver is not None
         assert self._destinations is not None
         return self._receiver.receive(self._destinations)

@@ -152,7 +152,7 @@ def whole_layout(architecture: Architecture, padded_vocab_size: int | None = Non
 def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
     """Of every rank of a role, copies included, with the vocabulary padded as the engine pads it.
 
-    Experts are dealt over all ranks of a stage, whatever replica they are in: those that share a matrix
+    Experts are distributed over all ranks of a stage, whatever replica they are in: those that share a matrix
     fastest, then those that share the experts, then copies.
     """
     of_stages = model_layouts(

@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
         """Takes the memory of the weights again. Nothing where the engine is awake, as one that was started
-        anew is."""
+        again is."""
         self._engine.wake()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -64,7 +64,7 @@ class WeightExport(Worker):
         self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
     ) -> SendReport | None:
         """All weights to these replicas, while they receive them; None where they say nothing for a while, to
-        be called again: it goes on without those of `dropped`. is_first: the pass begins.
+        be called again: it continues without those of `dropped`. is_first: the pass begins.
 
         Raises WeightTransferError where a trainer is gone.
         """

@@ -29,7 +29,7 @@ class McpServer:
     call. environment: variables for the command, beside the few that it is given (PATH, HOME and the like).
 
     It is connected to for the first of its tools that is asked for, to hear which there are, and by the first
-    call. A connection that was lost is made anew, once for a call, which the server may then get twice.
+    call. A connection that was lost is made again, once for a call, which the server may then get twice.
     """
 
     def __init__(

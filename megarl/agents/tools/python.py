@@ -61,7 +61,7 @@ class PythonSessions(_Python):
     """The same, but all calls of one episode are one interpreter's, which ends with it. limits: memory_mb and
     cpu_s are of all together.
 
-    A program that is ended by a limit takes along what those before it have left; the next begins anew.
+    A program that is ended by a limit takes along what those before it have left; the next starts again.
     """
 
     _description = (

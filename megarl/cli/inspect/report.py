@@ -1,4 +1,4 @@
-"""`megarl report RUN_DIR [RUN_DIR ...]`: a page of runs, written to a file, or served while they go on."""
+"""`megarl report RUN_DIR [RUN_DIR ...]`: a page of runs, written to a file, or served while they run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.tracking.run_files import REPORT_FILE
 def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
     """Writes one HTML file that needs nothing else, `report.html` in the first folder where `output` is None;
     or serves the page on this machine until Ctrl-C. Returns the exit status: 0, or 2 with one line of error
-    for what the user can mend."""
+    for what the user can fix."""
     try:
         runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
         if is_live:

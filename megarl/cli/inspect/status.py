@@ -56,7 +56,7 @@ def run(run_dir: str, watch: bool = False) -> int:
 
 
 def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]:
-    """Each file that is written from now on, the last of which is of a run that does not go on."""
+    """Each file that is written from now on, until the run has ended."""
     yield record
     while is_running(record):
         time.sleep(_WATCH_S)
@@ -110,7 +110,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
 
 
 def shown(folder: Path, record: StatusRecord) -> RenderableType:
-    """Nothing of a run that does not go on: nobody is anywhere."""
+    """Nothing where the run has ended."""
     if not is_running(record):
         return Group()
     status = record.run

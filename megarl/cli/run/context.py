@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """Kept up to date while the run goes on. output_dir: None until the folder is the run's own. log_folder:
+    """Kept up to date during the run. output_dir: None until the folder is the run's own. log_folder:
     Ray's, the same on each of `nodes`; empty before Ray runs. position: None before there are steps."""
 
     config: RunConfig
@@ -32,7 +32,7 @@ class RunContext:
 
     @property
     def is_under_way(self) -> bool:
-        """It is in a step: what fails is worth a page, whoever can mend it."""
+        """It is in a step: what fails is worth a page, whoever can fix it."""
         return self.position is not None and self.position.step is not None
 
 

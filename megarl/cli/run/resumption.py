@@ -1,4 +1,4 @@
-"""How a command goes on from a checkpoint, and how it says so: the state into the models, the run's files
+"""How a command continues from a checkpoint, and how it says so: the state into the models, the run's files
 cut, what is different."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`megarl scale RUN_DIR --replicas N`: asks a run that goes on to have another number of rollout replicas."""
+"""`megarl scale RUN_DIR --replicas N`: asks a running run to have another number of rollout replicas."""
 
 from __future__ import annotations
 

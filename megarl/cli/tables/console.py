@@ -53,7 +53,7 @@ class _Table(Table):
 
 
 def table(title: str, *columns: str, wraps: str | None = None) -> Table:
-    """One column is for text that goes on in the next line: `wraps`, or the last."""
+    """One column is for text that continues in the next line: `wraps`, or the last."""
     drawn = _Table(
         title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )

@@ -1,4 +1,4 @@
-"""What models with experts ask for: how experts are dealt and cut, in training and in an engine; which models
+"""What models with experts need: how experts are spread and cut, in training and in an engine; which models
 have the routers that keys are about; and whose routes an update may replay."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Keys:
 
 
 def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
-    """Experts are dealt over all ranks of a stage."""
+    """Experts are distributed over all ranks of a stage."""
     dealt = parallel.expert_parallel_size
     cut = parallel.expert_tensor_parallel_size
     there = parallel.stage_size

@@ -18,7 +18,7 @@ class PlacementStrategy(str, Enum):
 
 class OverBudget(str, Enum):
     refuse = "refuse"  # the run does not start, and says which device
-    warn = "warn"  # it is said, and the run goes on
+    warn = "warn"  # it is said, and the run continues
 
 
 @dataclass(frozen=True, kw_only=True)

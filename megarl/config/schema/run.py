@@ -91,7 +91,7 @@ class CheckpointConfig:
     keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
     # the policy as a Hugging Face folder, in each checkpoint and at the end in `output_dir/huggingface`
     save_hf: bool = True
-    asynchronous: bool = True  # files are written while training goes on
+    asynchronous: bool = True  # files are written while training continues
     # auto: from the latest checkpoint, where there is one; disable; or the path of one
     resume: str = RESUME_AUTO
 

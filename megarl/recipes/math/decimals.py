@@ -50,7 +50,7 @@ def read_decimal(text: str) -> tuple[Fraction, Fraction] | None:
 
 
 def _period(decimals: str) -> tuple[str, str] | None:
-    """Returns what comes before the period of decimals that go on, and the period, if they show it three
+    """Returns what comes before the period of decimals that repeat, and the period, if they show it three
     times, or twice if it is long."""
     for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
         period = decimals[-length:]

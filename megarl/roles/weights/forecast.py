@@ -108,7 +108,7 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
 
 def engine_slices(architecture: Architecture, size: int, expert_parallel_size: int = 1) -> list[TensorSlices]:
     """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head
-    is on several of them. Experts are dealt over `expert_parallel_size` groups of neighbours, which cut each
+    is on several of them. Experts are spread over `expert_parallel_size` groups of neighbours, which cut each
     of theirs."""
     heads = architecture.num_key_value_heads
     if size <= heads:

@@ -317,7 +317,7 @@ class SGLangEngine(RolloutEngine):
 
         # Cached prefixes were computed by the old weights.
         if not self._wait_for(self._stamp_and_flush(version), self.health_limit_s):
-            # Older versions flush only what is idle: requests that wait for the end of the update start anew
+            # Older versions flush only what is idle: requests that wait for the end of the update start again
             # after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()

@@ -21,7 +21,7 @@ def prepare(device: str, num_ranks: int = 1) -> None:
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading a file, in a log
 
-    # on what is not installed, from every process anew
+    # on what is not installed, from every process again
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
 

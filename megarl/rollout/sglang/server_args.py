@@ -132,7 +132,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         }
     else:
         if "num_experts_per_tok" in _model_config(model.path):
-            # others lay experts' weights out anew, where updates do not find them
+            # others lay experts' weights out again, where updates do not find them
             arguments["moe_runner_backend"] = "triton"
         # SGLang can give memory back and take it again only with its memory saver.
         if spec.release_memory:

@@ -73,7 +73,7 @@ class SendPass:
         self._opened = sender.open(shards, replicas)
 
     def run(self, dropped: Collection[int]) -> SendReport | None:
-        """None where others say nothing for a while: to be called again, it goes on. Raises
+        """None where others say nothing for a while: to be called again, it continues. Raises
         WeightTransferError where a rank is gone without whom there is no transfer."""
         transfer = self._opened.transfer
         if not transfer.run(dropped):
