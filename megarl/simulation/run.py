@@ -240,8 +240,8 @@ class Simulation:
     def run_until(
         self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
     ) -> None:
-        """Generate until `is_enough`, or for `limit_s`. is_awaited: The trainer waits, and sends weights to an
-        engine that has started."""
+        """Generate until `is_enough`, or for `limit_s`. is_awaited: The trainer waits, and sends
+        weights to an engine that has started."""
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited
 
