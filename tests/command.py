@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests import warm
+from tests import fork_server
 from tests.processes import gone_within
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ _MARK = "TESTS_COMMAND"  # environment variable
 
 
 class Command:
-    """Python with these arguments, warm where there are such processes, from the repository's root or `cwd`;
+    """Python with these arguments, forked where there is a fork server, from the repository's root or `cwd`;
     its output goes to `log`.
 
     What comes of it is known by a mark that processes inherit, also where the one that started them has
@@ -33,7 +33,7 @@ class Command:
         arguments: Sequence[str],
         log: Path,
         environment: Mapping[str, str] = os.environ,
-        python: Sequence[str] = warm.PYTHON,
+        python: Sequence[str] = fork_server.PYTHON,
         cwd: Path = ROOT,
     ) -> None:
         self.log = log

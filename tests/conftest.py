@@ -1,5 +1,4 @@
-"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test starts
-warm."""
+"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test is forked."""
 
 import gc
 import os
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests import warm
+from tests import fork_server
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
@@ -58,40 +57,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The workers of pytest-xdist have one server of warm processes, that of the process which divides the
+    """The workers of pytest-xdist have one server of forked processes, that of the process which divides the
     tests."""
     if find_spec("ray"):
-        (shared := ExitStack()).enter_context(warm.own_server())
+        (shared := ExitStack()).enter_context(fork_server.own_server())
         config.add_cleanup(shared.close)
 
 
 @pytest.fixture(scope="session")
-def warm_processes() -> Iterator[None]:
-    """Programs that are started with warm.PYTHON, and workers of Ray, are forked from one process; without
-    Ray all start cold."""
-    with warm.server() if find_spec("ray") else nullcontext():
+def forked_processes() -> Iterator[None]:
+    """Programs that are started with fork_server.PYTHON, and workers of Ray, are forked from one process; without
+    Ray are all fresh processes."""
+    with fork_server.server() if find_spec("ray") else nullcontext():
         yield
 
 
 @pytest.fixture(scope="module")
-def warm_rehearsals(warm_processes: None) -> Iterator[None]:
-    """The processes of megarl.rehearsal start warm. A cold one is in tests/docs, where a page's command is
+def forked_rehearsals(forked_processes: None) -> Iterator[None]:
+    """The processes of megarl.rehearsal are forked. A fresh one is in tests/docs, where a page's command is
     run."""
-    with warm.spawned(warm.REHEARSAL):
+    with fork_server.spawned(fork_server.REHEARSAL):
         yield
 
 
 @pytest.fixture(scope="session")
-def rank_pool(warm_processes: None) -> Iterator[RankPool]:
+def rank_pool(forked_processes: None) -> Iterator[RankPool]:
     """One pool of gloo ranks for the session."""
-    with warm.spawned():
+    with fork_server.spawned():
         pool = RankPool()
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(warm_processes: None) -> Iterator[None]:
+def ray_cluster(forked_processes: None) -> Iterator[None]:
     """One local Ray for the session: twelve logical CPUs, so at most twelve worker processes at a time."""
     from megarl.controller.cluster import shutdown, start_ray
 

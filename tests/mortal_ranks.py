@@ -5,7 +5,7 @@
         assert trainer_rank.hear() == "sent"
 
 Each runs a function of a module, `function(place)`, which speaks with the test by `place.say` and
-`place.listen`. They start warm: the test needs the fixture `warm_processes`.
+`place.listen`. They are forked: the test needs the fixture `forked_processes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tests import warm
+from tests import fork_server
 
 ANSWER_LIMIT_S = 60
 
@@ -111,7 +111,7 @@ def mortal_ranks(
             place = Place(rank, len(functions), str(folder / "store"), theirs)
             environment = environments[rank] if environments else {}
             process = context.Process(target=_run, args=(function, place, environment), daemon=True)
-            with warm.spawned():
+            with fork_server.spawned():
                 process.start()
             theirs.close()
             ranks.append(MortalRank(rank, ours, process))

@@ -68,7 +68,7 @@ class Push:
 
 
 class TestsPusher:
-    """Stands in for WeightSync."""
+    """A stub for WeightSync."""
 
     current: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]]
 

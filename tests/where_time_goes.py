@@ -7,7 +7,7 @@ test that runs then. What the kernel reports of children that a process waited f
 was booked while they lived: short ones cost what they cost. Each process that pytest itself starts is
 counted; of what others start, one that ends within INTERVAL_S may not be. Where pytest-xdist divides the
 tests, each of its workers looks for itself, and the sum is printed, with what this process and its server of
-warm processes took themselves.
+forked processes took themselves.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests import fork_server
 
 INTERVAL_S = 0.2
 COLUMNS = ("tests", "wall s", "CPU s", "python processes", "other processes")
 _BEFORE = "(before the first test)"
 _MARK = "WHERE_TIME_GOES"
-_SERVER = f"{warm.ROOM}=".encode()
+_SERVER = f"{fork_server.ROOM}=".encode()
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Costs = defaultdict[tuple[str, str], float]  # by the test's id and the column
@@ -153,7 +153,7 @@ def _read(pid: int, file: str) -> bytes:
 
 
 def _shared_s() -> float:
-    """Processor time of this process, and of the server of warm processes that it may have."""
+    """Processor time of this process, and of the fork server that it may have."""
     servers = {
         int(name) for name in os.listdir("/proc") if name.isdigit() and _SERVER in _read(int(name), "environ")
     }

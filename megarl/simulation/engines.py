@@ -64,7 +64,7 @@ class VirtualClock:
 
 
 class Answer:
-    """Stands in for the future of a call."""
+    """A stub for the future of a call."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -86,7 +86,7 @@ class Answer:
 
 
 class ScriptedEngine:
-    """Stands in for the group of a replica.
+    """A stub for the group of a replica.
 
     Args:
         length_of: Returns the number of tokens of a request's sample, 0 where the request fails after one.
@@ -173,7 +173,7 @@ class ScriptedEngine:
 
 
 class ScriptedEngines:
-    """Stands in for Replicas. version: of the weights that they have. start_s: of one that is started
+    """A stub for Replicas. version: of the weights that they have. start_s: of one that is started
     again."""
 
     def __init__(

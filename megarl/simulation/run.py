@@ -315,7 +315,7 @@ def _number_of(uid: str) -> int:
 
 
 class _Scoring:
-    """Stands in for Reward; nobody is scored where that is not waited for."""
+    """A stub for Reward; nobody is scored where that is not waited for."""
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
         self._clock = clock

@@ -19,7 +19,7 @@ from megarl.config.schema import (
     ParallelConfig,
     PlacementConfig,
 )
-from tests import warm
+from tests import fork_server
 from tests.command import ROOT
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
@@ -67,7 +67,7 @@ def save_sft_run(folder: Path) -> Path:
 def environment(**more: str) -> dict[str, str]:
     """Of this repository's code, and of its interpreter: what runs elsewhere starts `python`."""
     own = {
-        "PATH": warm.search_path(),
+        "PATH": fork_server.search_path(),
         "PYTHONPATH": str(ROOT),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": _STORE_BYTES,
     }
@@ -91,7 +91,7 @@ class ClusterAddress(NamedTuple):
 @contextmanager
 def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
     port = free_port()
-    node = [*warm.PYTHON, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "8"]
+    node = [*fork_server.PYTHON, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "8"]
     nodes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:

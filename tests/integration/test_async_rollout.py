@@ -19,7 +19,7 @@ from tests.integration.tiny_run import run_ppo, save_inputs
 from tests.soak import async_kills
 from tests.soak.save_kills import LOOK_S, Run, ahead_config, assert_same, assert_whole, untimed
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 STEPS = 5
 COOL = 0.6

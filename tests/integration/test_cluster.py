@@ -10,15 +10,15 @@ import pytest
 
 from megarl.config.schema import PlacementStrategy
 from megarl.placement.plan import plan_placement
-from tests import warm
+from tests import fork_server
 from tests.integration.simulated_cluster import DEVICES_PER_NODE, NUM_NODES, STRATEGIES, config
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def results(warm_processes: None) -> dict:
-    command = [*warm.PYTHON, "-m", "tests.integration.simulated_cluster"]
+def results(forked_processes: None) -> dict:
+    command = [*fork_server.PYTHON, "-m", "tests.integration.simulated_cluster"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

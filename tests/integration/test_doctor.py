@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests import warm
+from tests import fork_server
 from tests.integration.tiny_run import save_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +48,9 @@ def quickstart(inputs: Path, output: Path) -> list[str]:
     ]
 
 
-def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, warm_processes: None) -> None:
+def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, forked_processes: None) -> None:
     save_inputs(tmp_path)
-    command = [*warm.PYTHON, *DOCTOR[1:], *quickstart(tmp_path, tmp_path / "run"), "--json"]
+    command = [*fork_server.PYTHON, *DOCTOR[1:], *quickstart(tmp_path, tmp_path / "run"), "--json"]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "MASTER_PORT")
     }

@@ -22,11 +22,11 @@ from megarl.config.schema import (
     CheckpointConfig,
 )
 from megarl.tracking.samples import read_samples, sample_files
-from tests import warm
+from tests import fork_server
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SAMPLES_PER_PROMPT = 8
 MY_REWARD = "reward.functions=[{path: examples/custom_reward.py}]"
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*arguments: str) -> str:
     """A program that starts a run."""
     ended = subprocess.run(
-        [*warm.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [*fork_server.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -24,7 +24,7 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
-from tests import warm
+from tests import fork_server
 from tests.failure_pages import check_documented
 from tests.processes import gone_within
 from tests.unit.controller.workers import CollectiveWorker, EchoWorker, SlowToStart
@@ -170,14 +170,14 @@ def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: Ma
 @pytest.mark.parametrize(
     ("mode", "end_with", "python"),
     [
-        ("wait", signal.SIGKILL, [sys.executable]),  # cold: a warm process ends with what stands in for it
-        ("wait", signal.SIGINT, warm.PYTHON),
-        ("end", None, warm.PYTHON),
+        ("wait", signal.SIGKILL, [sys.executable]),  # fresh: a forked process ends with its client
+        ("wait", signal.SIGINT, fork_server.PYTHON),
+        ("end", None, fork_server.PYTHON),
     ],
     ids=["killed", "interrupted", "ended"],
 )
 def test_nothing_outlives_the_driver(
-    mode: str, end_with: signal.Signals | None, python: list[str], warm_processes: None
+    mode: str, end_with: signal.Signals | None, python: list[str], forked_processes: None
 ) -> None:
     driver, processes = start_driver(mode, {}, python)
 

@@ -44,7 +44,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def env(warm_processes: None) -> dict[str, str]:
+def env(forked_processes: None) -> dict[str, str]:
     return environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests import fork_server
 from tests.failure_pages import check_documented
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def told(warm_processes: None) -> dict[str, dict[str, Any]]:
-    command = [*warm.PYTHON, "-m", "tests.integration.lost_nodes"]
+def told(forked_processes: None) -> dict[str, dict[str, Any]]:
+    command = [*fork_server.PYTHON, "-m", "tests.integration.lost_nodes"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -36,7 +36,7 @@ from tests.soak.save_kills import (
     sft_config,
 )
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SFT_STEPS = 16
 PPO_STEPS = 4

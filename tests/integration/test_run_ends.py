@@ -23,7 +23,7 @@ from megarl.config.schema import (
     PPOConfig,
     SFTConfig,
 )
-from tests import warm
+from tests import fork_server
 from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
@@ -66,10 +66,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path, warm_processes: None) -> Iterator[Callable[..., Run]]:
+def start(folder: Path, forked_processes: None) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(config: PPOConfig | SFTConfig, python: Sequence[str] = warm.PYTHON) -> Run:
+    def make(config: PPOConfig | SFTConfig, python: Sequence[str] = fork_server.PYTHON) -> Run:
         runs.append(Run(folder, config, python))
         return runs[-1]
 
@@ -90,7 +90,7 @@ def sft_config(folder: Path) -> SFTConfig:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], folder: Path) -> None:
-    # Cold: a warm process ends with what stands in for it, and here all have to end by themselves.
+    # Fresh: a forked process ends with its client, and here all have to end by themselves.
     run = start(sft_config(folder), python=[sys.executable])
     run.wait_for(lambda: run.steps() >= 1)
     victim, other = run.processes("ray::WorkerHost")

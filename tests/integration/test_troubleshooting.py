@@ -38,7 +38,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.tracking.run_files import FAILURE_FILE
-from tests import warm
+from tests import fork_server
 from tests.failure_pages import check_documented, documented_pages, last_page_of
 from tests.integration.tiny_run import save_inputs
 
@@ -100,8 +100,8 @@ def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
     check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
 
 
-def test_rays_memory_monitor(warm_processes: None) -> None:
-    command = [*warm.PYTHON, "-m", "tests.integration.memory_monitor"]
+def test_rays_memory_monitor(forked_processes: None) -> None:
+    command = [*fork_server.PYTHON, "-m", "tests.integration.memory_monitor"]
     check_documented(
         "memory-monitor", subprocess.run(command, capture_output=True, text=True, check=True).stdout
     )
@@ -136,11 +136,11 @@ def sft(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_a_loss_that_is_not_a_number(warm_processes: None, sft: Path) -> None:
+def test_a_loss_that_is_not_a_number(forked_processes: None, sft: Path) -> None:
     """The whole command, to its exit status; and the file has what was printed, and goes with the next
     start."""
     ended = subprocess.run(
-        [*warm.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False
+        [*fork_server.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 1, ended.stderr
     page = last_page_of(ended.stderr)

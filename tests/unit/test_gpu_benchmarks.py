@@ -163,7 +163,7 @@ def test_the_engines_benchmark_rehearses_on_the_cpu(rank_pool: RankPool) -> None
 
 
 def test_the_weights_benchmark_rehearses_on_the_cpu(
-    warm_processes: None, capsys: pytest.CaptureFixture[str]
+    forked_processes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert weights.main(["--device", "cpu", "--repeats", "1"]) == 0
     (last,) = capsys.readouterr().out.strip().rpartition("\n\n")[2].splitlines()

@@ -52,7 +52,7 @@ def engine(place: Place) -> None:
         place.say(str(error))
 
 
-@pytest.mark.usefixtures("warm_processes")
+@pytest.mark.usefixtures("forked_processes")
 def test_an_engine_cannot_open_the_segment_of_a_trainer_on_a_device_that_only_others_see(
     tmp_path: Path,
 ) -> None:

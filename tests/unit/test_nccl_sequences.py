@@ -26,7 +26,7 @@ from tests.nccl_semantics import NcclSemantics
 LIMIT = timedelta(seconds=60)
 A_WHILE_S = 1.0  # in which what does not hang would have ended
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def join(place: Place, *, eager: bool, watchdog: bool = False) -> NcclSemantics:

@@ -1,4 +1,4 @@
-"""Whatever ends a command ends the processes that it has started, at every depth. Cold processes: this is
+"""Whatever ends a command ends the processes that it has started, at every depth. Fresh processes: this is
 about who is whose child."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import yaml
 from megarl.cli.main import main
 from tests.unit.rehearsal.runs import TINY, save_config
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import ray
 
 from megarl.controller.cluster import start_ray
 from megarl.machine.ray_address import cluster_address
-from tests import warm
+from tests import fork_server
 from tests.failure_pages import check_documented
 
 
@@ -106,7 +106,7 @@ def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.Monkey
     assert cluster_address() is None
 
 
-def test_a_run_with_local_has_the_processors_it_asks_for(warm_processes: None) -> None:
+def test_a_run_with_local_has_the_processors_it_asks_for(forked_processes: None) -> None:
     """Ray by itself gives such a cluster as many as the machine has."""
     program = (
         "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
@@ -114,7 +114,7 @@ def test_a_run_with_local_has_the_processors_it_asks_for(warm_processes: None) -
     )
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     done = subprocess.run(
-        [*warm.PYTHON, "-c", program],
+        [*fork_server.PYTHON, "-c", program],
         env=environment,
         capture_output=True,
         text=True,

@@ -22,15 +22,15 @@ from megarl.engine.layers import AttentionCore, RMSNorm
 from megarl.engine.rotary import rotary_packed
 
 
-class StandInColumn(ColumnParallelLinear):
+class StubColumn(ColumnParallelLinear):
     """TEColumnParallelLinear."""
 
 
-class StandInRow(RowParallelLinear):
+class StubRow(RowParallelLinear):
     """TERowParallelLinear."""
 
 
-class StandInNorm(RMSNorm):
+class StubNorm(RMSNorm):
     """TENorm: Transformer Engine's modules have a state that is no parameter, and empty without FP8."""
 
     def get_extra_state(self) -> Tensor:
@@ -40,7 +40,7 @@ class StandInNorm(RMSNorm):
         pass
 
 
-class StandInNormColumn(ColumnParallelLinear):
+class StubNormColumn(ColumnParallelLinear):
     """TELayerNormColumnParallelLinear: the norm's weight is `layer_norm_weight`, on every rank; the fused
     kernel is two here."""
 
@@ -67,7 +67,7 @@ class StandInNormColumn(ColumnParallelLinear):
         )
 
 
-class StandInAttention(AttentionCore):
+class StubAttention(AttentionCore):
     """TEDotProductAttention: nothing of it is stored."""
 
     def sharded_state_dict(
@@ -76,26 +76,26 @@ class StandInAttention(AttentionCore):
         return {}
 
 
-class StandIns:
+class StubProvider:
     """megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider."""
 
     def column_parallel_linear(self) -> type:
-        return StandInColumn
+        return StubColumn
 
     def row_parallel_linear(self) -> type:
-        return StandInRow
+        return StubRow
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
-        return StandInNormColumn
+        return StubNormColumn
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return StandInNorm
+        return StubNorm
 
     def core_attention(self) -> type:
-        return StandInAttention
+        return StubAttention
 
     def activation_func(self) -> None:
         return None
@@ -104,7 +104,7 @@ class StandIns:
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules]:
         """Experts one after the other: no test here has any."""
-        return SequentialMLP, MLPSubmodules(linear_fc1=StandInColumn, linear_fc2=StandInRow)
+        return SequentialMLP, MLPSubmodules(linear_fc1=StubColumn, linear_fc2=StubRow)
 
 
 def fused_rotary(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
@@ -119,6 +119,6 @@ def install(active: bool) -> None:
 
     gpt_layer_specs.HAVE_TE = active
     rope_utils.fused_apply_rotary_pos_emb_thd = fused_rotary if active else None
-    gpt_layer_specs.TESpecProvider = StandIns
+    gpt_layer_specs.TESpecProvider = StubProvider
     choice = LayerChoice(Layers.transformer_engine if active else Layers.local, "for a test")
     engine.layers_for = lambda *_, **__: choice

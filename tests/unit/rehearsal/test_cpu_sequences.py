@@ -16,7 +16,7 @@ from tests.unit.engine.models import save_model
 from tests.unit.rehearsal.cpu_side import WITH_CPU_SWITCHES, make_ready_with_switches, run_on_cpu
 from tests.unit.rehearsal.runs import ppo, requests
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 LAYOUTS = {
     "TP2+SPxPP2": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True),

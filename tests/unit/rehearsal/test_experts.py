@@ -24,7 +24,7 @@ from megarl.rehearsal.record import PhaseRecord, RankRecord
 from tests.unit.rehearsal.memory_cases import beyond_bounds
 from tests.unit.rehearsal.runs import TINY, TOKENS, ppo, requests, save_config
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 EXPERTS = {
     "model_type": "qwen3_moe",

@@ -29,7 +29,7 @@ PARALLEL = ParallelConfig(
     sequence_parallel=True,
 )
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 HIDDEN = 8192
 LAYERS = 2
 CHUNKS = 2

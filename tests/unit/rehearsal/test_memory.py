@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.rehearsal.memory_cases import FROZEN, cases_of, problems_of, rehearse_cases
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 MODES = {"actor": "full", "critic": "none", "reference": FROZEN}
 

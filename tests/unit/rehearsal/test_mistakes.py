@@ -46,7 +46,7 @@ PLANTED = (
     ("local", SEQUENCE, [0, 1]),
 )
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from megarl.rehearsal.ranks import hangs
 from megarl.rehearsal.record import RankRecord, RankRequest
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 STAGES = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True)
 HEAD_DIM = 32

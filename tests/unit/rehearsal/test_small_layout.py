@@ -14,7 +14,7 @@ from megarl.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, requests, save_config
 
-pytestmark = pytest.mark.usefixtures("warm_rehearsals")
+pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 # on each stage
 MICRO_BATCHES = 2

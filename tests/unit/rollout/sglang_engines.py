@@ -69,7 +69,7 @@ def spec_for(
 
 
 @pytest.fixture(scope="package")
-def sglang_server(warm_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def sglang_server(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """A server with one rank, for `server_model`. Its weights are those of the last push: each test pushes
     its own."""
     engine = SGLangEngine(spec_for(server_model(), tmp_path_factory.mktemp("server"), mode=SGLangMode.server))

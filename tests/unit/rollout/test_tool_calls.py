@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config.schema import AgentConfig
 from megarl.rollout.tool_calls import call_parser
-from tests import warm
-from tests.warm.client import SGLANG
+from tests import fork_server
+from tests.fork_server.client import SGLANG
 
 PRICE = '{"name": "price", "arguments": {"item": "ab"}}'
 LLAMA = '{"name": "price", "parameters": {"item": "ab"}}'
@@ -100,9 +100,9 @@ except ValueError:
 """
 
 
-def test_calls_of_other_families(warm_processes: None) -> None:
+def test_calls_of_other_families(forked_processes: None) -> None:
     given = json.dumps([SCHEMA, [(name, text) for name, text, _ in READ]])
-    program = [*warm.PYTHON, f"--{SGLANG}", "-c", PROGRAM]
+    program = [*fork_server.PYTHON, f"--{SGLANG}", "-c", PROGRAM]
     ended = subprocess.run(program, input=given, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     *lines, refused = ended.stdout.splitlines()

@@ -80,7 +80,7 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
 
 
 class Group:
-    """Stands in for a worker group: its calls are on clocks of their own."""
+    """A stub for a worker group: its calls are on clocks of their own."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -17,7 +17,7 @@ from tests.nccl_semantics import BACKEND, register
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def exchange(place: Place) -> None:

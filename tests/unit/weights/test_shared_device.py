@@ -9,7 +9,7 @@ import torch
 from tests.gpu.test_weights import *  # noqa: F403
 from tests.shared_device import ONE_DEVICE
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture(scope="module")

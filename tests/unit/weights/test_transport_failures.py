@@ -30,7 +30,7 @@ from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 NUM_TRAINERS = 2
 LIMIT_S = 45.0

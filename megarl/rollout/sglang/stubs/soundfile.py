@@ -1,4 +1,4 @@
-"""Stands in for soundfile, which SGLang imports for speech models: every name raises when it is called."""
+"""A stub for soundfile, which SGLang imports for speech models: every name raises when it is called."""
 
 from collections.abc import Callable
 from typing import NoReturn

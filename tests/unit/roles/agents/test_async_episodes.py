@@ -66,7 +66,7 @@ class Rows:
 
 
 class ScriptedEnvironments:
-    """Stands in for Environments, of two processes."""
+    """A stub for Environments, of two processes."""
 
     num_restarts = 0
 

@@ -357,7 +357,7 @@ class Game:
 
 
 class Writing:
-    """Stands in for the request scheduler: a turn is two tokens, at once."""
+    """A stub for the request scheduler: a turn is two tokens, at once."""
 
     def __init__(self, end_token_id: int) -> None:
         self._end = end_token_id
@@ -388,7 +388,7 @@ class Writing:
 
 
 class Process:
-    """Stands in for the group of a process of environments, which is a thread."""
+    """A stub for the group of a process of environments, which is a thread."""
 
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -428,7 +428,7 @@ class Scoring:
 
 
 class Nobody(list[None]):
-    """Stands in for replicas."""
+    """A stub for replicas."""
 
     exclusive = staticmethod(unshared)
 

@@ -51,7 +51,7 @@ class Prompts:
 
 
 class MadeUpWeights:
-    """Stands in for RolloutWeights."""
+    """A stub for RolloutWeights."""
 
     def __init__(self, engines: ScriptedEngines, version: int) -> None:
         self._engines = engines
@@ -72,7 +72,7 @@ class MadeUpWeights:
 
 
 class Unscored:
-    """Stands in for Reward, which nobody asks."""
+    """A stub for Reward, which nobody asks."""
 
     may_begin = False
 
@@ -84,7 +84,7 @@ class Unscored:
 
 
 class ScoresBySignal:
-    """Stands in for Reward: the samples of prompts in rows that 3 divides all score the same."""
+    """A stub for Reward: the samples of prompts in rows that 3 divides all score the same."""
 
     may_begin = True
 

@@ -95,7 +95,7 @@ def test_samples_become_a_batch() -> None:
 
 
 class Answer:
-    """Stands in for a call that has ended: its samples are the prompts, reversed."""
+    """A stub for a call that has ended: its samples are the prompts, reversed."""
 
     def __init__(self, requests: list[GenerationRequest]) -> None:
         self.calls = ()
@@ -109,7 +109,7 @@ class Answer:
 
 
 class Group:
-    """Stands in for the worker group of a replica; remembers what it was asked."""
+    """A stub for the worker group of a replica; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
@@ -120,8 +120,8 @@ class Group:
         return Answer(requests)
 
 
-class StandInReplicas:
-    """Stands in for Replicas."""
+class StubReplicas:
+    """A stub for Replicas."""
 
     def __init__(self, count: int) -> None:
         self.groups = [Group() for _ in range(count)]
@@ -133,8 +133,8 @@ class StandInReplicas:
         return len(self.groups)
 
 
-class StandInWeights:
-    """Stands in for RolloutWeights: the engines have them."""
+class StubWeights:
+    """A stub for RolloutWeights: the engines have them."""
 
     version = 3
 
@@ -151,7 +151,7 @@ LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
 
 
 def rollout(num_replicas: int) -> Rollout:
-    return Rollout(StandInReplicas(num_replicas), StandInWeights(), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
+    return Rollout(StubReplicas(num_replicas), StubWeights(), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
 
 
 def asked(rollout: Rollout) -> list[list[GenerationRequest]]:
@@ -183,7 +183,7 @@ def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> Non
 
 
 class Scoring:
-    """Stands in for Reward; remembers what was begun."""
+    """A stub for Reward; remembers what was begun."""
 
     def __init__(self, may_begin: bool = True) -> None:
         self.may_begin = may_begin

@@ -17,7 +17,7 @@ NUM_FREE = 3  # pools that the cluster has room for, beside the one of the plan
 
 
 class Pool:
-    """Stands in for RayResourcePool."""
+    """A stub for RayResourcePool."""
 
     reserved: list[str] = []
 
@@ -35,7 +35,7 @@ class Pool:
 
 
 class Replicas:
-    """Stands in for Replicas: the pool of each."""
+    """A stub for Replicas: the pool of each."""
 
     def __init__(self, first: ReplicaPlace) -> None:
         self.pools = [first.pool]

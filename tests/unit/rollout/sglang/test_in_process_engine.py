@@ -22,11 +22,11 @@ from megarl.rollout.interface import EngineDeadError, SamplingParameters
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
+from tests.fork_server import behind
 from tests.unit.rollout.models import VOCAB, push, weights_of
 from tests.unit.rollout.remote_engine import RemoteEngine
 from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model, spec_for
-from tests.warm import behind
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
     assert not [pid for pid in working if psutil.pid_exists(pid)]
 
 
-def test_a_start_that_fails_says_why(warm_processes: None, tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why(forked_processes: None, tmp_path: Path) -> None:
     """With SGLang's own last words, of whichever of its processes they are."""
     spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES, LM_CLASS
-from tests import warm
+from tests import fork_server
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.rollout.models import manifest_of, random_model
 
@@ -40,7 +40,7 @@ def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
 
 def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[dict[str, Any]]]:
     """Returns the results of each rank."""
-    command = [*warm.PYTHON, "--sglang", str(PROGRAM)]
+    command = [*fork_server.PYTHON, "--sglang", str(PROGRAM)]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(num_ranks), f"file://{rendezvous}", *map(str, folders)],
@@ -57,7 +57,7 @@ def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[di
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_call_records_the_plan_of_every_family(
-    warm_processes: None, tmp_path: Path, num_ranks: int
+    forked_processes: None, tmp_path: Path, num_ranks: int
 ) -> None:
     """Experts are distributed over the ranks."""
     folders = [tmp_path / name for name in MODELS]

@@ -30,7 +30,7 @@ from megarl.rollout.sglang.server_args import (
     vocab_size,
     why_unsupported,
 )
-from tests import warm
+from tests import fork_server
 
 
 def spec(
@@ -109,7 +109,7 @@ def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
         refuse_unknown_server_args({"mem_frac": 0.5})
 
 
-def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_processes: None) -> None:
+def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_processes: None) -> None:
     program = (
         "import json\nfrom megarl.rollout.sglang import environment\nenvironment.prepare('cpu')\n"
         "from sglang.srt.server_args import ServerArgs\nfrom megarl.rollout.sglang.features import "
@@ -117,7 +117,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(warm_pr
         "print(json.dumps(field_names(ServerArgs)))\n"
     )
     ended = subprocess.run(
-        [*warm.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True
+        [*fork_server.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True
     )
     assert known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
 

@@ -19,9 +19,9 @@ from megarl.rollout.interface import EngineDeadError, Sample, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.weights.tensors import WeightTransferError
+from tests.fork_server import behind
 from tests.unit.rollout.models import VOCAB, manifest_of, push
 from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
-from tests.warm import behind
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 

@@ -1,4 +1,4 @@
-"""Stands in for Triton, which has no build for machines without a GPU and is imported all over SGLang.
+"""A stub for Triton, which has no build for machines without a GPU and is imported all over SGLang.
 
 Every submodule and every name can be imported, decorators included, and kernels can be defined; what is
 called to do work raises.

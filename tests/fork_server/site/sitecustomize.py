@@ -1,7 +1,7 @@
 """Python imports this at its start, as it is on the path of what the tests start: processes that SGLang's
-server spawns are warm.
+server spawns are forked.
 
-The server itself starts cold, as it is known by its process id.
+The server itself is a fresh process, as it is known by its process id.
 """
 
 import os

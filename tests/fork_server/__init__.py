@@ -1,13 +1,13 @@
-"""Processes that start warm: forked from one that has imported torch, Megatron and transformers, in place of
+"""Processes that are forked from one that has imported torch, Megatron and transformers, in place of
 importing them again.
 
-    with warm.server():                  # once in a session
-        ray.init()                       # Ray's workers are warm, here and in programs that were started warm
-        subprocess.run([*warm.PYTHON, "-m", "megarl", "train", ...])
+    with fork_server.server():  # once in a session
+        ray.init()  # Ray's workers are forked, here and in programs that were forked
+        subprocess.run([*fork_server.PYTHON, "-m", "megarl", "train", ...])
 
-Such a process is a new one for its test: nothing of another test's is left in it. It differs from a cold one
-in what it has imported, so what is about imports and the environment before them is tested cold. Without the
-server, all that is here starts cold.
+Such a process is a new one for its test: nothing of another test's is left in it. It differs from a fresh one
+in what it has imported, so what is about imports and the environment before them is tested in fresh
+processes. Without the server, every process is a fresh one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.warm.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
+from tests.fork_server.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
 _SITE = Path(__file__).with_name("site")
@@ -43,7 +43,7 @@ def server() -> Iterator[None]:
     with contextlib.nullcontext() if ADDRESS in os.environ else own_server():
         # fails here and now if that does not work, which many would wait for
         subprocess.run([*PYTHON, "-c", ""], check=True)
-        warm_ray_processes()
+        forked_ray_processes()
         yield
 
 
@@ -53,7 +53,7 @@ def own_server() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         _write_launchers(Path(folder))
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm.server", folder],
+            [sys.executable, "-m", "tests.fork_server.server", folder],
             cwd=Path(__file__).parents[2],
             env={**os.environ, ROOM: "." * _ENVIRONMENT_BYTES},
             stdin=subprocess.PIPE,  # that ends when we do
@@ -62,7 +62,7 @@ def own_server() -> Iterator[None]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            assert process.stdout.readline() == b"ready\n", "the server of warm processes did not start"
+            assert process.stdout.readline() == b"ready\n", "the fork server did not start"
             os.environ[ADDRESS] = folder
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -90,7 +90,7 @@ def _write_launchers(folder: Path) -> None:
 
 
 def search_path() -> str:
-    """For PATH: `python` is warm there, if the server is there, and else the tests' own, as all other
+    """For PATH: `python` is forked there, if the server is there, and else the tests' own, as all other
     programs."""
     own = [str(Path(sys.executable).parent), os.environ["PATH"]]
     return os.pathsep.join([f"{os.environ[ADDRESS]}/bin", *own] if ADDRESS in os.environ else own)
@@ -110,8 +110,8 @@ def behind_path(client: int) -> Path:
     return Path(os.environ[ADDRESS], f"behind-{client}")
 
 
-def warm_ray_processes() -> None:
-    """The nodes of Ray that this process starts have warm workers and daemons. Ray has no setting for how
+def forked_ray_processes() -> None:
+    """The nodes of Ray that this process starts fork their workers and daemons. Ray has no setting for how
     they are started."""
     for name in _CHANGES.keys() & sys.modules.keys():
         _change(sys.modules[name])
@@ -138,7 +138,7 @@ def _change(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def spawned(kind: str = TRAINING) -> Iterator[None]:
-    """What multiprocessing spawns in the block is warm, if the server is there."""
+    """What multiprocessing spawns in the block is forked, if the server is there."""
     if ADDRESS not in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""The processes from which warm ones are forked, one of each kind: it imports what takes long when the first
+"""The processes from which others are forked, one of each kind: it imports what takes long when the first
 client asks, starts no thread, and serves until its standard input ends, which is the end of the tests.
 
 Ray reads its environment when it is imported, also which node and which job a worker is of. So a node that
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.schema import Device
-from tests.warm.client import (
+from tests.fork_server.client import (
     DAEMON,
     MAX_MESSAGE_BYTES,
     RAY_ENVIRONMENT,
@@ -34,7 +34,7 @@ from tests.warm.client import (
     TRAINING,
     read_by_ray,
 )
-from tests.warm.process import Request, become, run
+from tests.fork_server.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
 _NODE = "node"  # kind: of workers of one node of Ray, and one job

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from tests.warm import behind_path, launcher, warm_ray_processes
-from tests.warm.client import DAEMON, SGLANG, TRAINING, end_as
+from tests.fork_server import behind_path, forked_ray_processes, launcher
+from tests.fork_server.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
-# Programs that start runs, or nodes of Ray, by sys.executable: what they start is warm as well.
+# Programs that start runs, or nodes of Ray, by sys.executable: what they start is forked as well.
 _STARTERS = (
     "-m examples.resume",
     "-m torch.distributed.run",
@@ -63,7 +63,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     )
     if kind == DAEMON:
         return
-    warm_ray_processes()
+    forked_ray_processes()
 
     if kind == SGLANG:
         multiprocessing.set_executable(launcher(kind))

@@ -1,5 +1,5 @@
-"""Stands in for `python`: the process that runs the program is forked from the server of warm processes, and
-this one ends as it does.
+"""A stub of `python`: the process that runs the program is forked from the fork server, and this one ends as
+it does.
 
 It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this
 script as well, in place of Ray's setup_worker.py, and daemons. Where there is no server, or for options that
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         if kind == DAEMON
         else []
     )
-    cold = [sys.executable, *before, *arguments]
+    fresh = [sys.executable, *before, *arguments]
     program = (
         [argument for argument in arguments if not argument.startswith((_RAY_CONTEXT, _RAY_LANGUAGE))]
         if of_ray
@@ -54,12 +54,12 @@ def main(arguments: list[str]) -> None:
     )
     while (option := program[0]).startswith(_WITHOUT_MEANING):
         del program[: 2 if option == "-W" else 1]
-    if not _can_be_warm(program, kind) or (of_ray and not _takes_context(arguments)):
-        os.execv(cold[0], cold)
+    if not _can_be_forked(program, kind) or (of_ray and not _takes_context(arguments)):
+        os.execv(fresh[0], fresh)
     end_as(run(program, kind, _node_address() if of_ray else ""))
 
 
-def _can_be_warm(program: list[str], kind: str) -> bool:
+def _can_be_forked(program: list[str], kind: str) -> bool:
     if ADDRESS not in os.environ or (kind == DAEMON and not RAY_ENVIRONMENT.items() <= os.environ.items()):
         return False
     if program[0] == "-c":
