@@ -43,7 +43,7 @@ another; `megarl check` lists all of that at once.
 
 `megarl schema` prints a JSON Schema (draft 2020-12) of any run: keys, types, ranges, choices, defaults, and the explanations of this page.
 An editor with a [YAML language server](https://github.com/redhat-developer/yaml-language-server), as VS Code with Red Hat's YAML
-extension, completes and checks a file that names it in its first line:
+extension, completes and checks a file that names it in its first line. `megarl init` writes both; for a file of yours:
 
 ```bash
 megarl schema > megarl.schema.json

@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
   megarl quickstart                                        a tiny model learns sums, in minutes on two cores
   megarl init my_run --model MODEL_DIR --data rows.jsonl   what a run of your own begins with
   megarl check my_run/run.yaml                             every error at once
-  megarl train my_run/run.yaml                             and again, to go on after a crash
+  megarl train my_run/run.yaml                             and again, to continue after a crash
 """
 
 

@@ -1,5 +1,5 @@
-"""`megarl init [FOLDER]`: writes the first files of a run: a commented configuration, a reward with its test,
-a data script."""
+"""`megarl init [FOLDER]`: writes the first files of a run: a commented configuration with the schema by which
+an editor completes it, a reward with its test, a data script."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
 from megarl.cli.run.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
+from megarl.config.json_schema import json_schema
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, Device, PPOConfig, PromptColumnsConfig, RunKind
 from megarl.config.shipped import CONFIGS_DIR
@@ -26,6 +27,7 @@ GOOD = 0
 CONFIG_FILE = "run.yaml"
 REWARD_FILE = "reward.py"
 DATA_SCRIPT = "make_data.py"
+SCHEMA_FILE = "megarl.schema.json"  # which the first line of the configuration names
 _MADE = (TRAIN_FILE, VALIDATION_FILE)  # by the script, or split from the user's data
 _MOST_TOKENS = 512  # of a prompt, and of a response, where the model has positions for more
 # of a step; of a prompt
@@ -72,6 +74,7 @@ def run(wishes: Wishes) -> int:
     # The reward is tried on the data before anything is written.
     reward = _reward(data, wishes.validation) if wishes.kind is RunKind.ppo else None
     files = {CONFIG_FILE: _config(wishes, model, data, reward)}
+    files[SCHEMA_FILE] = json.dumps(json_schema(wishes.kind.value)) + "\n"
     files |= {} if reward is None else {REWARD_FILE: reward.source}
     files |= (
         {DATA_SCRIPT: (STARTER / DATA_SCRIPT).read_text(encoding="utf-8")} if data is None else data.split
@@ -102,7 +105,13 @@ def run(wishes: Wishes) -> int:
 
 def _refuse_existing(wishes: Wishes) -> None:
     script = [DATA_SCRIPT] if wishes.data is None else []
-    names = [CONFIG_FILE, *([REWARD_FILE] if wishes.kind is RunKind.ppo else []), *script, *_MADE]
+    names = [
+        CONFIG_FILE,
+        SCHEMA_FILE,
+        *([REWARD_FILE] if wishes.kind is RunKind.ppo else []),
+        *script,
+        *_MADE,
+    ]
 
     if there := [name for name in names if (wishes.folder / name).exists()]:
         raise ValueError(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 
 from megarl.cli.main import main
 from megarl.config.load import load_config
@@ -64,6 +66,9 @@ def test_what_it_writes_passes_check_from_any_folder(
             == (2 if "--devices" in wishes else 1)
         )
 
+    first, rest = (mine / "run.yaml").read_text().split("\n", 1)
+    schema = json.loads((mine / first.removeprefix("# yaml-language-server: $schema=")).read_text())
+    Draft202012Validator(schema).validate(yaml.safe_load(rest))  # as an editor does
     before = {file: file.read_bytes() for file in mine.iterdir() if file.is_file()}
     capsys.readouterr()
     assert main(["init", ".", "--model", str(policy), *wishes]) == 2
@@ -87,7 +92,11 @@ def test_data_of_ones_own_are_named_with_their_columns(
         f"validation: none, because {data} has fewer than 20 questions; give held-out rows with --val, or "
         f"set data.val_files" in said
     )
-    assert sorted(file.name for file in (tmp_path / "mine").iterdir()) == ["reward.py", "run.yaml"]
+    assert sorted(file.name for file in (tmp_path / "mine").iterdir()) == [
+        "megarl.schema.json",
+        "reward.py",
+        "run.yaml",
+    ]
     config = load_config(PPOConfig, str(tmp_path / "mine" / "run.yaml"))
     assert (config.data.val_files, config.trainer.validate_every_steps, config.trainer.validate_before) == (
         [],
@@ -306,7 +315,7 @@ def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
         f"warning: 1 of the answers fail, and `megarl check` refuses such rows: {held_out}: row 0: the "
         f"ground truth 'one': 'one' is" in said
     )
-    assert sorted(file.name for file in mine.iterdir()) == ["reward.py", "run.yaml"]
+    assert sorted(file.name for file in mine.iterdir()) == ["megarl.schema.json", "reward.py", "run.yaml"]
     assert "columns" not in (mine / "run.yaml").read_text()
     config = load_config(PPOConfig, str(mine / "run.yaml"))
     assert (config.data.train_files, config.data.val_files) == (
