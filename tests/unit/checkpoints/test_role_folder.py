@@ -285,7 +285,7 @@ def tensor_slice(*bounds: tuple[int, int]) -> TensorSlice:
             (2, 4),
             [tensor_slice((0, 2), (0, 2)), tensor_slice((0, 1), (2, 4)), tensor_slice((1, 2), (2, 4))],
             True,
-        ),  # boxes that no group of layers holds
+        ),  # slices that no group of layers holds
         ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2))], False),
         (
             (2, 4),

@@ -92,7 +92,7 @@ class Written(NamedTuple):
 
 
 def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendReport:
-    """This rank's part; alone without a wire."""
+    """This rank's part; alone without a p2p group."""
     rank = 0 if p2p is None else dist.get_rank()
     end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
 

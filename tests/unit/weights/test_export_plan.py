@@ -77,7 +77,7 @@ def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
 
 
 def check_windows(plan: ExportPlan, writer: int) -> None:
-    """What comes in the rounds tiles the boxes of one window after another."""
+    """What comes in the rounds tiles the slices of one window after another."""
     number = 0
     for window in plan.windows[writer]:
         arrived: dict[str, list[TensorSlice]] = defaultdict(list)

@@ -86,7 +86,7 @@ def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num
 
 
 def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
-    """On one rank no file may have more than 20,000 bytes. Then both write again, over the same wire."""
+    """On one rank no file may have more than 20,000 bytes. Then both write again, over the same p2p group."""
     p2p = P2PGroup.of_default_group(CPU)
     failure = ""
 

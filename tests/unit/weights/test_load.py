@@ -1,4 +1,4 @@
-"""Load against shards cut by slow loops, in every layout, and the boxes of tensors that lie in a shard."""
+"""Load against shards cut by slow loops, in every layout, and the slices of tensors that lie in a shard."""
 
 from pathlib import Path
 
@@ -51,8 +51,8 @@ def loaded(
     return parameters
 
 
-def sub_boxes(tensor_slice: TensorSlice) -> list[TensorSlice]:
-    """The box, and what an engine with other cuts would ask for: rows that begin and end inside of a head,
+def sub_slices(tensor_slice: TensorSlice) -> list[TensorSlice]:
+    """The slice, and what an engine with other cuts would ask for: rows that begin and end inside of a head,
     some columns."""
     rows = tensor_slice.stops[0] - tensor_slice.starts[0]
     found = [
@@ -90,7 +90,7 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
             shards = Shards(parameters=parameters, architecture=architecture, layout=layout)
             for name, slices in held_slices(architecture, layout).items():
                 held.setdefault(name, set()).update(slices)
-                for part in (part for tensor_slice in slices for part in sub_boxes(tensor_slice)):
+                for part in (part for tensor_slice in slices for part in sub_slices(tensor_slice)):
                     elements = torch.cat([region.reshape(-1) for region in shards.regions(Part(name, part))])
                     assert torch.equal(elements, state[name][part.index].reshape(-1)), (name, str(part))
         manifest = manifest_of(architecture, torch.float32)

@@ -1,4 +1,4 @@
-"""How a wire speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its
+"""How a p2p group speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its
 signatures are every backend's."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wire among trainers uses the default process group, whose communicator NCCL creates only when something
+"""The p2p group of the trainers uses the default process group, whose communicator NCCL creates only when something
 first needs it."""
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def test_each_rank_of_two_engines_gets_its_half_and_no_more(
 
 
 def test_a_model_with_experts_is_planned_in_seconds() -> None:
-    """235B: 94 layers of 128 experts, three matrices each, as made-up boxes; a trainer of EP 8 with two
+    """235B: 94 layers of 128 experts, three matrices each, as made-up slices; a trainer of EP 8 with two
     copies, engines of EP 4."""
     matrices = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(94)]

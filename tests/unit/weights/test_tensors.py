@@ -1,4 +1,4 @@
-"""A load is complete, or an error that names the tensor; boxes intersect, move and tile."""
+"""A load is complete, or an error that names the tensor; slices intersect, move and tile."""
 
 import pytest
 import torch

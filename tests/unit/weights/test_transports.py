@@ -16,7 +16,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import SendPass, SendReport
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_wire
+from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_group
 
 TRAINERS = {
     "TP1": Cut(),
@@ -39,7 +39,7 @@ def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
-    p2p = trainers_wire(case)
+    p2p = trainers_group(case)
     own = TrainerRank(case, plan, rank, p2p) if rank < num_trainers else EngineRank(case, rank - num_trainers)
     replicas = list(range(len(case.engines)))
     for replica in replicas:
@@ -94,11 +94,11 @@ def test_each_element_arrives_where_it_is_needed(
 
 def measured(case: Case) -> list[int]:
     """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in
-    its landing."""
+    its receive buffer."""
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
-    p2p = trainers_wire(case)
+    p2p = trainers_group(case)
 
     if rank < num_trainers:
         own: TrainerRank | EngineRank = TrainerRank(case, plan, rank, p2p)

@@ -124,7 +124,7 @@ BACKENDS["nccl_semantics"] = _semantics
 
 
 class TrainerRank:
-    """`wire`: among the trainers, None where they need none."""
+    """`p2p`: the group of the trainers, None where they need none."""
 
     def __init__(self, case: Case, plan: TransferPlan, rank: int, p2p: P2PGroup | None) -> None:
         self.case = case
@@ -218,7 +218,7 @@ def shared(value: Any) -> list[Any]:
     return gathered
 
 
-def trainers_wire(case: Case) -> P2PGroup | None:
+def trainers_group(case: Case) -> P2PGroup | None:
     """Among the ranks that are trainers; every rank calls it."""
     rank = dist.get_rank()
     listener = reserve_port("127.0.0.1") if rank == 0 else None
