@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part, RankLocation, RankSlices, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, RankSlices, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
 from megarl.weights.transports.device import DeviceEndpoint, DeviceSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers

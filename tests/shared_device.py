@@ -30,7 +30,6 @@ from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.checksum import checksum
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import (
-    Part,
     RankLocation,
     RankSlices,
     TensorSlices,
@@ -39,6 +38,7 @@ from megarl.weights.plan import (
     whole_slices,
 )
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceEndpoint, DeviceSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers

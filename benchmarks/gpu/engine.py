@@ -148,7 +148,7 @@ def build_engine(
     optimizer there is only what a forward and backward pass asks of it: its state would be twelve bytes for
     each parameter, with which the largest shape would not be on one GPU beside the peer."""
     from megarl.engine.engine import MegatronEngine
-    from megarl.weights.plan import Part
+    from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
 
     class Gradients:

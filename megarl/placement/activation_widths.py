@@ -48,3 +48,12 @@ def widths_of(architecture: Architecture, parallel: ParallelConfig, row: int) ->
         gate=architecture.intermediate_size // cut * (architecture.num_dense_layers > 0),
         squares=heads * row,
     )
+
+
+def chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
+    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has
+    one under way in this stage and in each after it; interleaved stages begin more of them (Narayanan et al.
+    2021, section 2.2)."""
+    stages = parallel.pipeline_parallel_size
+    virtual = parallel.virtual_pipeline_parallel_size or 1
+    return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

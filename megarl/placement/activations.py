@@ -21,10 +21,10 @@ from megarl.config.batch_arithmetic import (
 )
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
-from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
+from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.placement.activation_widths import Kernels, kernels_of, widths_of
+from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4
@@ -326,7 +326,7 @@ class _Work:
         else:
             chunk += self._widths.part
 
-        return chunk * _chunks_under_way(self._parallel, self._stage)
+        return chunk * chunks_under_way(self._parallel, self._stage)
 
     def _way_back_of_layer(self, tokens: int) -> int:
         """Of the last layer, when all others are still kept."""
@@ -399,12 +399,3 @@ class _Work:
 
     def _way_back_of_embedding(self, tokens: int) -> int:
         return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element
-
-
-def _chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
-    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has
-    one under way in this stage and in each after it; interleaved stages begin more of them (Narayanan et al.
-    2021, section 2.2)."""
-    stages = parallel.pipeline_parallel_size
-    virtual = parallel.virtual_pipeline_parallel_size or 1
-    return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

@@ -13,7 +13,7 @@ from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RankPush, RehearsalError
 from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config.schema import RunConfig
-from megarl.weights.plan import TransferSchedule
+from megarl.weights.schedule import TransferSchedule
 
 POINT_TO_POINT = ("send", "recv")
 

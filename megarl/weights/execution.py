@@ -19,7 +19,7 @@ import torch
 
 from megarl.machine.usage import Stopwatch
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.plan import Part, TransferSchedule
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 
 PATIENCE_S = 1.0  # the longest wait for the other side before returning to the caller

@@ -19,10 +19,10 @@ from megarl.weights.plan import (
     RankSlices,
     TensorSlices,
     TransferPlan,
-    TransferSchedules,
     one_after_another,
     plan_transfer,
 )
+from megarl.weights.schedule import TransferSchedules
 from megarl.weights.shard_layout import ShardLayout
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.tensors import ChunkMeta, range_slices

@@ -11,7 +11,6 @@ than one message at a time and all of them work all of the time.
 from __future__ import annotations
 
 import gc
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,24 +20,16 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from megarl.config.schema import Transport
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
 _MAX_NAMED = 8
-_LARGE = 2**18  # Parts with this many elements are sent alone, which takes less time than to copy them.
 NUM_IPC_BUFFERS = 4  # of the transport `device`. With two, each side often waits for the other to wake up.
 # What is read soon after it was written is still in the processor's cache.
 MESSAGE_BYTES_ON_A_CPU = 4 * 2**20
 
 # the slices of one rank by tensor; each element is in one of them
 TensorSlices = Mapping[str, Sequence[TensorSlice]]
-
-
-class Part(NamedTuple):
-    """A slice of the tensor `name`, or what fits of it in one message. Its elements are sent in row-major
-    order."""
-
-    name: str
-    tensor_slice: TensorSlice
 
 
 class RankLocation(NamedTuple):
@@ -54,77 +45,6 @@ class RankSlices:
 
     place: RankLocation
     slices: TensorSlices
-
-
-class TransferSchedule:
-    """What one rank sends to another, in order, over all rounds.
-
-    Each round has the same fraction of it. If `bounds` are given, round n has the elements from bounds[n] to
-    bounds[n + 1].
-    """
-
-    def __init__(
-        self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None
-    ) -> None:
-        assert bounds is None or len(bounds) == num_rounds + 1
-        self.parts = tuple(parts)
-        self.num_rounds = num_rounds
-        self.bounds = bounds
-        self._ends = list(accumulate(part.tensor_slice.volume for part in parts))
-        self._messages: dict[int, tuple[Part, ...]] = {}  # every push asks again
-
-    @property
-    def numel(self) -> int:
-        return self._ends[-1]
-
-    def length(self, number: int) -> int:
-        """Returns the number of elements of the message of a round."""
-        start, stop = self._span(number)
-        return stop - start
-
-    def message(self, number: int) -> tuple[Part, ...]:
-        """Returns the parts of the message of a round."""
-        if number not in self._messages:
-            self._messages[number] = tuple(self._parts_between(*self._span(number)))
-        return self._messages[number]
-
-    def _parts_between(self, start: int, stop: int) -> Iterator[Part]:
-        # The part that contains the element `start`.
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            (name, tensor_slice), end = self.parts[index], self._ends[index]
-            first = end - tensor_slice.volume
-            # Parts that lie in one round are passed on whole; a boundary of rounds cuts a part into slices.
-            if start == first and stop >= end:
-                yield self.parts[index]
-            else:
-                for rows in range_slices(tensor_slice.shape, start - first, min(stop, end) - first):
-                    yield Part(name, rows.relative_to((0,) * len(tensor_slice.starts), tensor_slice.starts))
-            start = end
-            index = index + 1
-
-    def segments(self, number: int) -> Iterator[list[Part]]:
-        """Yields the message of a round in segments: each large part alone, and small neighbours together."""
-        small: list[Part] = []
-        for part in self.message(number):
-            if part.tensor_slice.volume < _LARGE:
-                small.append(part)
-                continue
-            if small:
-                yield small
-                small = []
-            yield [part]
-
-        if small:
-            yield small
-
-    def _span(self, number: int) -> tuple[int, int]:
-        if self.bounds is not None:
-            return self.bounds[number], self.bounds[number + 1]
-        return self.numel * number // self.num_rounds, self.numel * (number + 1) // self.num_rounds
-
-
-TransferSchedules = Mapping[int, TransferSchedule]  # by the rank on the other end
 
 
 @dataclass(frozen=True)

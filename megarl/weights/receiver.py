@@ -12,7 +12,8 @@ import torch
 from megarl.weights.execution import PeerTransfers
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.plan import Part, TensorSlices, TransferSchedule
+from megarl.weights.plan import TensorSlices
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
 from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
 

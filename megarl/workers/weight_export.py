@@ -17,7 +17,7 @@ from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PGroup, reserve_port
-from megarl.weights.plan import TransferSchedule
+from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender

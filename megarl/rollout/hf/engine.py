@@ -27,9 +27,10 @@ from megarl.rollout.interface import (
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Part, TensorSlices, whole_slices
+from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.schedule import Part
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from megarl.rollout.destinations import DestinationPlan, record_plan, zero_what_is_not_written
 from megarl.weights.checksum import MODULUS
-from megarl.weights.plan import Part, TensorSlices
+from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_slice, encode_slice
+from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, tiling_fault
 
 Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]

@@ -24,7 +24,8 @@ from megarl.weights.execution import (
 )
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
-from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan, TransferSchedule
+from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
+from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 

@@ -20,8 +20,9 @@ import torch
 from megarl.weights.execution import PATIENCE_S, Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
 from megarl.weights.export_plan import RankExport, Window
 from megarl.weights.p2p import P2PGroup
-from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU, Part
+from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import flat_index, row_major_strides
 from megarl.weights.transports.interface import Opened, Sender

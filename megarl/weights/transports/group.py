@@ -13,7 +13,8 @@ import torch
 
 from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
 from megarl.weights.p2p import P2PAddress, P2PGroup
-from megarl.weights.plan import Part, TransferPlan, TransferSchedule
+from megarl.weights.plan import TransferPlan
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 

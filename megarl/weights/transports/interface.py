@@ -15,7 +15,7 @@ import torch
 
 from megarl.machine.usage import PeakMemory
 from megarl.weights.execution import PeerTransfers, PipelinedTransfer, copy_tensors
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 

@@ -158,7 +158,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; all stages' experts on the first
     rank of all; nothing elsewhere (all ranks must ask)."""
     from megarl.weights.manifest import manifest_of
-    from megarl.weights.plan import Part
+    from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
 
     _check_copies(engine, named)

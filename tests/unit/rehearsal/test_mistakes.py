@@ -11,7 +11,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearsal.record import RankPush, RankRecord
-from megarl.weights.plan import Part, TransferSchedule
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice
 from tests.unit.rehearsal import planted
 from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config

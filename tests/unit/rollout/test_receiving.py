@@ -11,8 +11,8 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.plan import Part, TransferSchedule
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DeviceEndpoint
 from tests.plain_trainer import PlainTrainer, joined

@@ -10,7 +10,8 @@ import torch
 
 from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
-from megarl.weights.plan import Part, RankLocation, RankSlices, one_after_another, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, RankSlices, one_after_another, plan_transfer, whole_slices
+from megarl.weights.schedule import Part
 from megarl.weights.shards import held_slices
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, range_slices, tiling_fault
 from tests.unit.weights.exports import Export

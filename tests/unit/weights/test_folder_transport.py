@@ -18,7 +18,7 @@ from megarl.machine.usage import trim_heap
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import save_hf_folder
 from megarl.weights.p2p import P2PGroup
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.transports import folder as folder_transport

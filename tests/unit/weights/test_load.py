@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice, tiling_fault

@@ -14,16 +14,15 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import (
-    Part,
     RankLocation,
     RankSlices,
     TensorSlices,
     TransferPlan,
-    TransferSchedule,
     numel_of,
     plan_transfer,
     whole_slices,
 )
+from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import Part
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers

@@ -16,8 +16,9 @@ from megarl.models.architecture import Architecture
 from megarl.weights.execution import PeerTransfers
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import Part, RankLocation, RankSlices, TransferPlan, plan_transfer
+from megarl.weights.plan import RankLocation, RankSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice

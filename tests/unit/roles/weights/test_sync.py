@@ -30,7 +30,7 @@ from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.checksum import WeightMismatchError, checksum
-from megarl.weights.plan import Part
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.transports.interface import SendReport
