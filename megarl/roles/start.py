@@ -26,8 +26,7 @@ from megarl.placement.transport import choose_transport, joins_weight_groups
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.models import MiniBatchPlan
-from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
+from megarl.roles.models import ABSENT, Absent, Actor, Critic, MiniBatchPlan, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas

@@ -25,7 +25,7 @@ from megarl.config.schema import (
     RecomputeModule,
     ValueLossConfig,
 )
-from megarl.data.packing import BatchPlan, MicroBatchRows, RankPlan, plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, MicroBatchRows, ReplicaMicroBatches, plan_micro_batches
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import (
@@ -68,7 +68,7 @@ LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns
 class Split(NamedTuple):
     """One way to run the mini-batch."""
 
-    plan: BatchPlan
+    plan: MicroBatchPlan
     packing: bool = True
     share_prompts: bool = False
     poisoned: bool = False  # NaN in every masked slot of the loss's inputs, random ids where there is padding
@@ -80,9 +80,11 @@ class Result(NamedTuple):
     metrics: dict[str, float]
 
 
-def by_hand(*micro_batches: tuple[int, ...]) -> BatchPlan:
-    return BatchPlan(
-        ranks=(RankPlan(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),),
+def by_hand(*micro_batches: tuple[int, ...]) -> MicroBatchPlan:
+    return MicroBatchPlan(
+        ranks=(
+            ReplicaMicroBatches(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),
+        ),
         num_rows=NUM_ROWS,
     )
 
@@ -92,7 +94,7 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
     dp = parallel.data_parallel_size
     multiple = 2 if parallel.virtual_pipeline_parallel_size else 1
 
-    def plan(**limit: int) -> BatchPlan:
+    def plan(**limit: int) -> MicroBatchPlan:
         return plan_micro_batches(lengths, dp, multiple_of=multiple, **limit)
 
     splits = {
