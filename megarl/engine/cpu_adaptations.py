@@ -21,7 +21,7 @@ import torch
 import torch.utils._device
 
 from megarl.engine import rotary
-from megarl.engine.cpu_collectives import _gather_unequal, _numbers_on_host, _scatter_unequal, unless_alone
+from megarl.engine.cpu_collectives import gather_unequal, numbers_on_host, scatter_unequal, unless_alone
 from megarl.engine.cpu_kernels import gated_linear, linear
 
 CPU = torch.device("cpu")
@@ -323,9 +323,9 @@ def _adapt_experts() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # The dispatcher imports the function by name, so it is replaced in both modules.
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _numbers_on_host
-    mappings._gather_along_first_dim = _gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers_on_host
+    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
 
 
 def adapt_products() -> None:

@@ -29,12 +29,12 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's copy of a tensor to the host, where it is already."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are
     spread and cut over ranks."""
 
@@ -60,8 +60,8 @@ def _gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return run
 
 
-def _scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As `_gather_unequal`, of the sum of all ranks' parts."""
+def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `gather_unequal`, of the sum of all ranks' parts."""
 
     @functools.wraps(scatter)
     def run(
