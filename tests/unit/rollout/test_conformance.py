@@ -271,9 +271,13 @@ def test_an_update_can_be_begun_anew(ready: Subject) -> None:
     assert ready.engine.checksums() == {name: checksum(tensor) for name, tensor in ready.weights(2).items()}
 
 
-def test_closed_it_refuses(subject: Subject, request: pytest.FixtureRequest) -> None:
+def test_before_its_first_weights_and_closed_it_refuses(
+    subject: Subject, request: pytest.FixtureRequest
+) -> None:
     if "sglang" in request.node.name:
         pytest.skip("the other tests need this engine")
+    with pytest.raises(EngineStateError, match="cannot generate while empty"):
+        subject.engine.generate(PROMPTS, greedy())
     subject.push()
     subject.engine.close()
     with pytest.raises(EngineStateError, match="cannot generate while closed"):

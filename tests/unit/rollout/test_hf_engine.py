@@ -10,11 +10,10 @@ from megarl.rollout.hf import decoding
 from megarl.rollout.hf.decoding import sample_tokens
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
-from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
 from tests.plain_trainer import load_folder
-from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model, weights_of
+from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model
 
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
@@ -96,25 +95,6 @@ def test_samples_are_prompt_major_and_repeatable(engine: HFEngine) -> None:
     assert [sample.token_ids.tolist() for sample in greedy_samples] == [
         ids for ids in singles for _ in range(2)
     ]
-
-
-def first_at(token_ids: Sequence[int], stops: set[int]) -> int | None:
-    return next((index for index, token in enumerate(token_ids) if token in stops), None)
-
-
-def test_stop_tokens_end_a_sample_and_are_its_last_token(model: PreTrainedModel, engine: HFEngine) -> None:
-    """Against the same greedy continuation without stop tokens, cut by hand; rows end at different steps."""
-    free = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
-    stops = {free[0][2], free[1][0], free[3][5]}
-    sampling = SamplingParameters(max_new_tokens=12, seed=0, temperature=0, stop_token_ids=tuple(stops))
-    samples = engine.generate(PROMPTS, sampling)
-    ends = [first_at(ids, stops) for ids in free]
-    assert len(set(ends)) >= 3
-
-    for sample, ids, end in zip(samples, free, ends, strict=True):
-        assert sample.token_ids.tolist() == (ids if end is None else ids[: end + 1])
-        assert sample.finish_reason == ("length" if end is None else "stop")
-        assert len(sample.log_probs) == len(sample.token_ids)
 
 
 def test_a_caller_ends_samples_by_their_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -209,17 +189,6 @@ def test_no_token_ends_a_sample_before_the_minimum(model: PreTrainedModel, engin
         assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-5)
 
 
-def test_abort_and_sleep_forget_what_waits(model: PreTrainedModel, engine: HFEngine) -> None:
-    engine.submit(plan_requests(PROMPTS, greedy()))
-    engine.abort()
-    assert engine.collect(0.0) == []
-    engine.submit(plan_requests(PROMPTS, greedy()))
-    engine.sleep()
-    engine.wake()
-    push(model, engine)
-    assert engine.collect(0.0) == []
-
-
 def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
     other = random_model(seed=5)
     other.save_pretrained(tmp_path / "other", max_shard_size="20KB")
@@ -284,49 +253,15 @@ def test_float32_weights_into_a_bfloat16_engine(model: PreTrainedModel, tmp_path
     assert torch.allclose(torch.tensor(sample.log_probs), expected.float(), atol=0.1)
 
 
-def test_no_generation_without_complete_weights(model: PreTrainedModel, tmp_path: Path) -> None:
-    engine = engine_for(model, tmp_path)
-    with pytest.raises(EngineStateError, match="empty"):
-        engine.generate(PROMPTS, greedy())
-    engine.begin_weight_update(manifest_of(model))
-    load_folder(
-        engine,
-        {name: tensor for name, tensor in weights_of(model).items() if name != "model.embed_tokens.weight"},
-    )
-    with pytest.raises(EngineStateError, match="updating"):
-        engine.generate(PROMPTS, greedy())
-
-    with pytest.raises(
-        WeightTransferError, match=r"model\.embed_tokens\.weight \(missing from element 0 of 3104\)"
-    ):
-        engine.end_weight_update(1)
-
-    with pytest.raises(EngineStateError, match="empty"):
-        engine.generate(PROMPTS, greedy())
-    assert engine.weight_version is None
-    push(model, engine, version=2)
-    assert engine.generate(PROMPTS, greedy())[0].weight_versions == (2,)
-
-
 def test_sleep_gives_memory_back_and_the_next_update_restores_it(
     model: PreTrainedModel, engine: HFEngine
 ) -> None:
     before = engine.generate(PROMPTS, greedy())
     engine.sleep()
     assert sum(parameter.numel() for parameter in engine.model.parameters()) == 0
-    engine.sleep()
-    with pytest.raises(EngineStateError, match="asleep"):
-        engine.generate(PROMPTS, greedy())
-    with pytest.raises(EngineStateError, match="asleep"):
-        engine.begin_weight_update(manifest_of(model))
     engine.wake()
-    with pytest.raises(EngineStateError, match="empty"):
-        engine.generate(PROMPTS, greedy())
     push(model, engine)
     assert str(engine.generate(PROMPTS, greedy())) == str(before)
-    engine.close()
-    with pytest.raises(EngineStateError, match="closed"):
-        engine.generate(PROMPTS, greedy())
 
 
 def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngine) -> None:
@@ -346,24 +281,3 @@ def test_weights_that_are_not_the_models(model: PreTrainedModel, engine: HFEngin
         WeightTransferError, match=r"'model\.norm\.weight': elements 0..34 lie outside shape \(32,\)"
     ):
         load_folder(engine, {"model.norm.weight": torch.zeros(34)})
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "the prompt of request 1 is empty"),
-        ([3, VOCAB], r"the prompt of request 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
-        (
-            [1] * 60,
-            "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's "
-            "max_position_embeddings 64",
-        ),
-    ],
-)
-def test_prompts_that_cannot_be_continued(engine: HFEngine, prompt: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        engine.generate([[1], prompt], greedy())
-
-
-def test_no_prompts_give_no_samples(engine: HFEngine) -> None:
-    assert engine.generate([], greedy()) == []

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.rollout.interface import SamplingParameters
+from megarl.rollout.interface import GenerationRequest, SamplingParameters, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.weights.tensors import ChunkMeta, TensorMeta, WeightTransferError
 
@@ -58,3 +58,21 @@ def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
     life.record(ChunkMeta("w", 0, 4), torch.float32)
     life.end(2)
     assert life.require_ready() == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt of request 1 is empty"),
+        ([3, 97], r"the prompt of request 1 has token ids 3\.\.97, the model's vocabulary is 0\.\.96"),
+        (
+            [1] * 60,
+            "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's "
+            "max_position_embeddings 64",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_continued(prompt: list[int], message: str) -> None:
+    request = GenerationRequest(1, prompt, SamplingParameters(max_new_tokens=6, seed=0))
+    with pytest.raises(ValueError, match=message):
+        check_request(request, vocab_size=97, max_length=64)
