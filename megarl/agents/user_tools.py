@@ -13,7 +13,7 @@ from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
-from megarl.machine.sandbox import SandboxError
+from megarl.machine.sandbox_levels import SandboxError
 from megarl.machine.user_functions import Expected, UserFunctionError, load_name
 
 SHIPPED: dict[str, Callable[[], Tool | SessionTool]] = {

@@ -293,8 +293,8 @@ def _pin(pools: Sequence[RayResourcePool]) -> None:
 
     # Resources that were released just now take a moment to appear as free.
     if match(demands, whole, apart=True) is not None:
-        give_up_s = time.monotonic() + _SETTLE_S
-        while match(demands, free, apart=True) is None and time.monotonic() < give_up_s:
+        deadline_s = time.monotonic() + _SETTLE_S
+        while match(demands, free, apart=True) is None and time.monotonic() < deadline_s:
             time.sleep(_SETTLE_S / 20)
             free = free_nodes()
 

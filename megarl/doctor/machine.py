@@ -18,7 +18,8 @@ from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import usable_cores
-from megarl.machine.sandbox import Level, why_not
+from megarl.machine.sandbox import why_not
+from megarl.machine.sandbox_levels import Level
 from megarl.machine.wording import counted
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory

@@ -9,7 +9,8 @@ import subprocess
 import threading
 from typing import NamedTuple
 
-from megarl.machine.sandbox import Finished, Level, SandboxLimits, StartedProgram
+from megarl.machine.sandbox import Finished, StartedProgram
+from megarl.machine.sandbox_levels import Level, SandboxLimits
 
 # Commands come by a descriptor that programs do not read by chance; where one ends, a mark says so.
 _LOOP = """

@@ -24,7 +24,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from megarl.machine.sandbox import Level, SandboxLimits, run_program, strongest
+from megarl.machine.sandbox import run_program, strongest
+from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.rewards.code_blocks import program_of
 from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
 from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, read_tests

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from megarl.machine.sandbox import Level, SandboxLimits
+from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
 from megarl.rewards import code_values
 from megarl.rewards.code_tests import REMOTE, AssertTest

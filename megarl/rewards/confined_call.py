@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from megarl.machine import readable_files
 from megarl.machine.confined import ProcessLimits, close_descriptors_from, confine, end_with
-from megarl.machine.sandbox import WRITABLE
+from megarl.machine.sandbox_levels import WRITABLE
 from megarl.machine.sandbox_program import send_thread_calls
 from megarl.machine.supervisor import supervise
 from megarl.machine.user_functions import last_line

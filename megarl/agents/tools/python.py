@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from megarl.agents.function_tool import function_schema
 from megarl.agents.protocol import BrokenToolError, Schema, Task
-from megarl.machine.sandbox import Level, SandboxError, SandboxLimits, strongest
+from megarl.machine.sandbox import strongest
+from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
 
 LIMITS = SandboxLimits(memory_mb=512, cpu_s=10, wall_s=15.0, output_kb=16)

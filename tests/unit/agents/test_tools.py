@@ -41,7 +41,7 @@ from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
-from megarl.machine.sandbox import SandboxError, SandboxLimits
+from megarl.machine.sandbox_levels import SandboxError, SandboxLimits
 from megarl.rollout.tool_calls import call_parser
 from tests.unit.data.test_turns import CHATML, OPENING, tokenizer_of
 

@@ -24,15 +24,8 @@ import pytest
 
 import megarl
 from megarl.machine import sandbox, sandbox_program, system_calls
-from megarl.machine.sandbox import (
-    Finished,
-    Level,
-    SandboxError,
-    SandboxLimits,
-    run_program,
-    strongest,
-    why_not,
-)
+from megarl.machine.sandbox import Finished, run_program, strongest, why_not
+from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
 from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD, OF_KERNEL, OF_ROOT
 

@@ -1,0 +1,116 @@
+"""The levels of the sandbox, and the command line that starts a program at each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import megarl
+from megarl.machine import readable_files
+from megarl.machine.sandbox_program import Order
+
+_MAX_THREADS = 128
+WRITABLE = ("/dev/null",)
+_PACKAGE = Path(megarl.__file__).absolute().parent
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
+# Folders in which bubblewrap's processes start Python. The program itself may read what readable_files names.
+_PYTHONS = tuple(
+    sorted(
+        {
+            sys.prefix,
+            sys.base_prefix,
+            *map(os.path.realpath, (sys.base_prefix, os.__file__ + "/..", sys.executable + "/..")),
+        }
+    )
+)
+_SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "machine"))
+
+
+class Level(str, Enum):
+    """From the strongest to the weakest; the last is none, and never chosen unless by name."""
+
+    bubblewrap = "bubblewrap"  # namespaces and a file system of its own, by `bwrap`
+    namespaces = "namespaces"  # of processes, network and mounts, by `unshare`; files by Landlock
+    landlock = "landlock"  # files by Landlock, all else by seccomp: nothing has to be installed or allowed
+    process = "process"  # limits of memory and time only
+
+
+class SandboxError(RuntimeError):
+    """No sandbox works on this machine, or the level that was asked for does not; the message says why, and
+    what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """memory_mb: of address space. cpu_s, wall_s: seconds of the processor and of the clock. output_kb: of
+    what it prints, on both streams together. disk_mb: of what it writes to /tmp, where it has one."""
+
+    memory_mb: int = 512
+    cpu_s: int = 10
+    wall_s: float = 15.0
+    output_kb: int = 64
+    disk_mb: int = 16
+
+
+def order_for(program: str, level: Level, limits: SandboxLimits, channel: int) -> Order:
+    has_own_files = level is Level.bubblewrap
+    return Order(
+        program=program,
+        limits=(limits.memory_mb, limits.cpu_s, limits.disk_mb, _MAX_THREADS),
+        readable=readable_files.for_programs(),
+        writable=(*WRITABLE, "/tmp") if has_own_files else WRITABLE,
+        is_confined=level is not Level.process,
+        has_own_init=level in (Level.bubblewrap, Level.namespaces),
+        temporary_mb=limits.disk_mb if has_own_files else 0,
+        channel=channel,
+    )
+
+
+def command_for(level: Level, order: int) -> list[str]:
+    start = (
+        f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megarl.machine.sandbox_program "
+        f"import run; run({order})"
+    )
+    python = [readable_files.PYTHON, "-I", "-S", "-B", "-c", start]
+    if level not in (Level.bubblewrap, Level.namespaces):
+        return python
+
+    # of the outermost process: the innermost says it for itself
+    around = [_tool("setpriv", level), "--pdeathsig", "KILL"]
+    if level is Level.namespaces:
+        around += [
+            _tool("unshare", level),
+            "--fork",
+            "--kill-child",
+            "--pid",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--mount",
+            "--mount-proc",
+        ]
+        around += [] if os.geteuid() == 0 else ["--map-root-user"]
+    else:
+        around += [_tool("bwrap", level), "--unshare-all", "--die-with-parent", "--new-session"]
+        # which the order's process gives up once it has a /tmp
+        around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+        around += ["--proc", "/proc", "--dir", "/tmp"]
+        # Not `--dev`: for users other than root it adds a user namespace in which that capability does not
+        # cover the mounts.
+        for path in readable_files.DEVICES:
+            around += ["--dev-bind", path, path]
+        for path in _SHOWN:
+            around += ["--ro-bind-try", path, path]
+
+    return [*around, *python]
+
+
+def _tool(name: str, level: Level) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxError(f"the sandbox {level.value} needs {name!r}, which is not installed")
+    return path
