@@ -41,6 +41,7 @@ def cuda_model(seed: int) -> PreTrainedModel:
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=7,
+        architectures=["Qwen2ForCausalLM"],
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
 

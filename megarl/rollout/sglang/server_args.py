@@ -92,12 +92,16 @@ _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever 
 
 
 def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
-    """All arguments of the engine but those of the HTTP server. Raises ConfigError as
-    `refuse_own_server_args`."""
+    """Return all arguments of the engine except those of the HTTP server.
+
+    Raises:
+        ConfigError: As `refuse_own_server_args`, or the model's config.json does not name its class.
+    """
     model = spec.model
     rollout = spec.rollout
     on_cpu = spec.device is Device.cpu
     refuse_own_server_args(rollout.sglang.server_args)
+    _refuse_nameless_class(model.path)
     longest = context_length(model.path)
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -159,9 +163,27 @@ def vocab_size(path: str) -> int:
 
 
 def _model_config(path: str) -> dict[str, Any]:
-    """Without transformers, which must not be imported before SGLang's environment is prepared."""
-    config = json.loads((Path(path) / "config.json").read_text())
+    config = _read_config(path)
     return config.get("text_config", config)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    """Read config.json without transformers, which must not be imported before SGLang's environment is
+    prepared."""
+    return json.loads((Path(path) / "config.json").read_text())
+
+
+def _refuse_nameless_class(path: str) -> None:
+    # megarl and transformers read `model_type`; SGLang would fail with a TypeError.
+    if not (names := _read_config(path).get("architectures")):
+        file = str(Path(path) / "config.json")
+        raise ConfigError(
+            file,
+            [
+                f"field 'architectures' is {names!r}, and SGLang finds a model's class by it; set it, for "
+                'example to ["Qwen2ForCausalLM"], or set rollout.engine=hf'
+            ],
+        )
 
 
 def refuse_own_server_args(names: Iterable[str]) -> None:

@@ -37,7 +37,14 @@ def spec(
     folder: Path, device: Device = Device.cpu, release_memory: bool = False, **rollout: Any
 ) -> RolloutEngineSpec:
     (folder / "config.json").write_text(
-        json.dumps({"max_position_embeddings": 64, "vocab_size": 97, "eos_token_id": 3})
+        json.dumps(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "max_position_embeddings": 64,
+                "vocab_size": 97,
+                "eos_token_id": 3,
+            }
+        )
     )
     return RolloutEngineSpec(
         model=ModelConfig(path=str(folder), dtype=DType.bfloat16),
@@ -58,6 +65,15 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert arguments["context_length"] > 64  # SGLang keeps a token of it for itself
     assert arguments["max_total_tokens"] > 4 * 64
     assert json.loads(arguments["json_model_override_args"]) == {"eos_token_id": [3]}
+
+
+@pytest.mark.parametrize("names", [None, []])
+def test_a_model_that_does_not_name_its_class_is_refused(tmp_path: Path, names: list[str] | None) -> None:
+    asked = spec(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": names}))
+    with pytest.raises(ConfigError, match="'architectures' is .*rollout.engine=hf"):
+        build_server_args(asked)
 
 
 def test_on_cuda(tmp_path: Path) -> None:
