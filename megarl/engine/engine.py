@@ -12,11 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
@@ -25,9 +20,10 @@ from megarl.batch.metrics import Metric, merge_metrics
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.schema import OptimConfig, ParallelConfig, RoutingReplay
+from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import ContextParallelRank
+from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
 from megarl.engine.micro_batch import UNCUT, MicroBatch, SequenceSlice, make_micro_batch
@@ -96,12 +92,13 @@ class MegatronEngine:
         self._routes = self._route_keeper()
 
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
-        self.chunks: list[Any] = self._data_parallel(self.models) if trainable else list(self.models)
+        self._wrapped = wrap_models(self.models, groups.parallel) if trainable else []
+        self.chunks: list[Any] = list(self._wrapped or self.models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._router_metrics: dict[str, Metric] = {}
         self._load(spec.path)
-        self._expect_no_gather()
+        expect_no_gather(self._wrapped)
 
         # After the loading, because the optimizer copies the weights into its float32 masters.
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
@@ -158,7 +155,7 @@ class MegatronEngine:
             self._gradients_are_made = False
 
         # A gather that is under way would write into memory that has been released.
-        self._await_parameters()
+        await_parameters(self._wrapped)
         return self._state.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
@@ -168,7 +165,7 @@ class MegatronEngine:
     def training_state(self) -> TrainingState:
         """Of an engine that trains."""
         assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
-        self._await_parameters()
+        await_parameters(self._wrapped)
         return TrainingState(
             self.models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
         )
@@ -191,56 +188,10 @@ class MegatronEngine:
             value_head=value_head,
         )
 
-    def _data_parallel(self, models: Sequence[ModelChunk]) -> list[DistributedDataParallel]:
-        """Gradients are reduced, and parameters gathered, bucket by bucket beside the computation, where
-        several ranks hold the same."""
-        overlap = overlaps(self.groups.parallel, platform.current().is_cuda)
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap,
-            # `step` begins to gather all buckets, and no layer begins with those of the next
-            align_param_gather=overlap,
-        )
-
-        # Those of later virtual stages wait for nobody: one bucket.
-        chunks = [
-            DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
-            for number, model in enumerate(models)
-        ]
-        for chunk in chunks:
-            chunk.config.finalize_model_grads_func = finalize_gradients
-            if overlap:  # gradients of all micro-batches but the last are only added up
-                chunk.config.no_sync_func = (
-                    chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
-                )
-
-        return chunks
-
-    def _await_parameters(self) -> None:
-        """Before anybody reads or moves them: after a step the other replicas' parts may be on their way."""
-        for group in self._bucket_groups():
-            if group.param_gather_handle is not None:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-    def _expect_no_gather(self) -> None:
-        """Until the next step parameters are whole. Megatron would gather them in the next forward pass, of
-        which some replicas may have none."""
-        for group in self._bucket_groups():
-            group.param_gather_dispatched = True
-
-    def _bucket_groups(self) -> Iterator[Any]:
-        """Of a model that trains, Megatron's."""
-        if self.spec.optim is not None:
-            for chunk in self.chunks:
-                yield from chunk.bucket_groups
-                yield from chunk.expert_parallel_bucket_groups
-
     def parameters(self) -> dict[str, Tensor]:
         """This rank's shards by Megatron's names of local layers, which are numbered over the whole model."""
         self._state.require("give its parameters", StatePart.parameters)
-        self._await_parameters()
+        await_parameters(self._wrapped)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -332,7 +283,7 @@ class MegatronEngine:
         tally = self._new_tally(batch, micro_batches)
         results = self._run(batch, micro_batches, loss, extras, tally)
         self._gradients_are_made = True
-        self._expect_no_gather()
+        expect_no_gather(self._wrapped)
 
         # Every rank contributes to the router statistics, whatever its pipeline stage.
         if tally is not None:
@@ -373,11 +324,7 @@ class MegatronEngine:
         )
         statistics = self._optimizer.step()
 
-        # Start the gather of the updated parameters now, so that it overlaps with what follows.
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync()
-
+        start_gather(self._wrapped)
         return statistics
 
     def _run(
@@ -501,7 +448,9 @@ class MegatronEngine:
         """Return the outputs of a micro-batch, (b, R) float32 each, from the hidden states of its last
         stage."""
         model = self.models[-1]
-        self._await_parameters()  # the head's, which is no module's forward pass; by now they are there
+
+        # The head is computed outside of any module, so Megatron does not wait for its weights.
+        await_parameters(self._wrapped)
         at_predictors = model.output_hidden(hidden).index_select(0, micro_batch.predictors)
 
         # Every tensor-parallel rank holds the whole value head: no sum over the vocabulary is needed.
@@ -559,15 +508,3 @@ def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:
     """One after the other. None is kept for those after it: with each go the angles that its layers made."""
     while micro_batches:
         yield micro_batches.popleft()
-
-
-def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
-    """Whether communication of replicas goes on beside computation. gloo's is done by the processors that
-    compute."""
-    return on_cuda and parallel.num_copies > 1
-
-
-def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
-    """Megatron's own reductions (DP, sequence parallel, tied embeddings) without its division by a count of
-    tokens."""
-    finalize_model_grads(chunks, None, **keywords)

@@ -186,7 +186,7 @@ def run_phases(
     Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when
     they are ready, and reduces at the end.
     """
-    from megarl.engine import engine as engines
+    from megarl.engine import data_parallel
 
     extras: set[Extra] = {"entropy"}
     if isinstance(config, PPOConfig) and needs_sum_pi_squared(config.algorithm) and role.name == "actor":
@@ -210,7 +210,7 @@ def run_phases(
         yield end("train")
         engine.step()
         yield end("step")
-        if engines.overlaps(engine.spec.parallel, platform.current().is_cuda):
+        if data_parallel.overlaps(engine.spec.parallel, platform.current().is_cuda):
             train()
             yield end("train again")
 

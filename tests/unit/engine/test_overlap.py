@@ -48,14 +48,14 @@ def overlapped() -> Iterator[_Counts]:
     """In a rank: engines that are built within it overlap, in small buckets."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    from megarl.engine import engine
+    from megarl.engine import data_parallel
 
     real = (
         buffers._coalescing_manager,
         buffers.dist_all_gather_func,
         buffers.dist_reduce_scatter_func,
-        engine.DistributedDataParallelConfig,
-        engine.overlaps,
+        data_parallel.DistributedDataParallelConfig,
+        data_parallel.overlaps,
     )
     handles: list[_Late] = []
     counts = _Counts([])
@@ -77,14 +77,14 @@ def overlapped() -> Iterator[_Counts]:
     buffers._coalescing_manager = coalescing
     buffers.dist_all_gather_func = late("gather", real[1])
     buffers.dist_reduce_scatter_func = late("reduce", real[2])
-    engine.DistributedDataParallelConfig = partial(real[3], bucket_size=BUCKET_ELEMENTS)
-    engine.overlaps = lambda parallel, on_cuda: True
+    data_parallel.DistributedDataParallelConfig = partial(real[3], bucket_size=BUCKET_ELEMENTS)
+    data_parallel.overlaps = lambda parallel, on_cuda: True
 
     try:
         yield counts
     finally:
         buffers._coalescing_manager, buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func = real[:3]
-        engine.DistributedDataParallelConfig, engine.overlaps = real[3:]
+        data_parallel.DistributedDataParallelConfig, data_parallel.overlaps = real[3:]
 
 
 class Read(NamedTuple):

@@ -36,11 +36,11 @@ def _switch() -> None:
     compute, sends nothing."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    from megarl.engine import engine
+    from megarl.engine import data_parallel
     from megarl.engine.cpu_adaptations import adapt_products
     from megarl.engine.cpu_collectives import unless_alone
 
-    engine.overlaps = lambda parallel, on_cuda: False
+    data_parallel.overlaps = lambda parallel, on_cuda: False
     adapt_products()
     buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
     buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)

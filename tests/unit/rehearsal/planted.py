@@ -84,17 +84,17 @@ def a_number_that_nobody_knows(rank: int) -> None:
 
 
 def a_call_less_on_rank_one(rank: int) -> None:
-    from megarl.engine import engine
+    from megarl.engine import data_parallel
 
     if rank == 1:
-        engine.finalize_gradients = lambda chunks, *arguments, **keywords: None
+        data_parallel.finalize_gradients = lambda chunks, *arguments, **keywords: None
 
 
 def gradients_in_sixteen_bits(rank: int) -> None:
-    from megarl.engine import engine
+    from megarl.engine import data_parallel
 
-    made = engine.DistributedDataParallelConfig
-    engine.DistributedDataParallelConfig = lambda **settings: made(
+    made = data_parallel.DistributedDataParallelConfig
+    data_parallel.DistributedDataParallelConfig = lambda **settings: made(
         **{**settings, "grad_reduce_in_fp32": False}
     )
 
