@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device, ParallelConfig
 
 LAYOUTS = {
@@ -115,8 +116,11 @@ def measure(
     )
     engine = MegatronEngine(spec, groups.initialize(parallel, seed=0))
     ids = torch.randint(0, 4096, (1, num_tokens), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(1, num_tokens - 1, dtype=torch.bool)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": mask}
+    batch = {
+        "prompts": RaggedTensor.of_slots(ids[:, :1]),
+        "responses": RaggedTensor.of_slots(ids[:, 1:]),
+        "response_mask": RaggedTensor.of_slots(torch.ones(1, num_tokens - 1, dtype=torch.bool)),
+    }
 
     def loss(outputs: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         return outputs["log_probs"].sum() / num_tokens, {}

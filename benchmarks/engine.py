@@ -49,6 +49,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig
 from megarl.data.packing import plan_micro_batches
@@ -151,7 +152,7 @@ class Result:
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """Rows of `lengths` tokens as the engine takes them: (B, S) padded left of the prompts and right of the
+    """A padded batch of rows of `lengths` tokens: (B, S), padded left of the prompts and right of the
     responses."""
     total = torch.tensor(lengths)
     prompts = (total * PROMPT // LONGEST).clamp(min=1)
@@ -264,6 +265,7 @@ class Contest:
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches, rows: RowLayout = "packed"
     ) -> Step:
         num_response_tokens = float(batch["response_mask"].sum())
+        columns = DataProto.from_dict(batch).ragged
 
         def loss(
             outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
@@ -271,7 +273,7 @@ class Contest:
             value = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_response_tokens
             return value, {"loss": Metric.sum(value)}
 
-        return lambda: self.engine(rows).forward_backward(batch, micro_batches, loss)["loss"].value
+        return lambda: self.engine(rows).forward_backward(columns, micro_batches, loss)["loss"].value
 
     def hugging_face_step(self, ids: Tensor) -> Step:
         """Every row of `ids` (B, LONGEST) is full."""

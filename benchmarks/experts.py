@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device, ParallelConfig
 
 SHAPE: dict[str, Any] = {
@@ -96,10 +97,11 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     num_rows = num_tokens // ROW
     ids = torch.randint(0, SHAPE["vocab_size"], (num_rows, ROW), generator=torch.Generator().manual_seed(1))
+    lengths = torch.full((num_rows,), ROW - 1)
     batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(num_rows, ROW - 1, dtype=torch.bool),
+        "prompts": RaggedTensor.of_slots(ids[:, :1]),
+        "responses": RaggedTensor.of_slots(ids[:, 1:]),
+        "response_mask": RaggedTensor.constant(True, lengths, torch.bool),
     }
 
     def loss(outputs: Any, rows: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -130,7 +132,7 @@ def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dic
 
 
 def _pass(
-    engine: Any, batch: dict[str, torch.Tensor], micro_batches: list[list[int]], loss: Any
+    engine: Any, batch: dict[str, RaggedTensor], micro_batches: list[list[int]], loss: Any
 ) -> Callable[[], Any]:
     return lambda: engine.forward_backward(batch, micro_batches, loss)
 

@@ -27,7 +27,6 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from benchmarks.engine import (
     MODELS,
@@ -44,6 +43,8 @@ from benchmarks.engine import (
     race,
 )
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -74,13 +75,13 @@ class Work:
     def __init__(self, contest: Contest, prompt_tokens: int) -> None:
         self._contest = contest
         responses = log_normal_lengths(contest.shape.log_normal_rows, LONGEST_RESPONSE)
-        self._batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
+        batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
         self.lengths = [prompt_tokens + response for response in responses]
         self.longest = prompt_tokens + LONGEST_RESPONSE
         self._prompts = [RowPrompt(row // SAMPLES, prompt_tokens) for row in range(len(responses))]
-        mask = self._batch["response_mask"]
+        mask = batch["response_mask"]
         per_row = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(2))
-        self._advantages = per_row.expand(mask.shape).contiguous()
+        self._columns = DataProto.from_dict({**batch, "advantages": per_row.expand(mask.shape)}).ragged
         self._loss = ActorLoss(algorithm=ALGORITHM, counts=MiniBatchCounts.of(mask), with_entropy=True)
 
     @property
@@ -109,15 +110,13 @@ class Work:
         def step() -> float:
             engine = self._contest.engine(layout)
 
-            def scores() -> Tensor:
+            def scores() -> RaggedTensor:
                 extras: tuple[Extra, ...] = () if one_pass else ("entropy",)
-                result = engine.forward(self._batch, micro_batches, extras)
+                result = engine.forward(self._columns, micro_batches, extras)
                 assert result is not None
-                log_probs = result["log_probs"]
-                assert isinstance(log_probs, Tensor), "as the batch is"
-                return log_probs
+                return result["log_probs"]
 
-            rows = {**self._batch, "advantages": self._advantages, "ref_log_prob": scores()}
+            rows = {**self._columns, "ref_log_prob": scores()}
             if not one_pass:
                 rows["old_log_probs"] = scores()
             metrics = engine.forward_backward(

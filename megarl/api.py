@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.batch.data_proto import DataProto
-from megarl.batch.token_rows import token_rows
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.session import Session
 from megarl.cli.run.train import open_ppo
@@ -122,8 +121,7 @@ class Run:
 
     def texts(self, batch: DataProto) -> list[str]:
         """(B,): the responses as text, without special tokens."""
-        rows = token_rows(batch.columns)
-        return decode_rows(self._tokenizer, rows["responses"], rows["response_mask"])
+        return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
 
     def add_advantages(self, batch: DataProto) -> DataProto:
         """The batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm` says; their

@@ -36,6 +36,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from benchmarks.hugging_face_peer import HuggingFace, Step, flash_attention, pack, prompt_tokens
+from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import (
@@ -121,7 +122,7 @@ def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """As the engine takes it: (B, P + R), padded left of the prompts and right of the responses."""
+    """A padded batch: (B, P + R), padded left of the prompts and right of the responses."""
     total = torch.tensor(lengths)
     prompts = torch.tensor([prompt_tokens(length) for length in lengths])
     width = int(prompts.max())
@@ -257,6 +258,7 @@ class Work:
         lengths = draw_lengths(settings.tokens, shape.longest)
         plan = plan_micro_batches(lengths, 1, max_tokens=shape.micro_batch).ranks[0]
         self.batch = make_batch(lengths, shape.vocab_size)
+        self._columns = DataProto.from_dict(self.batch).ragged
         self.micro_batches = [list(each.rows) for each in plan.micro_batches]
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
         rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
@@ -267,19 +269,14 @@ class Work:
 
     def trains(self, engine: MegatronEngine) -> Step:
         return lambda: (
-            engine.forward_backward(self.batch, self.micro_batches, self._loss, extras=())["loss"].value
+            engine.forward_backward(self._columns, self.micro_batches, self._loss, extras=())["loss"].value
         )
 
     def scores(self, engine: MegatronEngine) -> Step:
         def score() -> float:
-            outputs = engine.forward(self.batch, self.micro_batches, extras=())
+            outputs = engine.forward(self._columns, self.micro_batches, extras=())
             assert outputs is not None, "one rank has the last stage"
-            log_probs = outputs["log_probs"]
-
-            return (
-                -float((log_probs if isinstance(log_probs, Tensor) else log_probs.values).sum())
-                / self._num_responses
-            )
+            return -float(outputs["log_probs"].values.sum()) / self._num_responses
 
         return score
 

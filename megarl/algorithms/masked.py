@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,11 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
-# ---- columns of a batch, on the host and without a graph: (B, R) tensors, or rows of tokens
+# ---- columns of a batch, on the host and without a graph
 #
+# Inside a run they are rows of tokens. Estimators and metrics also take (B, R) tensors, which is what a
+# function of the user has, and what one writes in a notebook or a test: such a tensor is a view of rows of R
+# values each (`as_rows`), whose mask says which count, so that every function has one implementation.
 # Functions of several columns take all of one form.
 
 
@@ -38,6 +41,21 @@ def of_form(rows: RaggedTensor, x: Column) -> Column:
 def leaves_nothing_out(mask: Column) -> bool:
     """Whether all tokens of the rows count, so that a mask need not be applied."""
     return bool((mask.values if isinstance(mask, RaggedTensor) else mask).all())
+
+
+def rows_like(mask: Column, columns: Iterable[Column]) -> list[RaggedTensor]:
+    """The columns as rows, of the same lengths as the mask's. Raises ValueError where one has others, such as
+    a padded tensor beside rows of tokens: its values would be taken for those of other tokens."""
+    lengths = as_rows(mask).lengths
+    rows = [as_rows(column) for column in columns]
+    for column in rows:
+        if not torch.equal(column.lengths, lengths):
+            raise ValueError(
+                f"columns of a batch must be of the same tokens: the mask has {as_rows(mask)!r}, another "
+                f"column {column!r}"
+            )
+
+    return rows
 
 
 class TokenBlock(NamedTuple):
@@ -73,7 +91,7 @@ def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
     """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of
     the cache, not of the memory."""
     rows_of_mask = as_rows(mask)
-    rows_of_columns = [as_rows(column) for column in columns]
+    rows_of_columns = rows_like(mask, columns)
     all_count = leaves_nothing_out(mask)
     ends = rows_of_mask.lengths.cumsum(0).tolist()
     # A packed column is cut into slices without a copy; others are flattened block by block.

@@ -26,7 +26,7 @@ from megarl.batch.arrays import (
 from megarl.batch.future import DataProtoFuture
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import BatchContents, decode, encode
-from megarl.batch.token_rows import PaddedView
+from megarl.batch.token_rows import PaddedView, token_rows
 from megarl.machine.files import write_whole
 
 
@@ -44,7 +44,8 @@ class DataProto:
     object arrays (B,); `meta_info`: facts about the whole batch.
 
     `tensors` gives both kinds of tensors by key, rows of tokens padded to (B, R); `columns` gives them as
-    they are kept.
+    they are kept. Columns of tokens are always kept as rows of tokens: padded ones are converted when the
+    batch is made (see token_rows).
 
     Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`,
     `reorder` and `to`, which change the batch in place (and return what was popped, or the batch). What a
@@ -58,6 +59,11 @@ class DataProto:
 
     def __post_init__(self) -> None:
         self.check_consistency()
+
+        # Padded token columns come from users; inside there are rows of tokens alone.
+        columns = self.columns
+        if (rows := token_rows(columns)) is not columns:
+            self._keep(rows, len(self))
 
     # ---- construction
 
@@ -327,7 +333,7 @@ class DataProto:
         self._keep(kept, len(self))
         return self
 
-    def _keep(self, columns: dict[str, Column], num_rows: int) -> None:
+    def _keep(self, columns: Mapping[str, Column], num_rows: int) -> None:
         kept = self._of(columns, self.non_tensor_batch, self.meta_info, num_rows)
         self.batch = kept.batch
         self.ragged = kept.ragged

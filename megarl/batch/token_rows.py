@@ -1,11 +1,13 @@
-"""The two documented forms of a batch's tokens, rows without padding and padded tensors (B, R) and (B, S),
-and the way from each to the
-other: batches hold rows, whichever form their maker gave, and padded views are made when they are asked for.
+"""Token columns of a batch: rows of tokens inside, padded tensors for the user, and the way from each to the
+other.
+
+A batch converts padded columns when it is made (`token_rows`), so that everything inside works on rows of
+tokens. Its `tensors` are a padded view (`PaddedView`), made when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,24 +15,30 @@ from torch import Tensor
 
 from megarl.batch.ragged import Column, RaggedTensor
 
-RAGGED_KEYS = ("prompts", "responses", "response_mask")
+MODEL_KEYS = ("prompts", "responses", "response_mask")  # what a model reads of a batch
 _IDS = ("prompts", "responses")
-PADDED_KEYS = ("input_ids", "attention_mask", "response_mask")
+_PADDED_BATCH = ("input_ids", "attention_mask", "response_mask")
+# of a padded batch: what follows from the prompts and responses
+_FOLLOWING = ("input_ids", "attention_mask", "position_ids", "prompt_attention_mask", *_IDS)
 # rows of the numbers of experts, of a row's tokens but the last: see engine/router_replay.py
 ROUTED_EXPERTS = "routed_experts"
-RESPONSE_KEYS = (
-    *(
-        "response_mask",
-        "token_level_scores",
-        "token_level_rewards",
-        "advantages",
-        "returns",
-        "values",
-        "rollout_log_probs",
-        "old_log_probs",
-        "ref_log_prob",
-    ),
-    *("entropys", "sum_pi_squared", "token_versions", "rollout_weights", "loss_mask"),
+RESPONSE_KEYS = (  # columns that have a value for each token of the response
+    "response_mask",
+    "loss_mask",
+    "answer_mask",
+    "token_level_scores",
+    "token_level_rewards",
+    "environment_rewards",
+    "advantages",
+    "returns",
+    "values",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_weights",
+    "entropys",
+    "sum_pi_squared",
+    "token_versions",
 )
 
 
@@ -39,33 +47,35 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
-def model_keys(columns: Mapping[str, Column]) -> tuple[str, str, str]:
-    """What a model reads of the batch."""
-    return RAGGED_KEYS if isinstance(columns.get("responses"), RaggedTensor) else PADDED_KEYS
+def token_rows(columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    """Convert padded token columns to rows of tokens.
 
+    Two kinds of columns may come padded. A padded batch has `input_ids`, `attention_mask` (B, S) and
+    `response_mask` (B, R), which become `prompts`, `responses` and `response_mask`; what else follows from
+    these (`position_ids`, padded `prompts` and `responses`) is left out. And a batch whose `responses` or
+    `response_mask` are rows of tokens may have tensors (B, R) under the names of RESPONSE_KEYS.
 
-def token_rows(columns: Mapping[str, Column], keys: Iterable[str] = ()) -> dict[str, RaggedTensor]:
-    """`prompts`, `responses`, `response_mask`, and what else of the responses' tokens is named, as rows of
-    tokens.
+    Args:
+        columns: The tensors and rows of tokens of a batch.
 
-    Columns: rows of tokens already, beside which others may be (B, R), as a function of the user gives them;
-    or `input_ids`, `attention_mask` (B, S), `response_mask` and whatever else (B, R). Raises ValueError for a
-    row without a prompt or whose tokens are not one run around the prompt's end, and for a tensor that does
-    not hold a row's tokens.
+    Returns:
+        The columns, those of tokens as rows; the same object where nothing had to be converted.
+
+    Raises:
+        ValueError: A row has no prompt, or its tokens are not one run around the prompt's end, or a tensor
+            does not have a value for each token of a row.
     """
-    # Convert padded tensors; columns that are rows of tokens already stay as they are.
-    if model_keys(columns) == PADDED_KEYS:
-        ragged = {key: column for key, column in columns.items() if isinstance(column, RaggedTensor)}
-        columns = {
-            **ragged,
-            **_unpadded({key: column for key, column in columns.items() if isinstance(column, Tensor)}),
-        }
+    padded = {key: column for key in _PADDED_BATCH if isinstance(column := columns.get(key), Tensor)}
+    if len(padded) == len(_PADDED_BATCH) and not isinstance(columns.get("responses"), RaggedTensor):
+        others = {key: column for key, column in columns.items() if key not in _FOLLOWING}
+        columns = {**others, **_prompts_and_responses(padded)}
 
-    responses = columns["responses"]
-    assert isinstance(responses, RaggedTensor)
-    others = [key for key in keys if key not in (*RAGGED_KEYS, *PADDED_KEYS)]
+    tokens = columns.get("responses", columns.get("response_mask"))
+    padded = {key: column for key in RESPONSE_KEYS if isinstance(column := columns.get(key), Tensor)}
+    if not isinstance(tokens, RaggedTensor) or not padded:
+        return columns
 
-    return {key: _like(responses, key, columns[key]) for key in (*RAGGED_KEYS, *others)}
+    return {**columns, **{key: _unpadded(key, column, tokens) for key, column in padded.items()}}
 
 
 def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
@@ -103,20 +113,8 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {**others, "prompts": RaggedTensor.from_padded(prompts.int(), lengths, on_left=True)}
 
 
-def of_one_form(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns; where the responses, or `response_mask`, are rows of tokens, so is what else is of their
-    tokens (RESPONSE_KEYS), as a user may give it padded. Raises ValueError for a tensor that does not hold a
-    row's tokens."""
-    responses = columns.get("responses", columns["response_mask"])
-    if isinstance(responses, Tensor):
-        return dict(columns)
-    return {
-        key: _like(responses, key, column) if key in RESPONSE_KEYS else column
-        for key, column in columns.items()
-    }
-
-
-def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
+def _prompts_and_responses(tensors: Mapping[str, Tensor]) -> dict[str, RaggedTensor]:
+    """Return `prompts` and `responses` of a padded batch."""
     ids = tensors["input_ids"]
     mask = tensors["attention_mask"].bool()
     # response_mask is as wide as the response part, so the prompt part is what lies before it.
@@ -136,30 +134,17 @@ def _unpadded(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
         )
 
     return {
-        **tensors,
         "prompts": RaggedTensor.from_padded(ids[:, :prompt_width].int(), prompts, on_left=True),
         "responses": RaggedTensor.from_padded(ids[:, prompt_width:].int(), responses),
     }
 
 
-def _like(responses: RaggedTensor, key: str, column: Column) -> RaggedTensor:
-    if isinstance(column, RaggedTensor):
-        return column
+def _unpadded(key: str, column: Tensor, tokens: RaggedTensor) -> RaggedTensor:
+    """Return the values of `tokens`' tokens. key: the column's name, for the error."""
     try:
-        return RaggedTensor.from_padded(column, responses.lengths)
+        return RaggedTensor.from_padded(column, tokens.lengths)
     except ValueError as error:
         raise ValueError(f"{key!r} is not of the batch's responses: {error}") from error
-
-
-def padded_rows(columns: Mapping[str, Column], rows: Sequence[int]) -> PaddedView:
-    """Of the rows `rows`, padded to the longest of these."""
-    index = torch.as_tensor(rows)
-    return PaddedView(
-        {
-            key: column[index] if isinstance(column, Tensor) else column.select(index)
-            for key, column in columns.items()
-        }
-    )
 
 
 class PaddedView(Mapping[str, Tensor]):

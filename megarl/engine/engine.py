@@ -1,7 +1,7 @@
 """One model on Megatron-Core: forward passes and training steps over micro-batches, in any parallel layout.
 
-The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values) and hands them, as
-(b, R) tensors, to a loss that the caller gives it.
+The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values). Batches and
+scores are rows of tokens; a loss that the caller gives gets those of a micro-batch as (b, R) tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from megarl.batch.metrics import Metric, merge_metrics
-from megarl.batch.ragged import Column, RaggedTensor
-from megarl.batch.token_rows import ROUTED_EXPERTS, padded_rows
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
@@ -31,7 +31,6 @@ from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
-from megarl.engine.platform import to_device
 from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
@@ -40,11 +39,28 @@ from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
 from megarl.weights.shard_layout import layouts_of
 
-Rows = Mapping[str, Column]
+Rows = Mapping[str, RaggedTensor]
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
-# (b, R) float32: `log_probs` and extras, or `values`; 0 where a row has no response token
+# float32: `log_probs` and extras, or `values`, of the M response tokens of a micro-batch (M,)
 Outputs = Mapping[str, Tensor]
-LossFunction = Callable[[Outputs, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
+# Gets outputs and columns of a micro-batch as (b, R), 0 where a row has no response token.
+LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
+
+
+class TrainedBatch(NamedTuple):
+    """metrics: of the loss, merged over this replica's micro-batches. scores: of all rows, by the weights
+    before the update, as `forward` gives them. Both are those of the last pipeline stage; other stages have
+    none."""
+
+    metrics: dict[str, Metric]
+    scores: dict[str, RaggedTensor]
+
+
+class _LossShare(NamedTuple):
+    """Of one micro-batch. outputs: without their graph, which would hold its activations."""
+
+    metrics: Mapping[str, Metric]
+    outputs: Outputs
 
 
 class TrainingState(NamedTuple):
@@ -210,13 +226,12 @@ class MegatronEngine:
 
     def forward(
         self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
-    ) -> dict[str, Column] | None:
-        """Scores the rows of `micro_batches` (each row once): (B, R) float32 per output, on the last pipeline
-        stage; else None.
+    ) -> dict[str, RaggedTensor] | None:
+        """Scores the response tokens of all rows (each row is in one of `micro_batches`): float32 per output,
+        on the last pipeline stage; else None.
 
-        batch: see `make_micro_batch`, or rows of tokens, whose scores are such; B is this replica's number of
-        rows. extras: outputs of a language model beside `log_probs`. Where updates replay the routes of this
-        pass, they come besides.
+        batch: this replica's rows, see `make_micro_batch`. extras: outputs of a language model beside
+        `log_probs`. Where updates replay the routes of this pass, they come besides.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
@@ -228,38 +243,10 @@ class MegatronEngine:
             chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
 
         return (
-            {**self.in_order_of_rows(results, batch, micro_batches), **chosen}
+            {**_in_order_of_rows(results, batch, micro_batches), **chosen}
             if self.groups.holds_last_stage
             else None
         )
-
-    def in_order_of_rows(
-        self, outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches
-    ) -> dict[str, Column]:
-        """(B, R) of all rows of the batch, or rows of tokens where it has these, from (b, R) of each
-        micro-batch."""
-        rows = [row for micro_batch in micro_batches for row in micro_batch]
-        assert sorted(rows) == list(range(batch["response_mask"].shape[0])), (
-            "every row must be in one micro-batch"
-        )
-
-        # The inverse of the order in which the micro-batches took the rows.
-        places = torch.tensor(rows).argsort()
-
-        # Rows of tokens were padded to the longest of their micro-batch, so each part is cut back first.
-        if isinstance(responses := batch.get("responses"), RaggedTensor):
-            lengths = [responses.lengths[torch.as_tensor(rows)] for rows in micro_batches]
-            return {
-                key: RaggedTensor.concat(
-                    [RaggedTensor.from_padded(*part) for part in zip(values, lengths, strict=True)]
-                ).select(places)
-                for key, values in ((key, [output[key] for output in outputs]) for key in outputs[0])
-            }
-
-        return {
-            key: torch.cat([output[key] for output in outputs])[to_device(places, self._device)]
-            for key in outputs[0]
-        }
 
     def forward_backward(
         self,
@@ -275,13 +262,32 @@ class MegatronEngine:
         replica's micro-batches, on the last pipeline stage; elsewhere nothing. Raises ValueError for one that
         does not say how it comes together.
         """
+        shares = self._forward_backward(batch, micro_batches, loss, extras)
+        return merge_metrics([share.metrics for share in shares])
+
+    def forward_backward_scored(
+        self,
+        batch: Rows,
+        micro_batches: MicroBatches,
+        loss: LossFunction,
+        extras: Collection[Extra] = ENTROPY,
+    ) -> TrainedBatch:
+        """As `forward_backward`, and what the model made of the rows on the way."""
+        shares = self._forward_backward(batch, micro_batches, loss, extras)
+        scores = _in_order_of_rows([share.outputs for share in shares], batch, micro_batches)
+        return TrainedBatch(merge_metrics([share.metrics for share in shares]), scores)
+
+    def _forward_backward(
+        self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra]
+    ) -> list[_LossShare]:
+        """Of each micro-batch, on the last pipeline stage; elsewhere none."""
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
 
         # A load-balancing loss needs a counting pass before the one with gradients.
         tally = self._new_tally(batch, micro_batches)
-        results = self._run(batch, micro_batches, loss, extras, tally)
+        shares: list[_LossShare] = self._run(batch, micro_batches, loss, extras, tally)
         self._gradients_are_made = True
         expect_no_gather(self._wrapped)
 
@@ -290,7 +296,7 @@ class MegatronEngine:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
 
-        return merge_metrics(results)
+        return shares
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
         """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before
@@ -346,7 +352,8 @@ class MegatronEngine:
         # Make the inputs of every micro-batch, with this rank's part of the tokens.
         made = [
             make_micro_batch(
-                *_of_rows(batch, rows),
+                batch,
+                rows,
                 packing=self.spec.engine.packing,
                 share_prompts=self.spec.engine.share_prompts,
                 ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
@@ -383,7 +390,12 @@ class MegatronEngine:
         )
 
     def _with_routes(
-        self, made: list[MicroBatch], micro_batches: MicroBatches, column: Column | None, *, trains: bool
+        self,
+        made: list[MicroBatch],
+        micro_batches: MicroBatches,
+        column: RaggedTensor | None,
+        *,
+        trains: bool,
     ) -> list[MicroBatch]:
         """Raises ValueError for a batch without routes where they are replayed, and for one with them where
         they are not."""
@@ -407,7 +419,6 @@ class MegatronEngine:
                 f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}"
             )
 
-        assert column is None or isinstance(column, RaggedTensor), "routes are rows"
         return self._routes.enter(made, micro_batches, column)
 
     def _forward_step(
@@ -436,11 +447,15 @@ class MegatronEngine:
             outputs = self.score(micro_batch, hidden, extras)
             if loss is None:
                 return outputs
-            value, metrics = loss(outputs, micro_batch.rows)
+            value, metrics = loss(
+                {key: micro_batch.padded(values) for key, values in outputs.items()}, micro_batch.rows
+            )
+
+            share = _LossShare(metrics, {key: values.detach() for key, values in outputs.items()})
 
             # Megatron divides by this count only where it averages; our losses have their denominator
             # already.
-            return value, torch.ones((), dtype=torch.int, device=value.device), metrics
+            return value, torch.ones((), dtype=torch.int, device=value.device), share
 
         return hidden, scores
 
@@ -455,7 +470,7 @@ class MegatronEngine:
 
         # Every tensor-parallel rank holds the whole value head: no sum over the vocabulary is needed.
         if self.spec.head == "value":
-            return self._whole({"values": micro_batch.scatter(model.output_layer(at_predictors))})
+            return self._whole({"values": micro_batch.of_all_tokens(model.output_layer(at_predictors))})
         scores = token_scores(
             at_predictors,
             model.output_weight(),
@@ -469,14 +484,14 @@ class MegatronEngine:
 
         return self._whole(
             {
-                key: micro_batch.scatter(values)
+                key: micro_batch.of_all_tokens(values)
                 for key, values in scores._asdict().items()
                 if values is not None
             }
         )
 
     def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(b, R) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0
+        """(M,) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0
         elsewhere.
 
         Each of the ranks computes the same loss of them, and of its gradient takes what is its own tokens'.
@@ -496,12 +511,22 @@ def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
     return parameter.main_grad  # type: ignore[attr-defined]
 
 
-def _of_rows(batch: Rows, rows: Sequence[int]) -> tuple[Mapping[str, Tensor], Sequence[int]]:
-    """Tensors, and which of their rows are meant. Rows of tokens are padded to the longest of them, a
-    micro-batch at a time."""
-    batch = {key: column for key, column in batch.items() if key != ROUTED_EXPERTS}
-    tensors = {key: column for key, column in batch.items() if isinstance(column, Tensor)}
-    return (tensors, rows) if len(tensors) == len(batch) else (padded_rows(batch, rows), range(len(rows)))
+def _in_order_of_rows(
+    outputs: Sequence[Outputs], batch: Rows, micro_batches: MicroBatches
+) -> dict[str, RaggedTensor]:
+    """Return the scores of all rows of the batch; none on ranks without outputs."""
+    rows = torch.tensor([row for micro_batch in micro_batches for row in micro_batch])
+    places = rows.argsort()
+    assert torch.equal(rows[places], torch.arange(len(batch["responses"]))), (
+        "every row must be in one micro-batch"
+    )
+
+    # The micro-batches lie one behind the other; the rows' places among them give their order.
+    lengths = batch["responses"].lengths[rows]
+    return {
+        key: RaggedTensor.packed_rows(torch.cat([each[key] for each in outputs]), lengths).select(places)
+        for key in (outputs[0] if outputs else ())
+    }
 
 
 def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import lcm
+from math import lcm, prod
 from operator import add
 from typing import NamedTuple
 
@@ -21,14 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.batch.token_rows import first_with_prompt
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import MODEL_KEYS, ROUTED_EXPERTS, first_with_prompt
 from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextParallelRank, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses")
+_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS)
 
 
 class TokenPositions(NamedTuple):
@@ -65,8 +66,9 @@ class MicroBatch:
     count: once for each row that it is of and of which the loss reads a token, and not where it pads;
     num_counted: their sum.
     predictors: (N,) places in the model's flattened (sequence-major) output that predict the N response
-    tokens; targets: (N,) those tokens; cells: (N,) their places in a flattened (b, R). Where ranks share the
-    rows all of this is of the rank's own tokens, and N may be 0; `rows` are whole.
+    tokens; targets: (N,) those tokens; scored: (N,) their numbers among the M response tokens of all rows,
+    one row behind the other. Where ranks share the rows these are the rank's own tokens, and N may be 0;
+    `cells` (M,), the places of all response tokens in a flattened (b, R), and `rows` are whole.
     """
 
     tokens: Tensor
@@ -77,16 +79,22 @@ class MicroBatch:
     places: TokenPositions | None  # of packed rows
     predictors: Tensor
     targets: Tensor
+    scored: Tensor
     cells: Tensor
-    rows: Mapping[str, Tensor]  # the batch's (b, R) tensors, for the loss
-    num_rows: int
-    response_length: int
+    rows: Mapping[str, Tensor]  # the columns of response tokens, (b, R) padded with 0, for the loss
+    shape: tuple[int, int]  # b, R
     routes: MicroBatchRoutes | None = None  # where they are replayed
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """(N,) per response token -> (b, R), zero elsewhere. Differentiable."""
-        flat = values.new_zeros(self.num_rows * self.response_length)
-        return flat.index_copy(0, self.cells, values).view(self.num_rows, self.response_length)
+    def of_all_tokens(self, values: Tensor) -> Tensor:
+        """Return (M,) of all response tokens, 0 where a token is another rank's, of values (N,) of this
+        rank's. Differentiable."""
+        if len(self.scored) == len(self.cells):
+            return values
+        return values.new_zeros(len(self.cells)).index_copy(0, self.scored, values)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Return (b, R), 0 where there is no token, of values (M,) of all response tokens. Differentiable."""
+        return values.new_zeros(prod(self.shape)).index_copy(0, self.cells, values).view(self.shape)
 
 
 def _aligned(length: int, multiple: int) -> int:
@@ -328,7 +336,7 @@ def _padded(rows: _Rows, cut: SequenceSlice) -> _ModelInputs:
 
 
 def make_micro_batch(
-    batch: Mapping[str, Tensor],
+    batch: Mapping[str, RaggedTensor],
     rows: Sequence[int],
     *,
     packing: bool,
@@ -338,38 +346,29 @@ def make_micro_batch(
     cut: SequenceSlice = UNCUT,
     place: ContextParallelRank = ALONE,
 ) -> MicroBatch:
-    """Cuts `rows` out of `batch`: `input_ids`, `attention_mask` (B, S) and any (B, R) tensors, of which
-    `response_mask` gives R.
+    """Cuts `rows` out of `batch`: `prompts`, `responses`, `response_mask`, and columns of the response tokens
+    for the loss, which gets them padded to the longest response of these rows.
 
     `share_prompts`: of packed rows with the same prompt its tokens stand there once. `ends_with_predictors`:
     of packed rows the model's last layer goes on with the tokens alone that predict one, and gives these.
     `cut`: the number of this rank's tokens is made a multiple of its size by padding. `place`: of the rank
-    among those that share packed rows. Raises ValueError when a row has no prompt token, when its real tokens
-    are not one run around the prompt's end, and when ranks are to share rows that are not packed.
+    among those that share packed rows. Raises ValueError when a row has no prompt token, when a column does
+    not have a value for each response token, and when ranks are to share rows that are not packed.
     """
     if place.size > 1 and not packing:
         raise ValueError(
             f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true"
         )
 
-    index = torch.as_tensor(rows)
-    response_length = batch["response_mask"].shape[1]
+    columns = {key: column.select(torch.as_tensor(rows)) for key, column in batch.items()}
+    _check_rows(columns, rows)
+    prompts, responses, response_mask = (columns[key] for key in MODEL_KEYS)
 
-    # Prompt and response lengths follow from the mask on either side of the prompt's end.
-    mask = batch["attention_mask"][index].bool()
-    prompt_length = mask.shape[1] - response_length
-    prompts = mask[:, :prompt_length].sum(1)
-    responses = mask[:, prompt_length:].sum(1)
-    _check_layout(mask, prompt_length, prompts, responses, rows)
-
-    # Drop the padding of the batch, then lay out the rows as the model takes them.
-    ids = batch["input_ids"][index]
-    real = _Rows.of(prompts, responses, ids[mask], batch["response_mask"][index].bool().any(1))
+    # Each row is its prompt and its response; the model takes ids in int64.
+    ids = torch.cat([part for row in zip(prompts.each(), responses.each(), strict=True) for part in row])
+    is_read = torch.tensor([bool(mask.any()) for mask in response_mask.each()])
+    real = _Rows.of(prompts.lengths, responses.lengths, ids.long(), is_read)
     inputs = _packed(real, share_prompts, cut, place, device) if packing else _padded(real, cut)
-
-    # Row and offset of the response tokens that this rank scores.
-    response_row = real.response_row[inputs.scored]
-    response_offset = real.response_offset[inputs.scored]
     positions = to_device(inputs.positions, device)
     predictors = inputs.predictors
 
@@ -382,6 +381,11 @@ def make_micro_batch(
         chosen, predictors = _predicting(predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
 
+    # Places of the response tokens among each other, and in tensors that are padded for the loss.
+    num_rows, response_length = responses.shape
+    cells = real.response_row * response_length + real.response_offset
+    targets = responses.flat()[inputs.scored].long()
+
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
         positions=positions,
@@ -390,31 +394,31 @@ def make_micro_batch(
         num_counted=int(inputs.counts.sum()),
         places=inputs.places,
         predictors=to_device(predictors, device),
-        targets=to_device(ids[response_row, prompt_length + response_offset], device),
-        cells=to_device(response_row * response_length + response_offset, device),
-        # The loss gets the columns of the responses' shape; model inputs are not for it.
+        targets=to_device(targets, device),
+        scored=to_device(inputs.scored, device),
+        cells=to_device(cells, device),
         rows={
-            key: to_device(value[index], device)
-            for key, value in batch.items()
-            if key not in MODEL_INPUTS and value.dim() == 2 and value.shape[1] == response_length
+            key: to_device(column.padded(), device)
+            for key, column in columns.items()
+            if key not in _NOT_FOR_THE_LOSS
         },
-        num_rows=len(rows),
-        response_length=response_length,
+        shape=(num_rows, response_length),
     )
 
 
-def _check_layout(
-    mask: Tensor, prompt_length: int, prompts: Tensor, responses: Tensor, rows: Sequence[int]
-) -> None:
-    # Real tokens end the prompt and begin the response, without a gap in between.
-    column = torch.arange(mask.shape[1])
-    expected = (column >= prompt_length - prompts[:, None]) & (column < prompt_length + responses[:, None])
-    wrong = ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist()
-
-    if wrong:
+def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> None:
+    """rows: the numbers of these rows in the batch, for the errors."""
+    if empty := (columns["prompts"].lengths == 0).nonzero().flatten().tolist():
         raise ValueError(
-            f"row {rows[wrong[0]]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
-            f"{int(responses[wrong[0]])} response tokens that are not one run; a prompt needs at least one "
-            f"token and is "
-            "padded on the left, a response on the right"
+            f"row {rows[empty[0]]} of the batch has no prompt; a prompt needs at least one token"
         )
+
+    # A value that belongs to another token would be used without an error.
+    lengths = columns["responses"].lengths
+    for key, column in columns.items():
+        if key not in _NOT_FOR_THE_LOSS and not torch.equal(column.lengths, lengths):
+            row = int((column.lengths != lengths).nonzero()[0])
+            raise ValueError(
+                f"row {rows[row]} of the batch: {key!r} has {int(column.lengths[row])} values for a response "
+                f"of {int(lengths[row])} tokens"
+            )

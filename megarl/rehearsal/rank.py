@@ -194,11 +194,11 @@ def run_phases(
 
     def score() -> None:
         batch = batch_of(False)
-        engine.forward(batch.tensors, batch.micro_batches, extras)
+        engine.forward(batch.columns, batch.micro_batches, extras)
 
     def train() -> None:
         batch = batch_of(True)
-        rows, loss = with_loss(config, role, batch.tensors)
+        rows, loss = with_loss(config, role, batch.columns)
         engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
 
     trains = engine.spec.optim is not None

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import policy_loss_of
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, RunConfig
@@ -19,10 +19,10 @@ Loss = ActorLoss | CriticLoss | SFTLoss
 
 
 class RehearsedBatch(NamedTuple):
-    """tensors: (B, S) and (B, R) on the host, as a worker gets them. tokens: of one micro-batch, of all ranks
+    """columns: rows of tokens on the host, as a worker gets them. tokens: of one micro-batch, of all ranks
     that share it, with what pads their parts; all have as many."""
 
-    tensors: Mapping[str, Tensor]
+    columns: Mapping[str, RaggedTensor]
     micro_batches: list[list[int]]
     tokens: int
 
@@ -30,48 +30,43 @@ class RehearsedBatch(NamedTuple):
 def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
     """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
     prompts, responses, ids = (
-        torch.tensor(column * num_micro_batches)[:, None] for column in map(list, zip(*rows, strict=True))
+        torch.tensor(column * num_micro_batches) for column in map(list, zip(*rows, strict=True))
     )
-    prompt = int(prompts.max())
-    response = int(responses.max())
-    column = torch.arange(prompt + response)
-    # Prompts are padded on the left, responses on the right.
-    mask = (column >= prompt - prompts) & (column < prompt + responses)
-    tensors = {
-        "input_ids": ids.expand(mask.shape),
-        "attention_mask": mask.long(),
-        "response_mask": mask[:, prompt:],
+    columns = {
+        "prompts": RaggedTensor.packed_rows(ids.repeat_interleave(prompts), prompts, on_left=True),
+        "responses": RaggedTensor.packed_rows(ids.repeat_interleave(responses), responses),
+        "response_mask": RaggedTensor.constant(True, responses, torch.bool),
     }
     micro_batches = [
         [number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)
     ]
 
-    return RehearsedBatch(tensors, micro_batches, micro_batch_tokens(rows, context_parallel_size))
+    return RehearsedBatch(columns, micro_batches, micro_batch_tokens(rows, context_parallel_size))
 
 
 def with_loss(
-    config: RunConfig, role: ModelRole, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], Loss]:
+    config: RunConfig, role: ModelRole, columns: Mapping[str, RaggedTensor]
+) -> tuple[dict[str, RaggedTensor], Loss]:
     """The rows with what the role's loss reads beside them, all 0, and the loss."""
-    mask = tensors["response_mask"]
-    zeros = torch.zeros(mask.shape)
+    mask = columns["response_mask"]
+    zeros = RaggedTensor.constant(0.0, mask.lengths, torch.float32)
     counts = MiniBatchCounts.of(mask)
     if not isinstance(config, PPOConfig):
-        return dict(tensors), SFTLoss(counts=counts)
+        return dict(columns), SFTLoss(counts=counts)
 
     if role.with_value_head:
-        return {**tensors, "values": zeros, "returns": zeros}, CriticLoss(
+        return {**columns, "values": zeros, "returns": zeros}, CriticLoss(
             value_loss=config.algorithm.value_loss, counts=counts
         )
 
     algorithm = config.algorithm
-    rows = {**tensors, "advantages": zeros}
+    rows = {**columns, "advantages": zeros}
     if not config.trainer.one_update or algorithm.rollout_correction.bypass:
         rows["old_log_probs"] = zeros
     if algorithm.kl.in_loss:
         rows["ref_log_prob"] = zeros
     if policy_loss_of(algorithm.policy_loss).prepare is not None:
-        rows[SELECTED_TOKENS] = torch.zeros_like(mask)
+        rows[SELECTED_TOKENS] = RaggedTensor.constant(False, mask.lengths, torch.bool)
     with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)
 
     return rows, ActorLoss(algorithm=algorithm, counts=counts, with_entropy=with_entropy)

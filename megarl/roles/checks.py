@@ -12,7 +12,6 @@ import torch
 from megarl.algorithms.masked import map_tokens, moments, token_blocks
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
-from megarl.batch.token_rows import of_one_form
 from megarl.config.schema import DType
 from megarl.machine.errors import RunError
 
@@ -49,7 +48,7 @@ class LogProbCheck:
             return
 
         # Only tokens drawn by the current weights can be compared: the trainer scores with those.
-        columns = of_one_form(batch.columns)
+        columns = batch.columns
         version = batch.meta_info["weight_version"]
         mask = map_tokens(
             lambda versions: versions == version,

@@ -19,7 +19,7 @@ from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import ROUTED_EXPERTS, first_with_prompt, model_keys, of_one_form, token_rows
+from megarl.batch.token_rows import MODEL_KEYS, ROUTED_EXPERTS, first_with_prompt
 from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -106,14 +106,18 @@ class MegatronRole:
         self._micro_batch = micro_batch
 
     def split(self, batch: DataProto, keys: Iterable[str]) -> tuple[MicroBatchPlan, list[DataProto]]:
-        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`, as rows of
-        tokens. Rows that only fill a micro-batch have no response token that a loss reads."""
+        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`. Rows that
+        only fill a micro-batch have no response token that a loss reads. Raises ValueError for a column that
+        is not rows of tokens."""
+        model_inputs = batch.select(dict.fromkeys([*MODEL_KEYS, *keys]), _uid_of(batch), [])
+        if others := model_inputs.columns.keys() - model_inputs.ragged.keys():
+            raise ValueError(f"{sorted(others)} are not rows of tokens, and a model's worker reads no others")
+
         # Plan micro-batches of about equal work for the data-parallel replicas.
-        rows = token_rows(batch.columns, keys)
+        rows = model_inputs.ragged
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         prompts = tuple(_prompts(rows["prompts"])) if self._share_prompts else None
         plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
-        model_inputs = DataProto.from_dict(rows, batch.select([], _uid_of(batch)).non_tensor_batch)
         parts = []
 
         # Cut the batch into one part per replica. Fillers repeat real rows and must not count in the loss.
@@ -142,7 +146,7 @@ class MegatronRole:
         plan, parts = self.split(batch, reads)
 
         def restore(results: list[Any]) -> DataProto:
-            return restored_rows(results[0], plan, batch, keys)
+            return restored_rows(results[0], plan, keys)
 
         future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
@@ -216,22 +220,14 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
     return [RowPrompt(first_at[place], place[1]) for place in places]
 
 
-def restored_rows(
-    parts: Sequence[DataProto], plan: MicroBatchPlan, batch: DataProto, names: Mapping[str, str]
-) -> DataProto:
-    """The scores of all replicas in the order of the batch, some under other names; padded where the batch
-    is."""
+def restored_rows(parts: Sequence[DataProto], plan: MicroBatchPlan, names: Mapping[str, str]) -> DataProto:
+    """The scores of all replicas in the order of the batch, some under other names."""
     order = plan.restore_order()
-    rows = {
-        names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order)
-        for key in parts[0].ragged
-    }
-    if batch.ragged:
-        return DataProto.from_dict(rows)
-    width = batch.tensors["response_mask"].shape[1]
-
     return DataProto.from_dict(
-        {key: column if key == ROUTED_EXPERTS else column.padded(width) for key, column in rows.items()}
+        {
+            names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order)
+            for key in parts[0].ragged
+        }
     )
 
 
@@ -320,7 +316,7 @@ class Critic(MegatronRole):
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
         """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
-        rows = batch.select([*model_keys(batch.columns), "values", "returns"], _uid_of(batch))
+        rows = batch.select([*MODEL_KEYS, "values", "returns"], _uid_of(batch))
         mini_batches = self._updates.mini_batches(rows, step)
         return self.update_with(
             mini_batches,
@@ -470,7 +466,7 @@ class Actor(MegatronRole):
         # The log-probs enter the batch only when the future is read, for metrics and kept samples.
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
-            batch.take_in(restored_rows([replica.scores for replica in replicas], plan, batch, _OF_ACTOR))
+            batch.take_in(restored_rows([replica.scores for replica in replicas], plan, _OF_ACTOR))
             return over_updates([merge_metrics([replica.metrics for replica in replicas])])
 
         future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
@@ -479,7 +475,7 @@ class Actor(MegatronRole):
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
-        rows = batch.select(model_keys(batch.columns), _uid_of(batch))
+        rows = batch.select(MODEL_KEYS, _uid_of(batch))
         return self.update_with(
             [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
         )
@@ -487,8 +483,7 @@ class Actor(MegatronRole):
 
 def valid_token_count(batch: DataProto) -> int:
     """Prompt and response tokens of all rows, padding left out."""
-    rows = token_rows(batch.columns)
-    return rows["prompts"].num_tokens + rows["responses"].num_tokens
+    return batch.ragged["prompts"].num_tokens + batch.ragged["responses"].num_tokens
 
 
 LOSS_MASK = "loss_mask"
@@ -508,7 +503,7 @@ def actor_rows(
     columns = mini_batch.columns
 
     # Send only what the loss reads: every other column would be transferred for nothing.
-    keys = [*model_keys(columns), "advantages"]
+    keys = [*MODEL_KEYS, "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
     if algorithm.kl.in_loss:
@@ -521,9 +516,7 @@ def actor_rows(
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
         keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
-        refuse_unusable_log_probs(
-            *(of_one_form(columns)[key] for key in ("response_mask", "rollout_log_probs"))
-        )
+        refuse_unusable_log_probs(columns["response_mask"], columns["rollout_log_probs"])
 
     rows = {key: columns[key] for key in keys}
     if LOSS_MASK in columns:
@@ -531,13 +524,7 @@ def actor_rows(
     prepare = policy_loss_of(algorithm.policy_loss).prepare
 
     if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
-        of_tokens = of_one_form(columns)
-        rows |= prepare(
-            of_tokens,
-            of_tokens[LOSS_MASK if LOSS_MASK in columns else "response_mask"],
-            algorithm.policy_loss,
-            seed,
-        )
+        rows |= prepare(columns, rows["response_mask"], algorithm.policy_loss, seed)
 
     named = mini_batch.non_tensor_batch
 

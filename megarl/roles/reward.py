@@ -10,7 +10,6 @@ import torch
 from megarl.algorithms.masked import map_tokens, masked_row_sums
 from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
-from megarl.batch.token_rows import token_rows
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture, has_ended
@@ -104,7 +103,7 @@ class Reward:
     def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
         """functions: the first gives what they say."""
         # The reward model works at the same time as the functions.
-        rows = token_rows(batch.columns, [_OF_TURNS] if _OF_TURNS in batch.columns else [])
+        rows = batch.ragged
         model = [] if self.model is None else [self.model.score(batch)]
 
         def placed(results: list[Any]) -> DataProto:
@@ -142,7 +141,7 @@ class Reward:
 
 def _needed(batch: DataProto) -> DataProto:
     """By the functions."""
-    rows = token_rows(batch.columns, [_ANSWERS] if _ANSWERS in batch.columns else [])
+    rows = batch.ragged
 
     # Transfer only what functions read. For an episode the response is the last turn.
     named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
@@ -170,7 +169,7 @@ class RewardModel:
         replicas = self._parallel.data_parallel_size
 
         # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
-        rows = token_rows(batch.columns)
+        rows = batch.ragged
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
         named = batch.select([], ["uid", "messages"])

@@ -15,7 +15,6 @@ from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column
-from megarl.batch.token_rows import of_one_form
 from megarl.config.schema import AlgorithmConfig, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.models import LOSS_MASK
 
@@ -45,7 +44,7 @@ class AdvantageStep:
 
         Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
         """
-        tensors = of_one_form(batch.columns)
+        tensors = batch.columns
         rewards, metrics = self._rewards(tensors, len(batch))
         inputs = AdvantageInputs(
             token_level_rewards=rewards,
@@ -132,7 +131,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     before it. Metrics: see `correct`. Advantages are of all responses, also of those that the loss then
     leaves out.
     """
-    tensors = of_one_form(batch.columns)
+    tensors = batch.columns
     if config.bypass:
         others = batch.select([key for key in tensors if key != "old_log_probs"])
         return others.union(DataProto.from_dict({"old_log_probs": tensors["rollout_log_probs"]})), {}
@@ -157,7 +156,7 @@ def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
 
     Metrics: `rollout/late`, the share of the loss's tokens that it has taken out.
     """
-    tensors = of_one_form(batch.columns)
+    tensors = batch.columns
     version = batch.meta_info["weight_version"]
 
     # A rejection may have left tokens out before; the age filter takes more out of the same mask.

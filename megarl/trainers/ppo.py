@@ -21,7 +21,6 @@ from megarl.algorithms.metrics import (
 )
 from megarl.algorithms.rollout_correction import correct
 from megarl.batch.data_proto import DataProto
-from megarl.batch.token_rows import of_one_form
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
@@ -245,7 +244,7 @@ class PPOTrainer:
         - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
         """
         # Metrics of the samples: lengths, ages, scores, groups.
-        columns = of_one_form(batch.columns)
+        columns = batch.columns
         arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             del columns["old_log_probs"]  # they are the engine's, so that comparing both would say nothing

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms.masked import masked_row_sums, row_lengths
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import token_rows
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
@@ -56,9 +55,7 @@ class SampleRows:
         # Keep the tokens that the model wrote; of an episode, those of the environment as well.
         arrays = batch.non_tensor_batch
         are_episodes = "num_turns" in batch.non_tensor_batch
-        own = ["old_log_probs"] if self._own_log_probs else []
-        of_episodes = ["answer_mask", "environment_rewards"] if are_episodes else []
-        rows = token_rows(batch.columns, ["advantages", "rollout_log_probs", *own, *of_episodes])
+        rows = batch.ragged
         mask = rows["response_mask"]
         kept = RaggedTensor.constant(True, mask.lengths, torch.bool) if are_episodes else mask
         lengths = row_lengths(kept).tolist()

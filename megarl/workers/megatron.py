@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
+from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import first_with_prompt
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform 
     from torch import Tensor
 
     from megarl.engine.checkpoint import PendingSave
-    from megarl.engine.engine import MegatronEngine
+    from megarl.engine.engine import MegatronEngine, TrainedBatch
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.vocab_parallel import Extra
 
@@ -65,17 +66,8 @@ class ScoredUpdate(NamedTuple):
     scores: DataProto
 
 
-class _Named(NamedTuple):
-    """A loss of the name and extras of another."""
-
-    name: str
-    extras: Collection[Extra]
-    call: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
-
-    def __call__(
-        self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Mapping[str, Metric]]:
-        return self.call(outputs, rows)
+def _on_host(scores: Mapping[str, RaggedTensor]) -> DataProto:
+    return DataProto.from_dict({key: column.to("cpu") for key, column in scores.items()})
 
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
@@ -198,16 +190,15 @@ class MegatronWorker(WeightExport):
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
         """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold
         the last stage."""
-        outputs = self._engine.forward(part.columns, part.meta_info[MICRO_BATCHES], extras)
-        return DataProto.from_dict({key: value.to("cpu") for key, value in (outputs or {}).items()})
+        return _on_host(self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras) or {})
 
-    def _train(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step; the loss's metrics over this replica's rows, `<loss.name>/grad_norm`,
-        `<loss.name>/lr`, what routers have counted, as `<loss.name>/moe/...`, and the update's speed
-        (speed_metrics)."""
+    def _train(self, part: DataProto, loss: Loss) -> TrainedBatch:
+        """One optimizer step; what the model made of the rows before it, and the metrics: the loss's over
+        this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, what routers have counted, as
+        `<loss.name>/moe/...`, and the update's speed (speed_metrics)."""
         begin_s = time.monotonic()
-        metrics = self._engine.forward_backward(
-            part.columns, part.meta_info[MICRO_BATCHES], loss, loss.extras
+        trained = self._engine.forward_backward_scored(
+            part.ragged, part.meta_info[MICRO_BATCHES], loss, loss.extras
         )
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
         speed = speed_metrics(
@@ -220,38 +211,14 @@ class MegatronWorker(WeightExport):
         routers = {
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
         }
-
-        return {
-            **metrics,
+        metrics = {
+            **trained.metrics,
             f"{loss.name}/grad_norm": Metric.same(step.grad_norm),
             f"{loss.name}/lr": Metric.same(step.lr),
             **routers,
             **speed,
         }
-
-    def _train_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
-        """As `_train`; also what the model made of the rows on the way, before the step. Without rows where
-        `_forward` gives none."""
-        outputs: list[Mapping[str, Tensor]] = []
-
-        # Keep the outputs of each micro-batch without their graph, which would hold its activations.
-        def kept(
-            of_model: Mapping[str, Tensor], rows: Mapping[str, Tensor]
-        ) -> tuple[Tensor, Mapping[str, Metric]]:
-            outputs.append({key: value.detach() for key, value in of_model.items()})
-            return loss(of_model, rows)
-
-        metrics = self._train(part, _Named(loss.name, loss.extras, kept))
-
-        # Only the last pipeline stage has outputs.
-        scores = (
-            self._engine.in_order_of_rows(outputs, part.columns, part.meta_info[MICRO_BATCHES])
-            if outputs
-            else {}
-        )
-        return ScoredUpdate(
-            metrics, DataProto.from_dict({key: value.to("cpu") for key, value in scores.items()})
-        )
+        return trained._replace(metrics=metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
@@ -323,12 +290,13 @@ class ActorWorker(PolicyWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
-        return self._train(part, loss)
+        return self._train(part, loss).metrics
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
         """As `update`, in whose pass the rows are also scored: `log_probs`, and the extras of the loss."""
-        return self._train_scored(part, loss)
+        trained = self._train(part, loss)
+        return ScoredUpdate(trained.metrics, _on_host(trained.scores))
 
 
 class CriticWorker(MegatronWorker):
@@ -342,4 +310,4 @@ class CriticWorker(MegatronWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
-        return self._train(part, loss)
+        return self._train(part, loss).metrics

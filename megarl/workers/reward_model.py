@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
 from megarl.config.batch_arithmetic import max_conversation_tokens
 from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
 from megarl.controller.dispatch import Dispatch
@@ -128,7 +127,4 @@ class RewardModelWorker(MegatronWorker):
         outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)
         if outputs is None:
             return None
-        values = outputs["values"]
-        assert isinstance(values, RaggedTensor)
-
-        return values.flat().cpu()[plan.restore_order()]
+        return outputs["values"].flat().cpu()[plan.restore_order()]

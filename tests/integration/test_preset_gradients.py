@@ -99,7 +99,7 @@ def corrections() -> dict[str, AlgorithmConfig]:
 
 class Case(NamedTuple):
     algorithm: AlgorithmConfig
-    rows: Tensors  # what the actor is given of the mini-batch
+    rows: Tensors  # what the actor is given of the mini-batch, padded
 
 
 class Result(NamedTuple):
@@ -171,7 +171,10 @@ def case_of(algorithm: AlgorithmConfig, batch: DataProto, one_update: bool) -> C
     """What the driver makes of the batch."""
     corrected, _ = correct_rollout(batch, algorithm.rollout_correction)
     with_advantages, _ = AdvantageStep(algorithm, max_response_length=RESPONSE_LENGTH)(corrected)
-    return Case(algorithm, actor_rows(with_advantages, algorithm, one_update=one_update, seed=1).tensors)
+    rows = actor_rows(with_advantages, algorithm, one_update=one_update, seed=1).tensors
+    keys = ["input_ids", "attention_mask", *(key for key in rows if key not in ("prompts", "responses"))]
+
+    return Case(algorithm, {key: rows[key].clone() for key in keys})
 
 
 class Setting(NamedTuple):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from megarl.controller.environment import fill_in
 
 if TYPE_CHECKING:  # torch is loaded after the environment is set, as in a worker
-    from tests.unit.engine.rank_side import Tensors
+    from tests.unit.engine.rank_side import Rows
 
 TOLERANCE = 0.02
 WINDOW = 20
@@ -69,12 +69,12 @@ def heap_mib() -> tuple[float, float]:
     return found.uordblks / 2**20, found.fordblks / 2**20
 
 
-def batch_of(step: int) -> tuple[Tensors, list[list[int]]]:
+def batch_of(step: int) -> tuple[Rows, list[list[int]]]:
     """Rows and lengths, and so the tokens of each micro-batch, differ from step to step."""
     import torch
 
     from tests.unit.engine.models import VOCAB_SIZE
-    from tests.unit.engine.rank_side import deal
+    from tests.unit.engine.rank_side import deal, unpadded
 
     draw = random.Random(step)
     num_rows = draw.randint(6, 12)
@@ -91,7 +91,7 @@ def batch_of(step: int) -> tuple[Tensors, list[list[int]]]:
         "weight/log_probs": response_mask / 100,
     }
 
-    return rows, deal(num_rows, draw.randint(2, 3))
+    return unpadded(rows), deal(num_rows, draw.randint(2, 3))
 
 
 def train(folder: Path, num_steps: int) -> Iterator[float]:

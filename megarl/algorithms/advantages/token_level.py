@@ -18,6 +18,7 @@ from megarl.algorithms.masked import (
     map_tokens,
     masked,
     of_form,
+    rows_like,
     to_front,
     whiten,
 )
@@ -119,9 +120,9 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     """
     log_probs = needed(inputs.old_log_probs, _BASELINE, "`old_log_probs`", _HINT)
     squares = needed(inputs.sum_pi_squared, _BASELINE, "`sum_pi_squared`", _HINT)
-    columns = [
-        as_rows(column) for column in (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)
-    ]
+    columns = rows_like(
+        inputs.response_mask, (inputs.token_level_rewards, inputs.response_mask, log_probs, squares)
+    )
     advantages, returns = (empty_like(columns[0], columns[0].dtype) for _ in range(2))
 
     # The baseline compares all samples of a prompt, so a block never splits a group.
@@ -193,7 +194,7 @@ class _Episodes(NamedTuple):
 def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
     """All rows of the columns (B, R), in blocks that fit the cache."""
     rows_of_mask = as_rows(response_mask)
-    rows_of_columns = [as_rows(column) for column in columns]
+    rows_of_columns = rows_like(response_mask, columns)
     all_count = leaves_nothing_out(response_mask)
 
     for rows in rows_of_mask.blocks_of_like_length():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.advantages.token_level import rewards_to_go
 from megarl.algorithms.kl import apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.losses import MiniBatchCounts
 from megarl.algorithms.masked import masked_mean
@@ -158,6 +159,20 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
     assert torch.equal(kept_rows, kept[:, : kept_rows.shape[1]])
     assert of_rows == pytest.approx(of_dense, abs=1e-6, rel=1e-5)
     assert counts_of_rows == counts
+
+
+def test_columns_of_other_tokens_are_refused() -> None:
+    """A padded tensor beside rows of tokens, and rows of other lengths: values would be taken for those of
+    other tokens."""
+    mask = RaggedTensor.constant(True, torch.tensor([2, 3]), torch.bool)
+    padded_column = torch.zeros(2, 3)
+    other = RaggedTensor.constant(1.0, torch.tensor([3, 2]), torch.float32)
+
+    for column in (padded_column, other):
+        with pytest.raises(ValueError, match="columns of a batch must be of the same tokens"):
+            masked_mean(column, mask)
+        with pytest.raises(ValueError, match="columns of a batch must be of the same tokens"):
+            rewards_to_go(column, mask, gamma=1.0)
 
 
 def test_a_function_of_the_user_gets_tensors(tmp_path: Path) -> None:

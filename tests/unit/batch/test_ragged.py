@@ -15,7 +15,7 @@ from megarl.batch import ragged
 from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import of_one_form, token_rows, with_prompt_rows
+from megarl.batch.token_rows import with_prompt_rows
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=7)
 NAN = float("nan")
@@ -202,32 +202,111 @@ def test_rows_come_from_lists_and_arrays() -> None:
     assert RaggedTensor.of_rows([], torch.int32).padded().shape == (0, 0)
 
 
-def test_what_a_user_has_padded_is_taken_in() -> None:
-    """A mask and advantages of his own beside rows of tokens; or a batch that is padded altogether."""
-    mask = torch.tensor([[True, False], [True, False]])
-    advantages = torch.tensor([[1.0, 2.0], [3.0, NAN]])
-    batch = tokens().union(DataProto.from_dict({"response_mask": mask, "advantages": advantages}))
-    expected = {"response_mask": [[True, False], [True]], "advantages": [[1.0, 2.0], [3.0]]}
-    columns = of_one_form(batch.columns)
-    assert columns["score"] is batch.columns["score"]
-    padded = {
-        key: batch.tensors[key] for key in ("input_ids", "attention_mask", "response_mask", "advantages")
-    }
-    for rows in (columns, token_rows(batch.columns, ["advantages"]), token_rows(padded, ["advantages"])):
-        assert {key: [row.tolist() for row in rows[key].each()] for key in expected} == expected
-    assert [row.tolist() for row in token_rows(padded)["prompts"].each()] == [[7], [8, 9]]
+def listed(batch: DataProto) -> dict[str, list[list[float]]]:
+    return {key: [row.tolist() for row in column.each()] for key, column in batch.ragged.items()}
+
+
+ROWS = {
+    "prompts": [[7], [8, 9]],
+    "responses": [[5, 6], [4]],
+    "response_mask": [[True, False], [True]],
+    "advantages": [[1.0, 2.0], [3.0]],
+    "values": [[0.5, 1.5], [2.5]],
+}
+PADDED = {
+    "input_ids": torch.tensor([[1, 7, 5, 6], [8, 9, 4, 1]]),
+    "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]),
+    "response_mask": torch.tensor([[True, False], [True, False]]),
+    "advantages": torch.tensor([[1.0, 2.0], [3.0, NAN]]),
+    "values": torch.tensor([[0.5, 1.5, NAN], [2.5, NAN, NAN]]),  # of any width that holds the responses
+    "score": torch.tensor([1.0, 2.0]),
+}
+
+
+def test_columns_that_a_user_has_padded_become_rows_of_tokens() -> None:
+    """A mask and advantages of the user's own beside rows of tokens, in whatever order the batch gets them;
+    the mask has a gap, and is shorter than the response."""
+    own = {key: PADDED[key] for key in ("response_mask", "advantages")}
+    for batch in (
+        tokens().union(DataProto.from_dict(own)),
+        DataProto.from_dict(own).union(tokens()),
+        DataProto.from_dict({**own, **tokens().columns}),
+        DataProto(ragged=tokens().ragged, batch=DataProto.from_dict(own).batch),
+    ):
+        assert listed(batch) == ROWS
+        assert batch.ragged["response_mask"].dtype == torch.bool
+        assert batch.tensors["advantages"].tolist() == [[1.0, 2.0], [3.0, 0.0]]
+
+    made = tokens().union(DataProto.from_dict(own))
+    assert made.columns["score"] is not None
+    assert made.tensors["score"].tolist() == [1.0, 2.0]
+    renamed = tokens().union(DataProto.from_dict({"mine": PADDED["advantages"]})).rename("mine", "advantages")
+    assert listed(renamed)["advantages"] == ROWS["advantages"]
 
     with pytest.raises(
         ValueError,
         match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold",
     ):
-        token_rows({**batch.columns, "advantages": advantages[:, :1]}, ["advantages"])
+        tokens().union(DataProto.from_dict({"advantages": torch.zeros(2, 1)}))
+
+
+def test_a_batch_that_a_user_has_padded_becomes_rows_of_tokens() -> None:
+    """What follows from the tokens is left out, and comes back in the padded view."""
+    following = {"position_ids": torch.full((2, 4), 5), "responses": torch.full((2, 2), 5)}
+    batch = DataProto.from_dict({**PADDED, **following})
+    assert listed(batch) == ROWS
+    assert batch.columns.keys() == ROWS.keys() | {"score"}
+    assert batch.tensors["input_ids"].tolist() == [[0, 7, 5, 6], [8, 9, 4, 0]]
+    assert torch.equal(batch.tensors["attention_mask"], PADDED["attention_mask"])
+    assert batch.tensors["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 2]]
+    assert listed(DataProto.from_bytes(batch.to_bytes())) == ROWS
+    assert listed(pickle.loads(pickle.dumps(batch))) == ROWS
 
     with pytest.raises(
         ValueError,
         match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run",
     ):
-        token_rows({**padded, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})
+        DataProto.from_dict({**PADDED, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        ([0, 0, 0, 1, 1, 0], "0 prompt and 2 response"),
+        ([1, 1, 0, 1, 1, 0], "2 prompt and 2 response"),  # padded on the right
+        ([0, 1, 1, 0, 1, 1], "2 prompt and 2 response"),  # a gap after the prompt
+        ([1, 0, 1, 1, 0, 0], "2 prompt and 1 response"),
+    ],
+)
+def test_wrong_padding_names_the_row(mask: list[int], says: str) -> None:
+    padded = {
+        "input_ids": torch.ones(2, 6, dtype=torch.int64),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], mask]),
+        "response_mask": torch.ones(2, 3, dtype=torch.bool),
+    }
+    with pytest.raises(ValueError, match=f"row 1 of the batch: attention_mask has {says}"):
+        DataProto.from_dict(padded)
+
+
+def test_padded_responses_may_be_empty() -> None:
+    padded = {
+        "input_ids": torch.tensor([[3, 4, 0], [0, 5, 6]]),
+        "attention_mask": torch.tensor([[1, 1, 0], [0, 1, 1]]),
+        "response_mask": torch.tensor([[False], [True]]),
+        "advantages": torch.tensor([[NAN], [2.0]]),
+    }
+    batch = DataProto.from_dict(padded)
+    assert listed(batch)["responses"] == [[], [6]]
+    assert listed(batch)["advantages"] == [[], [2.0]]
+    assert listed(batch[:1])["response_mask"] == [[]]
+    assert batch[:1].tensors["advantages"].shape == (1, 0)
+
+
+def test_tensors_without_tokens_beside_them_stay_as_they_are() -> None:
+    """Nobody knows yet how long the responses are."""
+    batch = DataProto.from_dict({"advantages": PADDED["advantages"], "values": torch.zeros(2)})
+    assert not batch.ragged
+    assert batch.columns.keys() == {"advantages", "values"}
 
 
 def test_prompts_that_a_user_has_padded_are_taken_in() -> None:

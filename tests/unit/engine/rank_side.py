@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
@@ -62,6 +65,7 @@ EXPERT_LAYOUTS: dict[str, ParallelConfig] = {
 }
 
 Tensors = dict[str, Tensor]
+Rows = dict[str, RaggedTensor]
 
 
 def start(parallel: ParallelConfig) -> ParallelGroups:
@@ -116,22 +120,38 @@ def deal(num_rows: int, num_micro_batches: int) -> list[list[int]]:
     return [list(range(first, num_rows, num_micro_batches))[::-1] for first in range(num_micro_batches)]
 
 
-def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Tensors:
-    return {key: value[list(rows)] for key, value in batch.items()}
+def unpadded(batch: Mapping[str, Tensor]) -> Rows:
+    """A padded batch, whose other columns are (B, R), as the engine takes it."""
+    made = DataProto.from_dict(batch)
+    lengths = made.ragged["responses"].lengths
+    others = {key: column for key, column in made.columns.items() if isinstance(column, Tensor)}
+    return {
+        **made.ragged,
+        **{key: RaggedTensor.from_padded(column, lengths) for key, column in others.items()},
+    }
 
 
-def join_rows(rows: Sequence[int], outputs: Mapping[str, Tensor] | None, num_rows: int) -> Tensors:
-    """Outputs (rows of this replica, on the last stage) -> (B, ...) on every rank, as a driver would collect
-    them."""
+def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Rows:
+    """Some rows of a padded batch, as the engine takes them."""
+    return unpadded({key: value[list(rows)] for key, value in batch.items()})
+
+
+def join_rows(rows: Sequence[int], outputs: Mapping[str, RaggedTensor] | None, num_rows: int) -> Tensors:
+    """Outputs (rows of this replica, on the last stage) -> (B, R, ...) on every rank, as a driver would
+    collect them; 0 behind a row's tokens."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (list(rows), outputs))
-    joined: Tensors = {}
+    values = {key: [row.clone() for row in column.each()] for key, column in (outputs or {}).items()}
+    dist.all_gather_object(gathered, (list(rows), values))
+    found: dict[str, dict[int, Tensor]] = {}
 
     for part_rows, part in gathered:
-        for key, value in (part or {}).items():
-            joined.setdefault(key, torch.full((num_rows, *value.shape[1:]), float("nan")))[part_rows] = value
+        for key, of_rows in part.items():
+            found.setdefault(key, {}).update(zip(part_rows, of_rows, strict=True))
 
-    return joined
+    return {
+        key: pad_sequence([of_rows[row] for row in range(num_rows)], batch_first=True)
+        for key, of_rows in found.items()
+    }
 
 
 def hf_weights(engine: MegatronEngine) -> Tensors:

@@ -163,8 +163,10 @@ def run_splits(
             engine = engines[key]
             mine = split.plan.ranks[groups.data_rank]
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
+            masks = list(part["response_mask"].each())
             for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
-                part["response_mask"][list(rows)] &= not micro_batch.is_filler
+                for row in rows:
+                    masks[row] &= not micro_batch.is_filler
             metrics = (
                 engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
                 | engine.router_metrics()

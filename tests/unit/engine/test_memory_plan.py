@@ -31,7 +31,7 @@ from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
 from tests.ranks import RankPool
 from tests.unit.engine.models import FAMILIES, make_batch, save_large_model, save_model
-from tests.unit.engine.rank_side import LAYOUTS, build, start, take
+from tests.unit.engine.rank_side import LAYOUTS, build, start, take, unpadded
 from tests.unit.engine.test_offload import negative_log_likelihood, resident_bytes
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -156,7 +156,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
     engine = build(groups, folder, optim=OptimConfig(lr=1e-3), **settings)
     stages = parallel.pipeline_parallel_size
     mask = torch.ones(ROWS * stages, ROW_TOKENS, dtype=torch.long)
-    batch = {"input_ids": mask * 7, "attention_mask": mask, "response_mask": mask[:, 16:].bool()}
+    batch = unpadded({"input_ids": mask * 7, "attention_mask": mask, "response_mask": mask[:, 16:].bool()})
     micro_batches = [[ROWS * stage + row for row in range(ROWS)] for stage in range(stages)]
     engine.forward_backward(batch, micro_batches, negative_log_likelihood)
     peaks = []

@@ -6,40 +6,38 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device
 from tests.ranks import RankPool
 
-# P = 3, R = 3. MappingRow 0: prompt 5 6, response 7 8. MappingRow 1: prompt 1 2 3, response 4. 9 stands where
-# there is no token.
-BATCH = {
-    "input_ids": torch.tensor([[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
-    "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
-    "position_ids": torch.tensor([[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]),
-    "prompts": torch.tensor([[9, 5, 6], [1, 2, 3]]),
-    "responses": torch.tensor([[7, 8, 9], [4, 9, 9]]),
-    "response_mask": torch.tensor([[True, True, False], [True, False, False]]),
-    "advantages": torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]),
-    "uid_number": torch.tensor([3, 4]),  # (B,): not per token, so not for the loss
-}
 
-# Rows 0 and 2 have the prompt 5 6, which is padded with other tokens, and row 3 has it without a response.
-ONE_PROMPT = {
-    "input_ids": torch.tensor(
-        [[9, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [0, 5, 6, 4, 3, 2], [7, 5, 6, 1, 1, 1]]
-    ),
-    "attention_mask": torch.tensor(
-        [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]
-    ),
-    "response_mask": torch.tensor(
-        [[True, True, False], [True, False, False], [True, True, True], [False] * 3]
-    ),
-}
+def rows_of(
+    prompts: list[list[int]], responses: list[list[int]], **columns: list[list[Any]]
+) -> dict[str, RaggedTensor]:
+    """A batch; the model wrote all of the responses, unless `response_mask` says otherwise."""
+    wrote = {"response_mask": [[True] * len(response) for response in responses]}
+    dtypes = {"response_mask": torch.bool, "advantages": torch.float32, "routed_experts": torch.uint8}
+
+    return {
+        "prompts": RaggedTensor.of_rows(prompts, torch.int32, padding=9, on_left=True),
+        "responses": RaggedTensor.of_rows(responses, torch.int32, padding=9),
+        **{key: RaggedTensor.of_rows(rows, dtypes[key]) for key, rows in (wrote | columns).items()},
+    }
+
+
+BATCH = rows_of(
+    [[5, 6], [1, 2, 3]],
+    [[7, 8], [4]],
+    advantages=[[0.1, 0.2], [0.4]],
+    routed_experts=[[1] * 6, [2] * 6],  # not of response tokens, so not for the loss
+)
+# Rows 0 and 2 have the prompt 5 6, and row 3 has it without a response.
+ONE_PROMPT = rows_of([[5, 6], [1, 2, 3], [5, 6], [5, 6]], [[7, 8], [4], [4, 3, 2], []])
 
 
 def make(
-    batch: dict[str, Tensor],
+    batch: dict[str, RaggedTensor],
     rows: list[int],
     packing: bool,
     share_prompts: bool,
@@ -65,7 +63,7 @@ def make(
     )
     plain = {
         key: getattr(made, key).tolist()
-        for key in ("tokens", "positions", "counts", "predictors", "targets", "cells")
+        for key in ("tokens", "positions", "counts", "predictors", "targets", "scored", "cells")
     }
     assert made.num_counted == made.counts.sum()
 
@@ -76,7 +74,9 @@ def make(
         plain["predicting"] = None if made.packed.predicting is None else made.packed.predicting.tolist()
 
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
-    plain["scattered"] = made.scatter(torch.arange(1.0, len(made.cells) + 1)).tolist()
+    whole = made.of_all_tokens(torch.arange(1.0, len(made.scored) + 1))
+    plain["whole"] = whole.tolist()
+    plain["scattered"] = made.padded(whole).tolist()
     return plain
 
 
@@ -89,7 +89,7 @@ def made(
     ends: bool = False,
     cut: tuple[int, int] = (1, 0),
     place: tuple[int, int] = (1, 0),
-    batch: dict[str, Tensor] = BATCH,
+    batch: dict[str, RaggedTensor] = BATCH,
 ) -> dict[str, Any]:
     options = {"packing": packing, "share_prompts": share_prompts, "ends": ends, "cut": cut, "place": place}
     (got,) = rank_pool.run(make, world_size=1, batch=batch, rows=rows, **options)
@@ -104,8 +104,9 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
     assert outer["positions"] == [[0, 3, 0, 3]]
 
     # a last token predicts nothing here
-    assert outer["predictors"] == outer["targets"] == outer["cells"] == []
-    assert outer["scattered"] == [[0.0] * 3] * 2
+    assert outer["predictors"] == outer["targets"] == outer["scored"] == []
+    assert outer["whole"] == [0.0] * 3
+    assert outer["scattered"] == [[0.0] * 2] * 2
     assert inner["tokens"] == [[6, 7, 2, 3]]
     assert inner["positions"] == [[1, 2, 1, 2]]
     assert inner["predictors"] == [0, 1, 3]
@@ -126,11 +127,7 @@ def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> No
 def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
     """The prompt 1 2 3 and the responses 4 and 7 8 are cut each by itself: a response's first token is
     predicted by the prompt's last."""
-    batch = {
-        **BATCH,
-        "input_ids": torch.tensor([[1, 2, 3, 7, 8, 9], [1, 2, 3, 4, 9, 9]]),
-        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
-    }
+    batch = rows_of([[1, 2, 3], [1, 2, 3]], [[7, 8], [4]])
     outer, inner = (
         made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2)
     )
@@ -139,8 +136,10 @@ def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
     assert inner["tokens"] == [[2, 3, 8, 0, 0, 0]]
     assert inner["counts"] == [[2, 2, 1, 0, 0, 0]]
     assert inner["positions"] == [[1, 2, 4, 0, 0, 0]]
-    assert (outer["targets"], outer["predictors"], outer["cells"]) == ([8], [2], [1])
-    assert (inner["targets"], inner["predictors"], inner["cells"]) == ([7, 4], [1, 1], [0, 3])
+    assert (outer["targets"], outer["predictors"], outer["scored"]) == ([8], [2], [1])
+    assert (inner["targets"], inner["predictors"], inner["scored"]) == ([7, 4], [1, 1], [0, 2])
+    assert inner["cells"] == outer["cells"] == [0, 1, 2]  # of all response tokens
+    assert (outer["whole"], inner["whole"]) == ([0.0, 1.0, 0.0], [1.0, 0.0, 2.0])
 
 
 def test_ranks_cannot_share_rows_that_are_not_packed(rank_pool: RankPool) -> None:
@@ -158,11 +157,12 @@ def test_packed(rank_pool: RankPool) -> None:
     assert got["longest"] == 4
     assert got["predictors"] == [1, 2, 6]  # 6 predicts 7, 7 predicts 8; 3 predicts 4
     assert got["targets"] == [7, 8, 4]
-    assert got["cells"] == [0, 1, 3]
-    assert got["scattered"] == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
+    assert got["scored"] == [0, 1, 2]
+    assert got["cells"] == [0, 1, 2]  # of two rows of two cells, the last of which is padding
+    assert got["scattered"] == [[1.0, 2.0], [3.0, 0.0]]
     assert got["rows"] == {
-        "response_mask": [[True, True, False], [True, False, False]],
-        "advantages": BATCH["advantages"].tolist(),
+        "response_mask": [[True, True], [True, False]],
+        "advantages": BATCH["advantages"].padded().tolist(),
     }
 
 
@@ -171,8 +171,8 @@ def test_packed_rows_in_another_order(rank_pool: RankPool) -> None:
     assert got["tokens"] == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert got["predictors"] == [2, 5, 6]
     assert got["targets"] == [4, 7, 8]
-    assert got["scattered"] == [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
-    assert got["rows"]["advantages"] == BATCH["advantages"][[1, 0]].tolist()
+    assert got["scattered"] == [[1.0, 0.0], [2.0, 3.0]]
+    assert got["rows"]["advantages"] == BATCH["advantages"].padded()[[1, 0]].tolist()
 
 
 def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
@@ -236,34 +236,43 @@ def test_padded(rank_pool: RankPool) -> None:
     assert got["counts"] == [[1, 1, 1, 1, 0, 0]] * 2
     assert got["predictors"] == [2, 4, 5]
     assert got["targets"] == [7, 8, 4]
-    assert got["cells"] == [0, 1, 3]
+    assert got["cells"] == [0, 1, 2]
     assert "boundaries" not in got
 
 
 def test_masked_response_tokens_are_scored_all_the_same(rank_pool: RankPool) -> None:
     """What a tool wrote is context and is scored; `response_mask` only goes to the loss."""
-    batch = {**BATCH, "response_mask": torch.tensor([[False, True, False], [True, False, False]])}
-    assert made(rank_pool, rows=[0, 1], packing=True, batch=batch)["targets"] == [7, 8, 4]
+    batch = rows_of([[5, 6], [1, 2, 3]], [[7, 8], [4]], response_mask=[[False, True], [True]])
+    got = made(rank_pool, rows=[0, 1], packing=True, batch=batch)
+    assert got["targets"] == [7, 8, 4]
+    assert got["rows"]["response_mask"] == [[False, True], [True, False]]
 
 
 def test_a_row_without_a_response(rank_pool: RankPool) -> None:
-    batch = {**BATCH, "attention_mask": torch.tensor([[0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])}
+    batch = rows_of([[5, 6], [1, 2, 3]], [[], [4]])
     got = made(rank_pool, rows=[0, 1], packing=True, batch=batch)
     assert got["tokens"] == [[5, 6, 1, 2, 3, 4]]
+    assert got["counts"] == [[0, 0, 1, 1, 1, 1]]
     assert got["predictors"] == [4]
-    assert got["scattered"] == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    assert got["scattered"] == [[0.0], [1.0]]
 
 
-@pytest.mark.parametrize(
-    ("mask", "says"),
-    [
-        ([0, 0, 0, 1, 1, 0], "0 prompt and 2 response"),
-        ([1, 1, 0, 1, 1, 0], "2 prompt and 2 response"),  # padded on the right
-        ([0, 1, 1, 0, 1, 1], "2 prompt and 2 response"),  # a gap after the prompt
-        ([1, 0, 1, 1, 0, 0], "2 prompt and 1 response"),
-    ],
-)
-def test_wrong_padding_names_the_row(mask: list[int], says: str, rank_pool: RankPool) -> None:
-    batch = {**BATCH, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], mask])}
-    with pytest.raises(AssertionError, match=f"ValueError: row 1 of the batch: attention_mask has {says}"):
+def test_rows_of_which_none_has_a_response(rank_pool: RankPool) -> None:
+    got = made(rank_pool, rows=[0, 1], packing=False, batch=rows_of([[5, 6], [1]], [[], []]))
+    assert got["tokens"] == [[5, 6], [1, 0]]
+    assert got["predictors"] == got["whole"] == []
+    assert got["scattered"] == got["rows"]["response_mask"] == [[], []]
+
+
+def test_a_row_without_a_prompt_is_refused(rank_pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="ValueError: row 1 of the batch has no prompt"):
+        made(rank_pool, rows=[0, 1], packing=True, batch=rows_of([[5], []], [[7], [4]]))
+
+
+def test_a_column_of_other_tokens_is_refused(rank_pool: RankPool) -> None:
+    batch = rows_of([[5, 6], [1, 2, 3]], [[7, 8], [4]], advantages=[[0.1, 0.2], [0.3, 0.4]])
+    with pytest.raises(
+        AssertionError,
+        match="ValueError: row 1 of the batch: 'advantages' has 2 values for a response of 1 tokens",
+    ):
         made(rank_pool, rows=[0, 1], packing=True, batch=batch)

@@ -47,7 +47,7 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=1e-3))
     batch = take(make_batch(NUM_ROWS), replica_rows(groups, NUM_ROWS))
-    micro_batches = deal(len(batch["input_ids"]), 2)
+    micro_batches = deal(len(batch["prompts"]), 2)
     losses: list[float] = []
 
     def negative_log_likelihood(

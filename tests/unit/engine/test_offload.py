@@ -17,6 +17,7 @@ from tests.ranks import RankPool
 from tests.unit.engine.models import make_batch, save_large_model, save_model
 from tests.unit.engine.rank_side import (
     LAYOUTS,
+    Rows,
     Tensors,
     build,
     deal,
@@ -48,7 +49,7 @@ def negative_log_likelihood(outputs: Any, rows: Any) -> Any:
 class Trained(NamedTuple):
     statistics: list[tuple[float, float]]  # gradient norm, learning rate
     losses: list[float]
-    scores: Tensors | None
+    scores: Rows | None
     weights: Tensors
 
 
@@ -110,7 +111,7 @@ def test_a_run_with_everything_moved_between_its_steps_is_the_same(
     for before, after in zip(plain, moved, strict=True):
         assert (before.statistics, before.losses) == (after.statistics, after.losses)
         assert (before.scores is None) == (after.scores is None)
-        assert all(torch.equal(value, after.scores[key]) for key, value in (before.scores or {}).items())
+        assert all(value == after.scores[key] for key, value in (before.scores or {}).items())
 
     weights = merge([rank.weights for rank in plain])
     same = merge([rank.weights for rank in moved])
@@ -311,7 +312,7 @@ def fill_the_disk(folder: str) -> tuple[str, bool]:
     assert before is not None
     assert after is not None
 
-    return message, torch.equal(before["log_probs"], after["log_probs"])
+    return message, before["log_probs"] == after["log_probs"]
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_model_whole(

@@ -21,7 +21,16 @@ from megarl.config.schema import ParallelConfig, Recomputation, Recompute
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import OPTIM, same
 from tests.unit.engine.models import make_batch, save_critic, save_model
-from tests.unit.engine.rank_side import MIXED_LAYOUTS, Tensors, build, deal, replica_rows, start, take
+from tests.unit.engine.rank_side import (
+    MIXED_LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    replica_rows,
+    start,
+    take,
+    unpadded,
+)
 
 # Other buckets give replicas other parts of the gradient, so that its norm is summed in another order.
 UNCLIPPED = replace(OPTIM, clip_grad=0.0)
@@ -116,7 +125,6 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     )
     from megarl.engine.offload import StatePart
 
-    batch = make_batch(8)
     statistics = []
 
     def step(number: int) -> None:
@@ -135,14 +143,14 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
         )
     }
     step(2)
-    scores = engine.forward(batch, deal(8, 2)) or {}
+    scores = engine.forward(unpadded(make_batch(8)), deal(8, 2)) or {}
     step(3)
     engine.offload(StatePart.parameters)
     engine.restore(StatePart.parameters)
     moved = {name: value.clone() for name, value in engine.parameters().items()}
     step(4)
 
-    return Read(statistics, named, stored, dict(scores), moved)
+    return Read(statistics, named, stored, {key: column.padded() for key, column in scores.items()}, moved)
 
 
 def train_overlapped(**arguments: Any) -> tuple[Read, list[str]]:

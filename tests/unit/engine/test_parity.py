@@ -133,14 +133,11 @@ def with_logits(engine: Any) -> Any:
         parts = [torch.empty_like(part) for _ in range(engine.groups.parallel.tensor_parallel_size)]
         dist.all_gather(parts, part, group=engine.groups.tensor)
         logits = torch.cat(parts, -1)[:, : engine.spec.architecture.vocab_size]
-        cells = logits.new_zeros(micro_batch.num_rows * micro_batch.response_length, logits.shape[1])
-        cells[micro_batch.cells] = logits
-        dist.all_reduce(cells, group=engine.groups.context)
+        whole = logits.new_zeros(len(micro_batch.cells), logits.shape[1])
+        whole[micro_batch.scored] = logits
+        dist.all_reduce(whole, group=engine.groups.context)
 
-        return {
-            **score(micro_batch, hidden, extras),
-            "logits": cells.view(micro_batch.num_rows, micro_batch.response_length, -1),
-        }
+        return {**score(micro_batch, hidden, extras), "logits": whole}
 
     engine.score = scores
     return engine

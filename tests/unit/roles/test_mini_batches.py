@@ -89,8 +89,8 @@ def test_fillers_have_no_token_to_train_on() -> None:
 
 
 def test_parts_have_what_the_role_reads_without_padding() -> None:
-    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not of the
-    responses is refused."""
+    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not rows of
+    tokens is refused."""
     tensors = make_batch(num_rows=5)
     real = tensors["attention_mask"][:, 6:].bool()
     advantages = torch.where(real, torch.arange(45.0).view(5, 9), torch.nan)
@@ -123,16 +123,11 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
     assert (
-        restored_rows([part.select([ROUTED_EXPERTS]) for part in parts], plan, batch, {}).ragged[
-            ROUTED_EXPERTS
-        ]
+        restored_rows([part.select([ROUTED_EXPERTS]) for part in parts], plan, {}).ragged[ROUTED_EXPERTS]
         == routes
     )
 
-    with pytest.raises(
-        ValueError,
-        match=r"'score' is not of the batch's responses: a tensor of shape \(5,\) does not hold 5 rows",
-    ):
+    with pytest.raises(ValueError, match=r"\['score'\] are not rows of tokens"):
         role(ParallelConfig(), 2).split(batch, ("score",))
 
 
@@ -140,7 +135,7 @@ def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:
     batch = DataProto.from_dict(make_batch(num_rows=3))
     interleaved = ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
     for parallel, expected in ((interleaved, 4), (ParallelConfig(pipeline_parallel_size=2), 3)):
-        (part,) = role(parallel, 1).split(batch, batch.tensors)[1]
+        (part,) = role(parallel, 1).split(batch, batch.columns)[1]
         assert len(part.meta_info[MICRO_BATCHES]) == expected
 
 
@@ -172,9 +167,9 @@ class UpdatedGroup:
 
 def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     """The denominator is fixed before the rows are cut over replicas: 2 + 1 tokens, then 3 + 0."""
-    batch = DataProto.from_dict(make_batch(num_rows=4))
     lengths = torch.tensor([2, 1, 3, 0])
-    batch.tensors["response_mask"].copy_(torch.arange(9) < lengths[:, None])
+    padded = {**make_batch(num_rows=4), "response_mask": torch.arange(9) < lengths[:, None]}
+    batch = DataProto.from_dict(padded)
     group = UpdatedGroup(*({"x/loss": Metric.sum(share), "x/lr": Metric.same(0.5)} for share in (1.0, 2.0)))
     replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
     update = replicas.update_with(
@@ -201,7 +196,7 @@ def batch_to_update(**extra: torch.Tensor) -> DataProto:
 
 def test_one_update_has_no_old_log_probs() -> None:
     """Its ratios are those of the log-probs to themselves: exactly 1."""
-    model = {"input_ids", "attention_mask", "response_mask", "advantages"}
+    model = {"prompts", "responses", "response_mask", "advantages"}
     for one_update, extra in ((True, set()), (False, {"old_log_probs"})):
         plain = actor_rows(batch_to_update(), AlgorithmConfig(), one_update=one_update, seed=0)
         assert plain.tensors.keys() == model | extra
