@@ -221,7 +221,7 @@ class Simulation:
     def begin(
         self,
         prompts: DataProto,
-        place: int,
+        rows: Sequence[int],
         requests: Sequence[GenerationRequest],
         deliver: Deliver,
         on_failure: OnFailure,

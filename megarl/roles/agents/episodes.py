@@ -3,6 +3,7 @@ environments answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -14,26 +15,27 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import SamplingConfig
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.rollout.finished_groups import RolloutOutput
 from megarl.roles.rollout.replicas import Replicas
-from megarl.roles.rollout.rollout import Deliver, Rollout, Scoring, TokenRules
-from megarl.roles.rollout.scheduler import (
-    EngineFaultError,
-    OnFailure,
-    ReplicaState,
-    RequestState,
-    RolloutLimits,
-)
+from megarl.roles.rollout.rollout import Deliver, Rollout, TokenRules
+from megarl.roles.rollout.scheduler import OnFailure, ReplicaState, RequestState, RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 
 
 class EpisodeRollout(Rollout):
-    """A rollout of episodes. Engines and environments work at the same time, on different episodes."""
+    """A rollout of episodes. Engines and environments work at the same time, on different episodes.
+
+    `response_mask` is True for tokens that the model generated. A batch also has the token columns
+    `answer_mask`, True in the last turn, and `environment_rewards`, each on the last token of its turn; and
+    the arrays `num_turns`, `num_calls`, `call_errors` (kind -> number), `tool_s` and `episode_end` (B,).
+
+    Generation also raises EnvironmentLimitError, RunError for an episode that was started too often, and
+    WorkerError if a user's environment failed.
+    """
 
     kind = Trajectory
 
@@ -51,72 +53,6 @@ class EpisodeRollout(Rollout):
         self.environments = environments
         self._runner = EpisodeRunner(self.scheduler, environments, of_episodes)
 
-    def generate(
-        self,
-        prompts: DataProto,
-        sampling: SamplingConfig,
-        step: int,
-        generation: int = 0,
-        scoring: Scoring | None = None,
-    ) -> DataProto:
-        """Generates episodes as Rollout.generate generates samples. `response_mask` is True for tokens that
-        the model generated.
-
-        The batch also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`,
-        each on the last token of its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind ->
-        number), `tool_s` and `episode_end` (B,).
-
-        Also raises EnvironmentLimitError, RunError for an episode that was started too often, and WorkerError
-        if a user's environment failed.
-        """
-        requests = self.requests(prompts, sampling, step, generation)
-        rows = prompts.repeat(sampling.n)
-
-        # Engines that sleep or were restarted need the current weights before they get requests.
-        self._weights.bring_in()
-        version = self._weights.version
-        n = sampling.n
-        ended: dict[int, Trajectory] = {}
-
-        # missing samples of each prompt, and the prompts that wait to be scored
-        missing = [n] * len(prompts)
-        whole = list[int]()
-
-        def end(row: int, replica: int, trajectory: Trajectory) -> None:
-            # No weights are pushed meanwhile: another version means that an engine missed a push.
-            if trajectory.weight_versions != (version,):
-                raise EngineFaultError(
-                    f"rollout replica {replica} wrote a turn with the weight versions "
-                    f"{trajectory.weight_versions}; the weights at hand "
-                    f"are version {version}"
-                )
-
-            ended[row] = trajectory
-            missing[row // n] -= 1
-            whole.extend([] if missing[row // n] else [row // n])
-
-            # Score whole prompts while others are generated; the last ones are scored with the batch.
-            if scoring is not None and whole and len(ended) < len(requests) and scoring.may_begin:
-                of_whole = [ended[prompt * n + place] for prompt in whole for place in range(n)]
-                scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
-                whole.clear()
-
-        tasks = [_task(rows, row, request) for row, request in enumerate(requests)]
-
-        # These episodes go first; other threads have no access to the replicas until they end.
-        with self._replicas.exclusive():
-            numbers = self._runner.begin(
-                requests, tasks, [partial(end, row) for row in range(len(requests))], first=True
-            )
-            try:
-                while len(ended) < len(requests):
-                    self._runner.poll()
-            finally:
-                # After an error, episodes that still run would deliver into a batch that nobody assembles.
-                self._runner.cancel(numbers)
-
-        return self.assemble(rows, [ended[row] for row in range(len(requests))], version)
-
     @property
     def is_at_work(self) -> bool:
         return self._runner.is_at_work
@@ -124,18 +60,20 @@ class EpisodeRollout(Rollout):
     def begin(
         self,
         prompts: DataProto,
-        place: int,
+        rows: Sequence[int],
         requests: Sequence[GenerationRequest],
         deliver: Deliver,
-        on_failure: OnFailure,
+        on_failure: OnFailure | None = None,
+        *,
+        first: bool = False,
     ) -> Callable[[], None]:
-        tasks = [_task(prompts, place, request) for request in requests]
+        tasks = [_task(prompts, row, request) for row, request in zip(rows, requests, strict=True)]
         ends = [partial(_deliver, deliver, request.request_id) for request in requests]
-        numbers = self._runner.begin(requests, tasks, ends, on_failure=on_failure)
+        numbers = self._runner.begin(requests, tasks, ends, on_failure=on_failure, first=first)
 
         return lambda: self._runner.cancel(numbers)
 
-    def poll(self, wait_s: float) -> None:
+    def poll(self, wait_s: float = math.inf) -> None:
         """See EpisodeRunner.poll."""
         self._runner.poll(wait_s)
 

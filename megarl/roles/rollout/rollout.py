@@ -3,6 +3,7 @@ die meanwhile."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -151,11 +152,12 @@ class Rollout:
             with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info
         )
         requests = self.requests(prompts, sampling, step, generation)
+        rows = prompts.repeat(sampling.n)
 
         # Engines that sleep or were restarted need the current weights before they get requests.
         self._weights.bring_in()
         version = self._weights.version
-        samples: dict[int, Sample] = {}
+        samples: dict[int, RolloutOutput] = {}
         n = sampling.n
 
         # samples of each prompt, and the prompts that wait to be scored
@@ -163,15 +165,10 @@ class Rollout:
         whole = []
 
         # Collect samples in the order in which they finish.
-        for arrived in self._finished(requests):
-            for replica, (number, sample) in arrived:
+        for arrived in self._finished(rows, requests):
+            for replica, number, sample in arrived:
                 # No weights are pushed meanwhile: another version means that an engine missed a push.
-                if sample.weight_versions != (version,):
-                    raise EngineFaultError(
-                        f"rollout replica {replica} wrote a sample with the weight versions "
-                        f"{sample.weight_versions}; the weights at hand "
-                        f"are version {version}"
-                    )
+                check_versions(replica, sample, oldest=version, newest=version)
                 samples[number] = sample
                 missing[number // n] -= 1
                 whole += [] if missing[number // n] else [number // n]
@@ -181,9 +178,7 @@ class Rollout:
                 scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
                 whole = []
 
-        return self.assemble(
-            prompts.repeat(n), [samples[request.request_id] for request in requests], version
-        )
+        return self.assemble(rows, [samples[request.request_id] for request in requests], version)
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
@@ -204,8 +199,9 @@ class Rollout:
         """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate`
         raises."""
         self._weights.bring_in()
-        for arrived in self._finished(requests):
-            yield from (finished for _, finished in arrived)
+        for arrived in self._finished(DataProto(), requests):
+            for _, number, sample in arrived:
+                yield FinishedRequest(number, cast("Sample", sample))
 
     @property
     def is_at_work(self) -> bool:
@@ -215,29 +211,35 @@ class Rollout:
     def begin(
         self,
         prompts: DataProto,
-        place: int,
+        rows: Sequence[int],
         requests: Sequence[GenerationRequest],
         deliver: Deliver,
-        on_failure: OnFailure,
+        on_failure: OnFailure | None = None,
+        *,
+        first: bool = False,
     ) -> Callable[[], None]:
-        """Starts to generate the samples of one prompt.
+        """Starts to generate samples.
 
         Args:
             prompts: Prompts.
-            place: The row of the prompt.
-            requests: The requests of its samples.
+            rows: The row of each sample's prompt.
+            requests: The requests of the samples.
             deliver: Is called with each sample during a call of `poll`, under the request's id.
             on_failure: See RequestScheduler.add.
+            first: Whether these requests go before others.
 
         Returns:
             A function that cancels the samples that are missing.
         """
         numbers = self.scheduler.add(
-            requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure
+            requests,
+            lambda replica, finished: deliver(replica, *finished),
+            on_failure=on_failure,
+            first=first,
         )
         return lambda: self.scheduler.cancel(numbers)
 
-    def poll(self, wait_s: float) -> None:
+    def poll(self, wait_s: float = math.inf) -> None:
         """See RequestScheduler.poll."""
         self.scheduler.poll(wait_s)
 
@@ -255,18 +257,23 @@ class Rollout:
             with_routes=sampling == self._routes_of,
         )
 
-    def _finished(self, requests: Sequence[GenerationRequest]) -> Iterator[list[tuple[int, FinishedRequest]]]:
-        """Yields lists of (replica, sample) that finished together, each request once."""
-        arrived: list[tuple[int, FinishedRequest]] = []
+    def _finished(
+        self, prompts: DataProto, requests: Sequence[GenerationRequest]
+    ) -> Iterator[list[tuple[int, int, RolloutOutput]]]:
+        """Yields lists of (replica, request id, sample) that finished together, each request once.
+
+        `prompts` has one row per request.
+        """
+        arrived: list[tuple[int, int, RolloutOutput]] = []
         with self._replicas.exclusive():
             # These requests go first: the trainer waits for them, and nobody for those generated ahead.
-            numbers = self.scheduler.add(
-                requests, lambda replica, finished: arrived.append((replica, finished)), first=True
+            cancel = self.begin(
+                prompts, range(len(requests)), requests, lambda *one: arrived.append(one), first=True
             )
-            missing = len(numbers)
+            missing = len(requests)
             try:
                 while missing:
-                    self.scheduler.poll()
+                    self.poll()
                     # Hand out a copy, because the next poll fills the same list.
                     if arrived:
                         missing -= len(arrived)
@@ -274,7 +281,7 @@ class Rollout:
                         arrived.clear()
             finally:
                 # The consumer may have stopped early or failed, and nobody needs the rest of the samples.
-                self.scheduler.cancel(numbers)
+                cancel()
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         """Builds the batch that `generate` returns from prompts and samples side by side. `version` is that
@@ -333,6 +340,17 @@ class Rollout:
     def shutdown(self) -> None:
         """Ends the replicas at once."""
         self._replicas.shutdown()
+
+
+def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: int) -> None:
+    """Raises EngineFaultError for a sample with tokens of weights older than `oldest`, which were current
+    when it was started, or newer than `newest`, which were pushed last."""
+    versions = sample.weight_versions
+    if not oldest <= versions[0] <= versions[-1] <= newest:
+        raise EngineFaultError(
+            f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun "
+            f"with version {oldest}, and the weights at hand are version {newest}"
+        )
 
 
 def batch_of_samples(

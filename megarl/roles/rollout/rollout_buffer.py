@@ -20,8 +20,8 @@ from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
-from megarl.roles.rollout.rollout import Deliver, Scoring
-from megarl.roles.rollout.scheduler import EngineFaultError, OnFailure
+from megarl.roles.rollout.rollout import Deliver, Scoring, check_versions
+from megarl.roles.rollout.scheduler import OnFailure
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 
@@ -47,7 +47,7 @@ class Requests(Protocol):
     def begin(
         self,
         prompts: DataProto,
-        place: int,
+        rows: Sequence[int],
         requests: Sequence[GenerationRequest],
         deliver: Deliver,
         on_failure: OnFailure,
@@ -220,8 +220,9 @@ class RolloutBuffer:
                 self._groups[number] = group = _Group(prompts, place, version)
                 deliver = self._deliver_to(number)
                 on_failure = partial(self._fail, number)
+                requests = prompts.requests[place]
                 group.cancel = self._rollout.begin(
-                    prompts.rows, place, prompts.requests[place], deliver, on_failure
+                    prompts.rows, [place] * len(requests), requests, deliver, on_failure
                 )
 
     def score(self) -> None:
@@ -347,16 +348,8 @@ class RolloutBuffer:
     def _deliver_to(self, number: int) -> Deliver:
         def deliver(replica: int, place: int, sample: RolloutOutput) -> None:
             group = self._groups[number]
-            versions = sample.weight_versions
-
             # A sample may span several pushes, but never weights older than its start or not yet pushed.
-            if not group.version <= versions[0] <= versions[-1] <= self._weights.version:
-                raise EngineFaultError(
-                    f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was "
-                    f"begun with version "
-                    f"{group.version}, and the weights at hand are version {self._weights.version}"
-                )
-
+            check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
             group.samples[place] = sample
             if len(group.samples) == self._rules.size:
                 self._finish(number)
