@@ -193,7 +193,9 @@ class Generating:
             log_probs[:] = -0.6
             self.samples.append(Sample(ids, log_probs, "stop", (VersionSpan(1, length),)))
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig, step: int, scoring: Reward) -> DataProto:
+    def generate(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
+    ) -> DataProto:
         return batch_of_samples(prompts.repeat(sampling.n), self.samples, version=1, pad_token_id=0)
 
     def drain_metrics(self) -> dict[str, float]:

@@ -30,10 +30,10 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, TokenRules
-from megarl.roles.rollout.rollout_buffer import GroupRules
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.roles.rollout.sample_groups import GroupRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
@@ -191,10 +191,14 @@ class _Unscored:
     """Nobody waits for scores."""
 
     may_begin = False
+    scores_rounds = False
 
     def begin(self, groups: DataProto) -> None: ...
 
     def scored(self) -> dict[str, list[float]]:
+        return {}
+
+    def score_round(self, groups: DataProto) -> dict[str, list[float]]:
         return {}
 
 
@@ -218,11 +222,13 @@ def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
     try:
         yield (
             Rollout(
-                replicas,
-                weights,
-                TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST),
-                limits,
-                0,
+                RolloutSetup(
+                    replicas=replicas,
+                    weights=weights,
+                    rules=TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST),
+                    limits=limits,
+                    seed=0,
+                )
             ),
             weights,
         )
@@ -239,12 +245,9 @@ def run(
     max_staleness: int,
     on_update: OnUpdate,
 ) -> Real:
-    """The trainer's loop, with sleep in the place of the roles that train. Those without a max_staleness come
-    first."""
+    """The trainer's loop, with sleep in the place of the roles that train."""
     loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
-    async_rollout = (
-        _async(rollout, weights, loader, steps, max_staleness, on_update) if max_staleness else None
-    )
+    buffered = _buffered(rollout, weights, loader, steps, max_staleness, on_update)
     weights.push()
     waiting_s = 0.0
     lengths = []
@@ -252,27 +255,25 @@ def run(
 
     for step in range(1, steps + 1):
         asked_s = time.monotonic()
-        prompts = next(async_rollout or loader)
-        batch = (async_rollout or rollout).generate(prompts, SAMPLING, step)
+        batch = buffered.generate(next(buffered), SAMPLING, step)
         waiting_s += time.monotonic() - asked_s
         lengths += batch.ragged["responses"].lengths.view(PROMPTS, SAMPLES).tolist()
         time.sleep(training_s)
         weights.push()
 
     seconds = time.monotonic() - start_s
-    if async_rollout is not None:
-        async_rollout.close()
+    buffered.close()
     return Real(seconds / steps, waiting_s / seconds, lengths)
 
 
-def _async(
+def _buffered(
     rollout: Rollout,
     weights: RolloutWeights,
     loader: BatchLoader,
     steps: int,
     max_staleness: int,
     on_update: OnUpdate,
-) -> AsyncRollout:
+) -> BufferedRollout:
     make_staleness: Callable[[int], StalenessController] = partial(
         lambda version: StalenessController(
             max_staleness=max_staleness,
@@ -283,7 +284,7 @@ def _async(
             step_pushes=lambda step: True,
         )
     )
-    return AsyncRollout(
+    return BufferedRollout(
         rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness
     )
 

@@ -30,13 +30,10 @@ from megarl.cli.run.context import RunContext
 from megarl.cli.run.session import Session
 from megarl.cli.run.train import open_ppo
 from megarl.config.schema import PPOConfig
-from megarl.data.loader import BatchLoader
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
-from megarl.machine.errors import ConfigError
 from megarl.roles.models import Absent, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.async_rollout import AsyncRollout
 from megarl.roles.rollout.rollout import Rollout
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
@@ -57,18 +54,38 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
     be used; RunError for what fails while it runs.
     """
     checked = load_for_run(PPOConfig, config, overrides)
-    if checked.rollout.max_staleness:
-        raise ConfigError(
-            "api.start",
-            [
-                f"rollout.max_staleness: is {checked.rollout.max_staleness}, but a loop of your own asks "
-                f"for a step's samples when it "
-                "needs them; use 0, or `megarl train`"
-            ],
-        )
+    context = RunContext(checked)
+    with open_ppo(checked, context, find_resume(checked), own_loop=True) as (session, trainer):
+        try:
+            yield Run(session, trainer)
+        finally:
+            trainer.prompts.close()
 
-    with open_ppo(checked, RunContext(checked), find_resume(checked)) as (session, trainer):
-        yield Run(session, trainer)
+
+class Prompts:
+    """The prompts of a run, which have samples when they are served: `next` waits for those of a step. With
+    `rollout.max_staleness` above 0 the samples of later steps are generated meanwhile."""
+
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[DataProto]:
+        return self
+
+    def __next__(self) -> DataProto:
+        """The prompts of a step; with `algorithm.dynamic_sampling` those whose samples differ in score."""
+        rollout = self._trainer.prompts
+        with self._trainer.monitor.phase("gen"):
+            prompts = next(rollout)
+
+        # The loop scores its batch itself, whatever it makes of it; these scores have chosen the prompts.
+        if self._trainer.config.algorithm.dynamic_sampling.enabled:
+            self._trainer.roles.reward.forget(rollout.taken.prompts)
+        return prompts
+
+    def take(self, number: int) -> DataProto:
+        """Further prompts, without samples. A checkpoint knows that they were served."""
+        return self._trainer.prompts.take(number)
 
 
 class Run:
@@ -79,6 +96,7 @@ class Run:
         self._session = session
         self._trainer = trainer
         self.config: PPOConfig = trainer.config
+        self.prompts = Prompts(trainer)
         self._tokenizer = load_tokenizer(self.config.model.path, self.config.model.trust_remote_code)
 
     @property
@@ -101,12 +119,6 @@ class Run:
     def reward(self) -> Reward:
         return self._trainer.roles.reward
 
-    @property
-    def prompts(self) -> BatchLoader | AsyncRollout:
-        """Endless: `next` gives those of a step, `take(number)` further ones. A checkpoint knows how far it
-        was read."""
-        return self._trainer.prompts
-
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left, up to `trainer.total_steps`. Before the first the engines
         get their weights. When the next is asked for, what is due behind a step is made: validation, a
@@ -115,9 +127,10 @@ class Run:
             yield from self._trainer.steps()
 
     def generate(self, prompts: DataProto, step: int) -> DataProto:
-        """`rollout.n` samples of each prompt, as Rollout.generate gives them."""
+        """`rollout.n` samples of each prompt, as Rollout.generate gives them. Those of prompts that `next`
+        has given are there; others are generated now."""
         with self._trainer.monitor.phase("gen"):
-            return self.rollout.generate(prompts, self.config.rollout.training, step)
+            return self._trainer.prompts.generate(prompts, self.config.rollout.training, step)
 
     def texts(self, batch: DataProto) -> list[str]:
         """(B,): the responses as text, without special tokens."""

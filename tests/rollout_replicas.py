@@ -16,7 +16,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas, results_of
-from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.roles.weights.session import is_lost
@@ -82,7 +82,9 @@ class StartedRollout(Rollout):
     def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
         self._pusher = TestsPusher()
         self.weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
-        super().__init__(replicas, self.weights, rules, limits, seed)
+        super().__init__(
+            RolloutSetup(replicas=replicas, weights=self.weights, rules=rules, limits=limits, seed=seed)
+        )
 
     def update_weights(
         self, push: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]], version: int

@@ -368,7 +368,7 @@ PRIVATE_ACCESSES = {
         3,
         "the server behind a worker, and the runner of a rollout",
     ),
-    "tests/unit/roles/rollout/test_async_rollout.py": (4, "the buffer and the thread of an async rollout"),
+    "tests/unit/roles/rollout/test_buffered_rollout.py": (2, "the buffer of a rollout"),
     "tests/unit/roles/rollout/test_scheduler.py": (3, "methods of the test's own scene"),
     # Of other packages, which offer no public way.
     "tests/conftest.py": (1, "pytest-xdist's schedule by scope, which is extended by overriding it"),

@@ -72,7 +72,7 @@ _REWARD = _phase(
     "responses",
     "token_level_scores",
     {"reward": _TO_SCORE},
-    *("score", "begin", "scored", "finish"),
+    *("score", "begin", "scored", "forget", "finish"),
 )
 _PUSH = _phase(
     "update_weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megarl.workers.reward_model import RewardModelWorker
 # columns of episodes
 _ANSWERS = "answer_mask"
 _OF_TURNS = "environment_rewards"
+_ERROR_RATE = "reward/error_rate"  # in the meta information of scores
 _SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wait behind it
 
 
@@ -41,6 +43,7 @@ class Reward:
         self._begun: set[str] = set()  # uids
         self._beginning: WorkerFuture[None] | None = None
         self._asking: WorkerFuture[dict[str, list[float]]] | None = None
+        self._of_rounds: dict[str, DataProto] = {}  # uid -> what `score_round` has found
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
         """Of a batch with `answer_mask`, functions are given the text of that alone, and the turns;
@@ -84,9 +87,38 @@ class Reward:
 
         return asked.get()
 
+    @property
+    def scores_rounds(self) -> bool:
+        """Whether groups whose scores are awaited are scored by `score_round`, because a reward model takes
+        part, and not by `begin` and `scored`."""
+        return self.model is not None
+
+    def score_round(self, groups: DataProto) -> dict[str, list[float]]:
+        """Scores all samples of some prompts, waits for it, and keeps the result for `finish`.
+
+        Returns:
+            The scores of each prompt by its uid, without those of samples whose scoring failed.
+        """
+        uids = groups.non_tensor_batch["uid"].astype(str)
+        scored = self.finish(groups).get()
+        del scored.meta_info[_ERROR_RATE]  # of this round alone
+        scores = {}
+
+        for uid in dict.fromkeys(uids.tolist()):
+            rows = scored.select_idxs(uids == uid)
+            is_scored = rows.tensors["is_scored"].numpy()
+            self._of_rounds[uid] = rows
+            scores[uid] = [float(score) for score in rows.non_tensor_batch["score"][is_scored]]
+
+        return scores
+
     def finish(self, batch: DataProto) -> DerivedFuture:
-        """As `score`, where some of the prompts may have been begun."""
+        """As `score`, where some of the prompts may have been begun, or scored by `score_round`."""
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+
+        if self._of_rounds.keys() >= set(uids):
+            parts = [self._of_rounds.pop(uid) for uid in dict.fromkeys(uids)]
+            return DerivedFuture([], lambda results: _of_all(parts))
 
         # Separate the prompts that are being scored from those that have not been begun.
         with self._lock:
@@ -97,6 +129,15 @@ class Reward:
         # Wait for the last `begin` as well, so that its failure is raised.
         others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
+
+    def forget(self, prompts: DataProto) -> None:
+        """Drops what was begun or kept of these prompts. `finish` scores them again."""
+        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
+        with self._lock:
+            self._begun -= set(uids)
+        for uid in uids:
+            self._of_rounds.pop(uid, None)
+        self.group.call(RewardWorker.forget, uids)
 
     # ---- parts
 
@@ -137,6 +178,13 @@ class Reward:
             {**functions.non_tensor_batch, "score": scores.tolist()},
             functions.meta_info,
         )
+
+
+def _of_all(parts: Sequence[DataProto]) -> DataProto:
+    """Joins what `score_round` has kept of some prompts."""
+    scores = DataProto.concat(parts)
+    scores.meta_info[_ERROR_RATE] = 1 - float(scores.tensors["is_scored"].double().mean())
+    return scores
 
 
 def _needed(batch: DataProto) -> DataProto:

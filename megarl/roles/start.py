@@ -30,7 +30,7 @@ from megarl.roles.models import ABSENT, Absent, Actor, Critic, MiniBatchPlan, Sc
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.forecast import rank_places
@@ -407,12 +407,17 @@ def _rollout(
 ) -> Rollout:
     """With an agent its samples are episodes."""
     agent = config.agent
-    limits = _rollout_limits(config)
-    limit_s = config.trainer.phase_time_limit_s
+    setup = RolloutSetup(
+        replicas=replicas,
+        weights=weights,
+        rules=rules,
+        limits=_rollout_limits(config),
+        seed=config.trainer.seed,
+    )
 
     if not agent.is_used:
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
-        return Rollout(replicas, weights, rules, limits, config.trainer.seed, routes_of)
+        return Rollout(setup, routes_of)
 
     # Start one process of environments per bundle.
     pool = pools.get_resource_pool(ENVIRONMENT)
@@ -423,7 +428,7 @@ def _rollout(
         ),
         restart_limit=config.rollout.restart_limit,
         hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
-        phase_time_limit_s=limit_s,
+        phase_time_limit_s=config.trainer.phase_time_limit_s,
     )
 
     # The limit of tokens covers all turns together, the environment's answers included.
@@ -434,7 +439,7 @@ def _rollout(
         max_attempts=agent.max_attempts,
     )
 
-    return EpisodeRollout(replicas, weights, rules, limits, config.trainer.seed, environments, of_episodes)
+    return EpisodeRollout(setup, environments, of_episodes)
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:

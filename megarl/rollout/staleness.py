@@ -7,13 +7,22 @@ group. Finished groups are therefore never discarded for their age, and long res
 short ones. A group may be dropped because its samples carry no signal or cannot be generated; later groups
 are then trained earlier, never later. Without `in_order` a step trains the oldest finished groups; late
 groups keep their place, and their age is not bounded.
+
+At `max_staleness` 0 no later group can replace a dropped one, because the next step trains newer weights. A
+step is then generated in rounds: the first has as many groups as the step trains, and each further one
+replaces what was dropped, with a margin. Groups of the last round that are not needed are discarded.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import islice
+
+from megarl.machine.errors import RunError
+
+_MARGIN = 1.2  # A few groups for nothing cost less than one more round.
 
 
 class StalenessController:
@@ -53,16 +62,36 @@ class StalenessController:
         self._dropped: list[int] = []  # since the last taken group, in order
         self._num_admitted = 0
 
+        # at max_staleness 0, of the next step
+        self.num_rounds = 1
+        self._num_wanted = prompts_per_step  # groups of all its rounds
+
     @property
     def live(self) -> dict[int, int]:
         """The groups that are neither taken nor dropped, in order, with the versions that started them."""
         return {group: version for group, (version, _) in self._live.items()}
 
+    @property
+    def num_finished(self) -> int:
+        """The number of finished groups that are not taken."""
+        return sum(is_finished for _, is_finished in self._live.values())
+
+    @property
+    def num_missing(self) -> int:
+        """At `max_staleness` 0, the number of groups of this round that have not been admitted yet."""
+        return self._num_wanted - len(self._live) - len(self._dropped)
+
     def may_admit(self, version: int) -> bool:
         """Whether weights of `version` may start the next group."""
-        step = self.next_step + len(self._live) // self.prompts_per_step  # the step that would train it
-        if len(self._live) >= (self.max_staleness + 1) * self.prompts_per_step or step > self._total_steps:
+        if self.max_staleness == 0:
+            step = self.next_step
+            has_room = self.num_missing > 0
+        else:
+            step = self.next_step + len(self._live) // self.prompts_per_step  # the step that would train it
+            has_room = len(self._live) < (self.max_staleness + 1) * self.prompts_per_step
+        if not has_room or step > self._total_steps:
             return False
+
         # Dropped groups only bring later ones forward, so this step gives the largest possible age.
         return self.trained_version(step) - version <= self.max_staleness
 
@@ -80,27 +109,45 @@ class StalenessController:
     def finish(self, group: int) -> None:
         """Marks a group as finished: it has all its samples."""
         self._live[group] = (self._live[group][0], True)
+        self._extend_round()
 
     def drop(self, group: int) -> None:
         """Drops a group, which is then not trained."""
         del self._live[group]
         self._dropped.insert(bisect_left(self._dropped, group), group)
+        self._extend_round()
 
     @property
     def is_ready(self) -> bool:
         """Whether all groups of the next step are finished."""
         first = self._next()
+        if self.max_staleness == 0:
+            return len(first) == self.prompts_per_step and not self._is_open
         return len(first) == self.prompts_per_step and all(self._live[group][1] for group in first)
 
     @property
     def num_dropped(self) -> int:
         """The number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
-        return (
-            bisect_left(self._dropped, first[-1])
-            if len(first) == self.prompts_per_step
-            else len(self._dropped)
-        )
+        if self.max_staleness == 0 or len(first) < self.prompts_per_step:
+            return len(self._dropped)
+        return bisect_left(self._dropped, first[-1])
+
+    def expect(self, version: int) -> None:
+        """Declares the version of the weights that the next step trains.
+
+        A loop of the user's own may push fewer weights than `step_pushes` says, which makes groups younger.
+
+        Raises:
+            RunError: It pushed more weights, so that groups for this step may be too old.
+        """
+        if self.max_staleness and version > self._next_version:
+            raise RunError(
+                f"step {self.next_step} would train weights of version {version}, but its samples were begun "
+                f"for version {self._next_version}: with rollout.max_staleness={self.max_staleness} push "
+                f"weights once in a step, or use max_staleness=0"
+            )
+        self._next_version = version
 
     def take(self, version: int) -> list[int]:
         """Returns the groups of the next step in order. The step must be ready and train the weights of
@@ -115,6 +162,12 @@ class StalenessController:
             age = version - self._live.pop(group)[0]
             assert 0 <= age <= (self.max_staleness if self.in_order else age), (group, age)
 
+        # What is left at staleness 0 would be too old for the next step.
+        if self.max_staleness == 0:
+            self._live.clear()
+            self.num_rounds = 1
+            self._num_wanted = self.prompts_per_step
+
         self._next_version += self._step_pushes(self.next_step)
         self.next_step += 1
         return groups
@@ -127,3 +180,26 @@ class StalenessController:
             else (group for group, (_, is_finished) in self._live.items() if is_finished)
         )
         return list(islice(candidates, self.prompts_per_step))
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether groups of the round are missing, or neither finished nor dropped."""
+        return self.num_missing > 0 or not all(is_finished for _, is_finished in self._live.values())
+
+    def _extend_round(self) -> None:
+        """Begins another round when all groups of this one are decided and too few are left."""
+        if self.max_staleness == 0 and not self._is_open and len(self._live) < self.prompts_per_step:
+            self.num_rounds += 1
+            num_decided = len(self._live) + len(self._dropped)
+            self._num_wanted += _num_to_replace(self.prompts_per_step, len(self._live), num_decided)
+
+
+def _num_to_replace(num_wanted: int, num_kept: int, num_decided: int) -> int:
+    """Returns the number of groups of a further round.
+
+    These are somewhat more than suffice if as many of them are kept as up to now, and no more than a whole
+    step's.
+    """
+    missing = _MARGIN * (num_wanted - num_kept)
+    share = num_kept / num_decided
+    return num_wanted if missing >= share * num_wanted else math.ceil(missing / share)

@@ -24,7 +24,8 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
 from megarl.roles.rollout.rollout import Deliver
-from megarl.roles.rollout.rollout_buffer import GroupRules, RolloutBuffer, StepGroups
+from megarl.roles.rollout.rollout_buffer import RolloutBuffer
+from megarl.roles.rollout.sample_groups import GroupRules, StepGroups
 from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.staleness import StalenessController
@@ -181,7 +182,6 @@ class Simulation:
             self.buffer.restore(saved.groups, saved.position.get("trained", []))
 
     def run(self) -> SimulatedRun:
-        self.buffer.begin()
         for number in range(self.buffer.staleness.next_step, self._script.total_steps + 1):
             start_s = self.clock.now_s
             self.run_until(lambda: self.buffer.is_ready)
@@ -241,12 +241,14 @@ class Simulation:
         self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
     ) -> None:
         """Generate until `is_enough`, or for `limit_s`. is_awaited: The trainer waits, and sends
-        weights to an engine that has started."""
+        weights to an engine that has started. Without it nothing is begun at staleness 0."""
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited
 
         while True:
             self.buffer.score()
+            if is_awaited or self._script.max_staleness:
+                self.buffer.begin()
             if is_enough() or self.clock.now_s >= end_s:
                 return
             # Advance to the next moment at which something can change.
@@ -274,11 +276,10 @@ class Simulation:
         self.version += 1
         self.engines.push(self.version, self._script.push_s)
         self.clock.pass_by(self._script.push_s)
-        self.buffer.begin()
 
     def _record(self, number: int, taken: StepGroups, waiting_s: float) -> None:
         # Dropped groups are taken with the step, but nothing trains on them.
-        trained = [index for index, is_dropped in enumerate(taken.is_dropped) if not is_dropped]
+        trained = [index for index, is_trained in enumerate(taken.is_trained) if is_trained]
         uids = taken.prompts.non_tensor_batch["uid"]
         samples = [sample for index in trained for sample in taken.samples[index]]
         self.steps.append(
@@ -322,9 +323,14 @@ class _Scoring:
         self._script = script
         self._under_way: list[tuple[float, str, list[float]]] = []
 
+    scores_rounds = False
+
     @property
     def may_begin(self) -> bool:
         return self._script.max_without_signal is not None
+
+    def score_round(self, groups: DataProto) -> dict[str, list[float]]:
+        raise AssertionError
 
     @property
     def next_s(self) -> float:

@@ -85,7 +85,7 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "dynamic_sampling/num_generations",
             "",
-            "Rounds of generation until enough prompts had samples with different scores.",
+            "Rounds of generation until enough prompts had samples with different scores; 1 ahead of training.",
         ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
@@ -215,7 +215,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "prompts",
             "Prompts that are generated ahead of training (`rollout.max_staleness`).",
         ),
-        MetricRow("rollout/num_given_up", "prompts", "Prompts ahead that an engine could not complete."),
+        MetricRow(
+            "rollout/num_given_up",
+            "prompts",
+            "Prompts that an engine could not complete in the run so far, where `rollout.max_error_rate` or "
+            "`rollout.max_staleness` is above 0.",
+        ),
         MetricRow("rollout/late", "share", "Tokens that the loss leaves out because they are too old."),
         MetricRow(
             "training/rollout_log_probs_diff_{mean,max}",

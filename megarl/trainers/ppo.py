@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,9 @@ from megarl.data.loader import BatchLoader
 from megarl.machine.errors import CheckpointError
 from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
-from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
+from megarl.roles.rollout.sample_groups import GroupRules
 from megarl.roles.start import PPORoles
 from megarl.rollout.staleness import StalenessController
 from megarl.tracking.scale_request import take_request
@@ -40,7 +42,7 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
-from megarl.trainers.sampling import group_rules, make_sampling
+from megarl.trainers.sampling import Sampling, group_rules
 
 _log = logging.getLogger(__name__)
 SAMPLES_FILE = "samples_ahead.bin"  # of a checkpoint: the samples that wait to be trained
@@ -57,21 +59,24 @@ class PPOTrainer:
         evaluation: Evaluation | None,
         monitor: Monitor,
         checkpoints: Checkpointer,
+        *,
+        own_loop: bool = False,
     ) -> None:
+        """own_loop: the steps are made by a loop of the user's own, which scores the samples, makes baselines
+        and pushes weights when it likes."""
         self.config = config
         self.roles = roles
-        self._async_rollout = (
-            make_async_rollout(config, roles, prompts, checkpoints) if config.rollout.max_staleness else None
-        )
 
-        # The loop is the same in both cases: AsyncRollout stands in for the loader and the rollout.
-        self.prompts = self._async_rollout or prompts
+        rules = group_rules(config)
+        if own_loop:
+            rules = rules._replace(greedy=False, scores_early=False)
+        self.prompts = make_buffered_rollout(config, roles, prompts, checkpoints, rules, own_loop=own_loop)
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
-        self._status = StatusOfRun(config, roles, monitor, self._async_rollout)
+        self._status = StatusOfRun(config, roles, monitor, self.prompts)
         self._rows = SampleRows(config)
-        self._sample = make_sampling(config, self._async_rollout or roles.rollout, roles.reward, prompts)
+        self._sample = Sampling(self.prompts, roles.reward, rules)
         self._advantages = AdvantageStep(
             config.algorithm,
             max_response_length=config.data.max_response_length,
@@ -94,12 +99,11 @@ class PPOTrainer:
         """Trains up to `trainer.total_steps`."""
         try:
             for step in self.steps():
-                with self.monitor.phase("gen"):  # of samples that are generated ahead, the trainer waits here
+                with self.monitor.phase("gen"):  # the trainer waits for the samples of the step
                     prompts = next(self.prompts)
                 self.monitor.record(self.train_step(prompts, step))
         finally:
-            if self._async_rollout is not None:
-                self._async_rollout.close()
+            self.prompts.close()
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left; what is between two of them is the step. The first weights
@@ -152,7 +156,7 @@ class PPOTrainer:
 
     def _files(self) -> dict[str, bytes]:
         """What a checkpoint keeps beside that state."""
-        groups = self._async_rollout.finished_groups() if self._async_rollout is not None else []
+        groups = self.prompts.finished_groups()
         return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -170,9 +174,9 @@ class PPOTrainer:
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
         # Samples that were generated ahead are trained instead of being generated again.
-        if self._async_rollout is not None and (folder / SAMPLES_FILE).is_file():
+        if (folder / SAMPLES_FILE).is_file():
             try:
-                self._async_rollout.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
+                self.prompts.restore(from_bytes((folder / SAMPLES_FILE).read_bytes()))
             except (OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged"
@@ -189,7 +193,7 @@ class PPOTrainer:
         critic = roles.critic
 
         with phase("gen"):
-            # rollout.generate, and reward.score of what it gives
+            # The samples of these prompts, and the futures of their scores.
             batch, scores, of_samples = self._sample(prompts, step)
 
         # Start all models that score the samples; `union` waits for their results.
@@ -213,8 +217,8 @@ class PPOTrainer:
         results = gather(*updates)
 
         # Collect the metrics of the step. The batch is complete only after the updates.
-        parts = (of_samples, of_advantages, *results, self.record_batch(batch, step), roles.drain_metrics())
-        parts += (self._async_rollout.drain_metrics(),) if self._async_rollout is not None else ()
+        shown = (self.record_batch(batch, step), roles.drain_metrics(), self.prompts.drain_metrics())
+        parts = (of_samples, of_advantages, *results, *shown)
 
         return {name: value for part in parts for name, value in part.items()}
 
@@ -289,25 +293,32 @@ class PPOTrainer:
         return result.metrics
 
 
-def make_async_rollout(
-    config: PPOConfig, roles: PPORoles, prompts: BatchLoader, checkpoints: Checkpointer
-) -> AsyncRollout:
-    """Of a run whose `rollout.max_staleness` is above 0."""
+def make_buffered_rollout(
+    config: PPOConfig,
+    roles: PPORoles,
+    prompts: BatchLoader,
+    checkpoints: Checkpointer,
+    rules: GroupRules,
+    *,
+    own_loop: bool,
+) -> BufferedRollout:
+    """Builds the rollout of the training loop, synchronous or ahead of training."""
     trainer = config.trainer
     rollout = config.rollout
 
     def staleness(version: int) -> StalenessController:
-        # This runs when the first step asks for samples, so `last_step` is the step before it.
+        # This runs when the first step asks for samples, so `last_step` is the step before it. A loop of the
+        # user's own may ask for samples more often than once in a step, and push in any.
         return StalenessController(
             max_staleness=rollout.max_staleness,
             prompts_per_step=trainer.prompts_per_step,
-            total_steps=trainer.total_steps,
+            total_steps=sys.maxsize if own_loop else trainer.total_steps,
             next_step=checkpoints.last_step + 1,
             version=version,
-            step_pushes=lambda step: step > trainer.critic_warmup_steps,
+            step_pushes=lambda step: own_loop or step > trainer.critic_warmup_steps,
             in_order=rollout.late is Late.wait,
         )
 
-    return AsyncRollout(
-        roles.rollout, roles.weights, prompts, roles.reward, group_rules(config), rollout.on_update, staleness
+    return BufferedRollout(
+        roles.rollout, roles.weights, prompts, roles.reward, rules, rollout.on_update, staleness
     )

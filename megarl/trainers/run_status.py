@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
-from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.scheduler import ReplicaState, RequestState, SchedulerTotals
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
@@ -31,12 +31,12 @@ class StatusOfRun:
     nobody up. What it sees goes to the timeline too."""
 
     def __init__(
-        self, config: PPOConfig, roles: PPORoles, monitor: Monitor, async_rollout: AsyncRollout | None
+        self, config: PPOConfig, roles: PPORoles, monitor: Monitor, prompts: BufferedRollout
     ) -> None:
         self._config = config
         self._roles = roles
         self._monitor = monitor
-        self._async_rollout = async_rollout
+        self._prompts = prompts
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -113,7 +113,7 @@ class StatusOfRun:
         return {
             "waiting": sum(waiting),
             "generating": len(waiting) - sum(waiting),
-            "finished": 0 if self._async_rollout is None else self._async_rollout.num_finished(),
+            "finished": self._prompts.num_finished(),
             "training": self._config.trainer.prompts_per_step if training else 0,
         }
 

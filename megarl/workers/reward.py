@@ -91,11 +91,13 @@ class RewardWorker(Worker):
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
 
         # These groups leave the worker, whether or not `scored` has reported them.
-        for uid in set(uids) & self._begun.keys():
-            del self._begun[uid]
-            self._unreported.discard(uid)
-
+        self._drop(uids)
         return self._scores(samples)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def forget(self, uids: Sequence[str]) -> None:
+        """Drops groups that were begun and that nobody will ask for."""
+        self._drop(uids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
@@ -107,6 +109,11 @@ class RewardWorker(Worker):
         """
         texts = self._texts(batch)
         return self._scores(self._requests(batch, texts), texts if with_texts else None)
+
+    def _drop(self, uids: Sequence[str]) -> None:
+        for uid in set(uids) & self._begun.keys():
+            del self._begun[uid]
+            self._unreported.discard(uid)
 
     def _texts(self, batch: DataProto) -> list[str]:
         return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])

@@ -215,6 +215,37 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
     assert (folder / "own_loop" / "huggingface" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_loop_of_ones_own_in_turn_with_generation_and_beside_it(
+    folder: Path, tmp_path: Path, max_staleness: int
+) -> None:
+    """Every prompt once and in order, also behind a checkpoint; no token is too old, and with a step ahead those
+    of the second are by the first weights."""
+
+    def steps(total: int) -> dict[str, list]:
+        said = run(
+            "tests.integration.own_loop_ahead",
+            str(folder / "ppo.yaml"),
+            f"trainer.output_dir={tmp_path}/run",
+            f"trainer.total_steps={total}",
+            "algorithm=grpo",
+            f"rollout.max_staleness={max_staleness}",
+            "rollout.on_update=drain",
+            "algorithm.rollout_correction.level=token",
+            "checkpoint.save_hf=false",
+            "checkpoint.at_end=true",
+        )
+        return json.loads(said.partition("steps: ")[2])
+
+    first, second = steps(3), steps(5)
+    made = [*first["steps"], *second["steps"]]
+    assert [step["version"] for step in made] == [1, 2, 3, 4, 5]
+    assert [step["ages"] for step in made] == [[0], *[[max_staleness]] * 4]
+
+    served = [uid for step in made for uid in step["uids"]] + first["taken"]
+    assert len(set(served)) == len(served)
+
+
 def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
     """And says so in few lines, with the algorithm's name, KL where it is, and the time left."""
     mine = tmp_path / "mine"

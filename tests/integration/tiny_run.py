@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from megarl.agents.user_tools import load_agent
-from megarl.batch.data_proto import DataProto
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     ActorConfig,
@@ -227,25 +226,15 @@ class Finished(NamedTuple):
         return self.output_dir / "huggingface"
 
 
-class WatchedLoader(BatchLoader):
-    """Calls `look(step)` before it serves the batch of a step: between the steps of a trainer. Of one that
-    generates ahead `look(1)` alone, before all."""
+class WatchedTrainer(PPOTrainer):
+    """Calls `look` with the number of each step, counted from 1, before its samples are asked for."""
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, look: Callable[[int], None]) -> None:
-        super().__init__(dataset, batch_size, shuffle=True, seed=0)
-        self._look = look
-        self._step = 0
+    look: Callable[[int], None]
 
-    def __next__(self) -> DataProto:
-        self._step += 1
-        self._look(self._step)
-        return super().__next__()
-
-    def take(self, num_wanted: int) -> DataProto:
-        if not self._step:
-            self._step = 1
-            self._look(1)
-        return super().take(num_wanted)
+    def steps(self) -> Iterator[int]:
+        for number, step in enumerate(super().steps(), 1):
+            self.look(number)
+            yield step
 
 
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
@@ -277,13 +266,14 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     with placed_pools(config) as pools:
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
-        loader = WatchedLoader(train, trainer.prompts_per_step, lambda step: look(step, roles))
+        loader = BatchLoader(train, trainer.prompts_per_step, shuffle=True, seed=0)
         saved = ppo_models(config, roles)
         with _ended(roles.groups):
             monitor = _monitor(config, roles.groups)
-            ppo = PPOTrainer(
+            ppo = WatchedTrainer(
                 config, roles, loader, evaluation, monitor, _checkpoints(config, saved, monitor, resume)
             )
+            ppo.look = lambda step: look(step, roles)
             if resume is not None:
                 saved.load(resume.checkpoint)
                 ppo.load_state_dict(resume.state, resume.checkpoint)

@@ -41,9 +41,9 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
-from megarl.roles.rollout.rollout_buffer import GroupRules
+from megarl.roles.rollout.sample_groups import GroupRules
 from megarl.rollout.staleness import StalenessController
 from megarl.workers.reward import RewardWorker
 from tests.command import Command
@@ -156,7 +156,7 @@ class RunFolder:
         with self._steps.open("a") as file:
             file.write(json.dumps({"step": step, "uids": uids, "oldest": oldest}) + "\n")
 
-    def save(self, step: int, version: int, async_rollout: AsyncRollout) -> None:
+    def save(self, step: int, version: int, async_rollout: BufferedRollout) -> None:
         groups = async_rollout.finished_groups()
         samples = base64.b64encode(to_bytes(groups)).decode() if groups else None
         write_whole(
@@ -166,7 +166,7 @@ class RunFolder:
             ),
         )
 
-    def restore(self, async_rollout: AsyncRollout, saved: dict[str, Any]) -> None:
+    def restore(self, async_rollout: BufferedRollout, saved: dict[str, Any]) -> None:
         async_rollout.load_state_dict(saved["data"])
         if saved["samples"]:
             async_rollout.restore(from_bytes(base64.b64decode(saved["samples"])))
@@ -198,7 +198,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
         rollout.send(subject.weights, saved["version"])
         loader = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
         ledger_after = saved["step"]
-        async_rollout = AsyncRollout(
+        async_rollout = BufferedRollout(
             rollout,
             rollout.weights,
             loader,
@@ -229,7 +229,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
 def _train(
     weights: dict[str, torch.Tensor],
     rollout: StartedRollout,
-    async_rollout: AsyncRollout,
+    async_rollout: BufferedRollout,
     reward: Reward,
     killer: Killer,
     folder: RunFolder,

@@ -67,9 +67,12 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
 @contextmanager
 def open_ppo(
-    config: PPOConfig, context: RunContext, resume: Resume | None
+    config: PPOConfig, context: RunContext, resume: Resume | None, *, own_loop: bool = False
 ) -> Iterator[tuple[Session, PPOTrainer]]:
-    """The roles of a run and its trainer, in the state of `resume`; they end with the block."""
+    """The roles of a run and its trainer, in the state of `resume`; they end with the block.
+
+    own_loop: see PPOTrainer.
+    """
     models = {
         role.name: read_architecture(role.path, config.model.trust_remote_code)
         for role in model_roles(config)
@@ -112,7 +115,7 @@ def open_ppo(
         load_checkpoint(session, config, saved, resume)
         monitor = open_monitor(session, config, roles.groups, resume)
         checkpoints = open_checkpoints(session, config, saved, monitor, resume)
-        ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints)
+        ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints, own_loop=own_loop)
         if resume is not None:
             ppo.load_state_dict(resume.state, resume.checkpoint)
         yield session, ppo

@@ -165,14 +165,6 @@ def generation_ahead(config: PPOConfig) -> Violations:
             "max_staleness above 0 and on_update=continue",
         )
 
-    if config.rollout.max_error_rate and not staleness:
-        yield Violation(
-            ("rollout.max_error_rate", _STALENESS),
-            f"is {config.rollout.max_error_rate:g}, but with max_staleness=0 nothing replaces a prompt that "
-            f"is dropped; use "
-            "max_error_rate=0, or max_staleness above 0",
-        )
-
     # The rules below are about samples of older weights, which exist only with staleness.
     if not staleness:
         return

@@ -192,7 +192,7 @@ class DynamicSamplingConfig:
     3.2)."""
 
     enabled: bool = False  # needs an estimator that compares the samples of a prompt
-    max_generations: int = ranged(4, at_least=1)  # rounds of generation in one step, the first included
+    max_generations: int = ranged(4, at_least=1)  # times a step's prompts that may be sampled for it
 
 
 @dataclass(frozen=True, kw_only=True)

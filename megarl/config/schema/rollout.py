@@ -79,7 +79,7 @@ class RolloutConfig:
     on_update: OnUpdate = OnUpdate.continue_
     late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
     # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace
-    # them, ahead of training
+    # them
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     restart_limit: int = ranged(3, at_least=0)  # replica restarts that one run allows
     # an engine that makes no progress for so long is taken for hung

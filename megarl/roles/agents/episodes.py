@@ -18,10 +18,8 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.rollout.finished_groups import RolloutOutput
-from megarl.roles.rollout.replicas import Replicas
-from megarl.roles.rollout.rollout import Deliver, Rollout, TokenRules
-from megarl.roles.rollout.scheduler import OnFailure, ReplicaState, RequestState, RolloutLimits
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.roles.rollout.rollout import Deliver, Rollout, RolloutSetup
+from megarl.roles.rollout.scheduler import OnFailure, ReplicaState, RequestState
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 
@@ -39,17 +37,8 @@ class EpisodeRollout(Rollout):
 
     kind = Trajectory
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        weights: RolloutWeights,
-        rules: TokenRules,
-        limits: RolloutLimits,
-        seed: int,
-        environments: Environments,
-        of_episodes: EpisodeLimits,
-    ) -> None:
-        super().__init__(replicas, weights, rules, limits, seed)
+    def __init__(self, setup: RolloutSetup, environments: Environments, of_episodes: EpisodeLimits) -> None:
+        super().__init__(setup)
         self.environments = environments
         self._runner = EpisodeRunner(self.scheduler, environments, of_episodes)
 

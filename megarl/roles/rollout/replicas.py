@@ -90,7 +90,7 @@ class Replicas:
         self._spans: list[Span] = []
         self.num_restarts = 0
 
-        # A generation thread (async_rollout.py) replaces this, so that others can take the replicas from it.
+        # The generation thread replaces this, so that others can take the replicas from it.
         self.exclusive: ExclusiveAccess = unshared
         self.weight_version: int | None = None  # the version that all replicas have
         self.starting: set[int] = set()  # restarted replicas that have no weights yet

@@ -4,11 +4,11 @@ die meanwhile."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import zip_longest
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -64,15 +64,23 @@ class TokenRules:
     chat_time: datetime | None = None
 
 
-class Scoring(Protocol):
-    """The part of Reward that generation uses."""
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetup:
+    """What any rollout consists of.
 
-    @property
-    def may_begin(self) -> bool: ...
+    Attributes:
+        replicas: The replicas.
+        weights: The weights of their engines.
+        rules: What the tokenizer determines.
+        limits: The limits of a replica.
+        seed: The seed of the run.
+    """
 
-    def begin(self, groups: DataProto) -> None: ...
-
-    def scored(self) -> Mapping[str, Sequence[float]]: ...
+    replicas: Replicas
+    weights: RolloutWeights
+    rules: TokenRules
+    limits: RolloutLimits
+    seed: int
 
 
 class Rollout:
@@ -85,23 +93,17 @@ class Rollout:
 
     kind: type[RolloutOutput] = Sample
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        weights: RolloutWeights,
-        rules: TokenRules,
-        limits: RolloutLimits,
-        seed: int,
-        routes_of: SamplingConfig | None = None,
-    ) -> None:
+    def __init__(self, setup: RolloutSetup, routes_of: SamplingConfig | None = None) -> None:
         """routes_of: Samples that are drawn with this configuration return the experts of their tokens. The
         engines must support it."""
         self._routes_of = routes_of
-        self._replicas = replicas
-        self._weights = weights
-        self._rules = rules
-        self._seed = seed
-        self.scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+        self._replicas = setup.replicas
+        self._weights = weights = setup.weights
+        self._rules = setup.rules
+        self._seed = setup.seed
+        self.scheduler = RequestScheduler(
+            setup.replicas, weights.readmit, setup.limits, can_readmit=weights.can_readmit
+        )
         self._reported = _Reported(0, self.scheduler.totals())
 
     @property
@@ -116,12 +118,7 @@ class Rollout:
     # ---- generation
 
     def generate(
-        self,
-        prompts: DataProto,
-        sampling: SamplingConfig,
-        step: int,
-        generation: int = 0,
-        scoring: Scoring | None = None,
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
     ) -> DataProto:
         """Generates `sampling.n` samples of each prompt.
 
@@ -132,7 +129,6 @@ class Rollout:
             sampling: How samples are drawn.
             step: The training step.
             generation: Distinguishes several generations of a step.
-            scoring: Starts to score prompts whose samples are finished while others are generated.
 
         Returns:
             A batch of B = prompts x n rows, the samples of a prompt side by side. It has the prompts' columns
@@ -146,6 +142,7 @@ class Rollout:
             EngineFaultError: An engine returned a sample that cannot be right.
             RequestRoutingError: A replica finished a request that it does not have.
             RestartLimitError: Too many replicas were restarted.
+            RunError: An engine cannot generate a sample.
             ValueError: No engine can continue a prompt.
         """
         prompts = DataProto.from_dict(
@@ -158,25 +155,11 @@ class Rollout:
         self._weights.bring_in()
         version = self._weights.version
         samples: dict[int, RolloutOutput] = {}
-        n = sampling.n
 
-        # samples of each prompt, and the prompts that wait to be scored
-        missing = [n] * len(prompts)
-        whole = []
-
-        # Collect samples in the order in which they finish.
-        for arrived in self._finished(rows, requests):
-            for replica, number, sample in arrived:
-                # No weights are pushed meanwhile: another version means that an engine missed a push.
-                check_versions(replica, sample, oldest=version, newest=version)
-                samples[number] = sample
-                missing[number // n] -= 1
-                whole += [] if missing[number // n] else [number // n]
-            # Score whole prompts while others are generated; the last ones are scored with the batch.
-            if scoring is not None and whole and len(samples) < len(requests) and scoring.may_begin:
-                of_whole = [samples[prompt * n + place] for prompt in whole for place in range(n)]
-                scoring.begin(self.assemble(prompts.select_idxs(whole).repeat(n), of_whole, version))
-                whole = []
+        # No weights are pushed meanwhile: another version means that an engine missed a push.
+        for replica, number, sample in self._finished(rows, requests):
+            check_versions(replica, sample, oldest=version, newest=version)
+            samples[number] = sample
 
         return self.assemble(rows, [samples[request.request_id] for request in requests], version)
 
@@ -199,9 +182,8 @@ class Rollout:
         """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate`
         raises."""
         self._weights.bring_in()
-        for arrived in self._finished(DataProto(), requests):
-            for _, number, sample in arrived:
-                yield FinishedRequest(number, cast("Sample", sample))
+        for _, number, sample in self._finished(DataProto(), requests):
+            yield FinishedRequest(number, cast("Sample", sample))
 
     @property
     def is_at_work(self) -> bool:
@@ -259,8 +241,8 @@ class Rollout:
 
     def _finished(
         self, prompts: DataProto, requests: Sequence[GenerationRequest]
-    ) -> Iterator[list[tuple[int, int, RolloutOutput]]]:
-        """Yields lists of (replica, request id, sample) that finished together, each request once.
+    ) -> Iterator[tuple[int, int, RolloutOutput]]:
+        """Yields the replica, the request id and the sample of each request, as they finish.
 
         `prompts` has one row per request.
         """
@@ -274,11 +256,9 @@ class Rollout:
             try:
                 while missing:
                     self.poll()
-                    # Hand out a copy, because the next poll fills the same list.
-                    if arrived:
-                        missing -= len(arrived)
-                        yield list(arrived)
-                        arrived.clear()
+                    missing -= len(arrived)
+                    yield from arrived
+                    arrived.clear()
             finally:
                 # The consumer may have stopped early or failed, and nobody needs the rest of the samples.
                 cancel()

@@ -6,10 +6,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,19 +18,31 @@ from megarl.config.schema import SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
-from megarl.roles.rollout.rollout import Deliver, Scoring, check_versions
+from megarl.roles.rollout.rollout import Deliver, check_versions
+from megarl.roles.rollout.sample_groups import (
+    GREEDY,
+    DrawnPrompts,
+    Group,
+    GroupRules,
+    StepGroups,
+    requests_by_prompt,
+    rows_of,
+)
 from megarl.roles.rollout.scheduler import OnFailure
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 5
-GREEDY = SamplingConfig(n=1, temperature=0.0)
 
 
 class FailedPromptsError(RunError):
     """Engines cannot generate the samples of more prompts of a step than `rollout.max_error_rate` allows. The
     message has the causes."""
+
+
+class NoSignalError(RunError):
+    """Too few prompts of a step have samples that differ in score, and no more may be dropped."""
 
 
 class Requests(Protocol):
@@ -56,6 +66,22 @@ class Requests(Protocol):
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto: ...
 
 
+class Scoring(Protocol):
+    """The part of Reward that the buffer uses."""
+
+    @property
+    def may_begin(self) -> bool: ...
+
+    def begin(self, groups: DataProto) -> None: ...
+
+    @property
+    def scores_rounds(self) -> bool: ...
+
+    def scored(self) -> Mapping[str, Sequence[float]]: ...
+
+    def score_round(self, groups: DataProto) -> Mapping[str, Sequence[float]]: ...
+
+
 class HasVersion(Protocol):
     """The part of RolloutWeights that the buffer uses."""
 
@@ -63,86 +89,13 @@ class HasVersion(Protocol):
     def version(self) -> int: ...
 
 
-class GroupRules(NamedTuple):
-    """The composition of a group, and when it is dropped.
-
-    Attributes:
-        sampling: How its samples are drawn.
-        greedy: Whether it also contains the greedy response to its prompt (ReMax).
-        max_without_signal: The most groups that may be dropped for a step because all their samples have the
-            same score (DAPO). None disables this filter.
-        max_error_rate: The share of a step's groups that may be dropped because an engine cannot generate
-            their samples.
-    """
-
-    sampling: SamplingConfig
-    greedy: bool = False
-    max_without_signal: int | None = None
-    max_error_rate: float = 0.0
-
-    @property
-    def size(self) -> int:
-        return self.sampling.n + self.greedy
-
-
-class StepGroups(NamedTuple):
-    """The groups of a step in the order of the data, including those that were dropped among them.
-
-    Attributes:
-        prompts: The prompts, one row per group.
-        samples: The samples of each prompt; the greedy one comes last.
-        versions: The version of the weights that started each group.
-        is_dropped: Whether each group is not trained.
-    """
-
-    prompts: DataProto
-    samples: list[list[RolloutOutput]]
-    versions: list[int]
-    is_dropped: list[bool]
-
-
-@dataclass
-class _Prompts:
-    """Prompts that were drawn together.
-
-    Attributes:
-        rows: The prompts.
-        serial: The position of the first prompt, counted from the beginning of the data.
-        position: The state of the loader before they were drawn.
-        requests: The requests of each prompt.
-    """
-
-    rows: DataProto
-    serial: int
-    position: dict[str, Any]
-    requests: list[list[GenerationRequest]]
-
-
-@dataclass
-class _Group:
-    prompts: _Prompts
-    place: int  # index among `prompts`
-    version: int  # the version of the weights that started it
-    samples: dict[int, RolloutOutput] = field(default_factory=dict)  # by index in the group
-    is_dropped: bool = False
-    cancel: Callable[[], None] = lambda: None  # cancels the samples that are missing
-
-    @property
-    def uid(self) -> str:
-        return str(self.prompts.rows.non_tensor_batch["uid"][self.place])
-
-    @property
-    def serial(self) -> int:
-        """Its position in the data."""
-        return self.prompts.serial + self.place
-
-
 class RolloutBuffer:
     """Starts groups in the loader's order, as the staleness controller allows, and has finished groups
     scored.
 
-    It is used by one thread at a time. The seeds of a prompt's samples depend on its position in the data. If
-    no group is dropped, they are those of a run that generates each step's prompts when the step is due.
+    It is used by one thread at a time, which calls `score`, `begin` and the rollout's `poll` in turn until
+    the next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group
+    is dropped, they are those of a run that generates each step's prompts when the step is due.
     """
 
     def __init__(
@@ -160,17 +113,18 @@ class RolloutBuffer:
         self._scoring = scoring
         self._rules = rules
         self.staleness = staleness
-        self._prompts: _Prompts | None = None  # contains the prompt of the next group
+        self._prompts: DrawnPrompts | None = None  # contains the prompt of the next group
         self._place = 0
 
         # by their number in the staleness controller, until their step is taken
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._unscored: list[int] = []  # finished and not yet sent to be scored
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
 
         # by uid: groups whose scores decide whether they are trained
         self._awaiting_scores: dict[str, int] = {}
+        self._scores: list[float] = []  # that have decided since the last step was taken
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
 
         # uids that were trained out of order, with their positions in the data
@@ -187,11 +141,15 @@ class RolloutBuffer:
         """Whether finished groups may still be dropped because of their scores."""
         return bool(self._awaiting_scores)
 
+    def expect_step(self) -> None:
+        """Prepares for the next step, which trains the weights of now. See StalenessController.expect."""
+        self.staleness.expect(self._weights.version)
+
     def begin(self) -> None:
         """Starts all groups that the staleness controller admits with the current weights.
 
-        It is called after groups were taken or dropped and after weights were pushed, so that what it starts
-        does not depend on timing.
+        It is called whenever groups may have been taken or dropped, or weights pushed, and before the
+        rollout is polled, so that what it starts does not depend on timing.
         """
         staleness = self.staleness
         version = self._weights.version
@@ -207,7 +165,7 @@ class RolloutBuffer:
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
                 number = staleness.admit(stored.version)
-                self._groups[number] = _Group(
+                self._groups[number] = Group(
                     prompts, place, stored.version, dict(enumerate(stored.samples)), stored.is_dropped
                 )
                 if stored.is_dropped:
@@ -217,8 +175,8 @@ class RolloutBuffer:
             else:
                 # Admit before the request starts: the callbacks need the number of the group.
                 number = staleness.admit(version)
-                self._groups[number] = group = _Group(prompts, place, version)
-                deliver = self._deliver_to(number)
+                self._groups[number] = group = Group(prompts, place, version)
+                deliver = partial(self._deliver, number)
                 on_failure = partial(self._fail, number)
                 requests = prompts.requests[place]
                 group.cancel = self._rollout.begin(
@@ -228,54 +186,79 @@ class RolloutBuffer:
     def score(self) -> None:
         """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it
         repeatedly."""
-        if self._unscored and self._scoring.may_begin:
+        scoring = self._scoring
+        if self._unscored and scoring.may_begin:
             # A group may have been taken or dropped since it was finished.
             unscored = [self._groups[number] for number in self._unscored if number in self._groups]
             self._unscored = []
             if unscored:
-                self._scoring.begin(self._training_rows(unscored))
-        if self._awaiting_scores:
-            self._filter(self._scoring.scored())
+                scoring.begin(self._training_rows(unscored))
+
+        if not self._awaiting_scores:
+            return
+
+        # A reward model may need the engines' devices, so it scores when no group is being generated.
+        if not scoring.scores_rounds:
+            self._filter(scoring.scored())
+        elif all(self._is_whole(group) or group.is_dropped for group in self._groups.values()):
+            of_round = [self._groups[number] for number in sorted(self._awaiting_scores.values())]
+            self._filter(scoring.score_round(self._training_rows(of_round)))
 
     def take(self) -> StepGroups:
-        """Returns the groups of the next step, which must be ready, and starts new groups."""
-        staleness = self.staleness
+        """Returns the groups of the next step, which must be ready.
 
-        # If too many groups were dropped, the step is not ready; return all, so that the trainer can explain.
-        taken = set(staleness.take(self._weights.version) if staleness.is_ready else self._groups)
+        Raises:
+            NoSignalError: Too many groups were dropped for it.
+        """
+        staleness = self.staleness
+        if not staleness.is_ready:
+            raise NoSignalError(self._explain())
+        num_rounds = staleness.num_rounds
+        taken = set(staleness.take(self._weights.version))
         last = max(taken)
 
-        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics.
+        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. At
+        # staleness 0 nothing is left for the next step.
         gone = [
             number
             for number, group in self._groups.items()
-            if number in taken or (group.is_dropped and number < last)
+            if number in taken or staleness.max_staleness == 0 or (group.is_dropped and number < last)
         ]
-        groups = [self._groups.pop(number) for number in gone]
+        groups = {number: self._groups.pop(number) for number in gone}
 
-        # A trained prompt behind an open group must be skipped when the data are read again from there.
-        first = min((group.serial for group in self._groups.values()), default=math.inf)
-        self._trained = {uid: serial for uid, serial in self._trained.items() if serial > first}
+        # A trained prompt behind an open group must be skipped when the data are read again from there. One
+        # whose position is not known has yet to come.
+        first = self._first_open_serial()
+        self._trained = {
+            uid: serial for uid, serial in self._trained.items() if serial > first or serial == math.inf
+        }
+        self._trained |= {group.uid: group.serial for group in groups.values() if group.serial > first}
         self._failures = []
-        self._trained |= {group.uid: group.serial for group in groups if group.serial > first}
-
-        # The places of the taken groups are free now.
-        self.begin()
+        self._scores = []
 
         # A group that failed or was cancelled has missing samples and cannot become rows.
-        whole = [group for group in groups if len(group.samples) == self._rules.size]
-        samples = [[group.samples[place] for place in range(self._rules.size)] for group in whole]
-
+        whole = {number: group for number, group in groups.items() if self._is_whole(group)}
         return StepGroups(
-            _rows_of(whole),
-            samples,
-            [group.version for group in whole],
-            [group.is_dropped for group in whole],
+            rows_of(list(whole.values())),
+            [group.first_samples(self._rules.size) for group in whole.values()],
+            [group.version for group in whole.values()],
+            [number in taken for number in whole],
+            num_surplus=sum(number not in taken and not group.is_dropped for number, group in whole.items()),
+            num_rounds=num_rounds,
         )
+
+    def serve(self, count: int) -> DataProto:
+        """Returns further prompts, which are not generated. A resumed run does not get them again."""
+        serial = self._loader.num_served
+        rows = self._loader.take(count)
+        if self._first_open_serial() < serial:
+            uids = map(str, rows.non_tensor_batch["uid"])
+            self._trained |= {uid: serial + place for place, uid in enumerate(uids)}
+        return rows
 
     def num_finished(self) -> int:
         """Returns the number of finished groups that wait for their step. Any thread may call it."""
-        return sum(len(group.samples) == self._rules.size for group in list(self._groups.values()))
+        return sum(self._is_whole(group) for group in list(self._groups.values()))
 
     # ---- for a checkpoint
 
@@ -285,21 +268,21 @@ class RolloutBuffer:
         `trained` lists the uids of later prompts that were trained already.
         """
         # The oldest open group decides: everything from there on has to be served again.
-        first = next(iter(self._groups.values()), None)
-        prompts, place = (first.prompts, first.place) if first is not None else (self._prompts, self._place)
-        state = self._loader.state_dict() if prompts is None else self._loader.behind(prompts.position, place)
+        opened = self._first_open()
+        state = (
+            self._loader.state_dict()
+            if opened is None
+            else self._loader.behind(opened[0].position, opened[1])
+        )
 
         return {**state, "trained": list(self._trained)} if self._trained else state
 
     def finished(self) -> list[FinishedGroup]:
         """Returns the finished groups that wait for their step."""
-        places = range(self._rules.size)
-        finished = [group for group in self._groups.values() if len(group.samples) == len(places)]
         return [
-            FinishedGroup(
-                group.uid, group.version, [group.samples[place] for place in places], group.is_dropped
-            )
-            for group in finished
+            FinishedGroup(group.uid, group.version, group.first_samples(self._rules.size), group.is_dropped)
+            for group in self._groups.values()
+            if self._is_whole(group)
         ]
 
     def restore(self, groups: Mapping[str, FinishedGroup], trained: Sequence[str]) -> None:
@@ -322,43 +305,68 @@ class RolloutBuffer:
 
     # ---- parts
 
-    def _next_prompt(self) -> tuple[_Prompts, int]:
-        if self._prompts is None or self._place == len(self._prompts.rows):
-            size = self.staleness.prompts_per_step
-            sampling = self._rules.sampling
-            position = self._loader.state_dict()
-            serial = self._loader.num_served
-            # Draw only up to the end of the step, so that each request has the seed of its position in it.
-            step, first = divmod(serial, size)  # as in a run that drops no prompt, counted from 0
-            rows = self._loader.take(size - first)
-            requests = _by_prompt(self._rollout.requests(rows, sampling, step + 1, first=first), sampling.n)
-            if self._rules.greedy:
-                # The greedy response takes the index behind the n samples.
-                greedy = self._rollout.requests(rows, GREEDY, step + 1, first=first)
-                requests = [
-                    [*own, one._replace(request_id=sampling.n)]
-                    for own, one in zip(requests, greedy, strict=True)
-                ]
-            self._prompts = _Prompts(rows, serial, position, requests)
-            self._place = 0
+    def _is_whole(self, group: Group) -> bool:
+        return len(group.samples) == self._rules.size
 
+    def _first_open(self) -> tuple[DrawnPrompts, int] | None:
+        """Returns the first prompt that was drawn and whose step was not taken, by its place among those that
+        were drawn with it."""
+        for group in self._groups.values():
+            return group.prompts, group.place
+        if self._prompts is None or self._place == len(self._prompts.rows):
+            return None
+        return self._prompts, self._place
+
+    def _first_open_serial(self) -> float:
+        opened = self._first_open()
+        return math.inf if opened is None else opened[0].serial + opened[1]
+
+    def _next_prompt(self) -> tuple[DrawnPrompts, int]:
+        if self._prompts is None or self._place == len(self._prompts.rows):
+            self._prompts = self._draw()
+            self._place = 0
         self._place += 1
         return self._prompts, self._place - 1
 
-    def _deliver_to(self, number: int) -> Deliver:
-        def deliver(replica: int, place: int, sample: RolloutOutput) -> None:
-            group = self._groups[number]
-            # A sample may span several pushes, but never weights older than its start or not yet pushed.
-            check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
-            group.samples[place] = sample
-            if len(group.samples) == self._rules.size:
-                self._finish(number)
+    def _draw(self) -> DrawnPrompts:
+        """Draws prompts up to the end of a step, or at staleness 0 of a round, and plans their requests."""
+        staleness = self.staleness
+        rules = self._rules
+        position = self._loader.state_dict()
+        serial = self._loader.num_served
 
-        return deliver
+        # A request has the seed of its position in the data, as if no prompt were dropped, or in the round.
+        if staleness.max_staleness == 0:
+            step = staleness.next_step
+            seeds = {"generation": staleness.num_rounds - 1, "first": 0}
+            count = staleness.num_missing
+        else:
+            steps_before, place = divmod(serial, staleness.prompts_per_step)
+            step = steps_before + 1
+            seeds = {"generation": 0, "first": place}
+            count = staleness.prompts_per_step - place
+
+        rows = self._loader.take(count)
+        n = rules.sampling.n
+        requests = requests_by_prompt(self._rollout.requests(rows, rules.sampling, step, **seeds), n)
+        if rules.greedy:
+            # The greedy response takes the index behind the n samples.
+            greedy = self._rollout.requests(rows, GREEDY, step, **seeds)
+            requests = [[*own, one._replace(request_id=n)] for own, one in zip(requests, greedy, strict=True)]
+
+        return DrawnPrompts(rows, serial, position, requests)
+
+    def _deliver(self, number: int, replica: int, place: int, sample: RolloutOutput) -> None:
+        # A sample may span several pushes, but never weights older than its start or not yet pushed.
+        group = self._groups[number]
+        check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
+
+        group.samples[place] = sample
+        if self._is_whole(group):
+            self._finish(number)
 
     def _fail(self, number: int, why: str) -> None:
-        """Drops a group whose samples cannot be generated. Later groups are trained earlier, and another
-        group is started."""
+        """Drops a group whose samples cannot be generated. Another group is started in its place."""
         # Cancel the other samples of the group, since an incomplete group cannot be trained.
         group = self._groups[number]
         group.cancel()
@@ -376,53 +384,46 @@ class RolloutBuffer:
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])
             )
 
-        # The drop has made room for another group.
-        self.begin()
-
     def _finish(self, number: int) -> None:
-        self._unscored.append(number)
+        is_filtered = self._rules.max_without_signal is not None
+        if is_filtered or self._rules.scores_early:
+            self._unscored.append(number)
 
         # With a filter the group is finished only when its scores show a signal.
-        if self._rules.max_without_signal is None:
-            self.staleness.finish(number)
-        else:
+        if is_filtered:
             self._awaiting_scores[self._groups[number].uid] = number
+        else:
+            self.staleness.finish(number)
 
     def _filter(self, scored: Mapping[str, Sequence[float]]) -> None:
         for uid, scores in scored.items():
             number = self._awaiting_scores.pop(uid)
-            if bool(
-                rows_with_signal(torch.tensor(scores, dtype=torch.float64), np.full(len(scores), uid)).any()
-            ):
+            self._scores += scores
+            values = torch.tensor(scores, dtype=torch.float64)
+            if bool(rows_with_signal(values, np.full(len(scores), uid)).any()):
                 self.staleness.finish(number)
             else:
                 # Later groups move up: the step trains the next group that has a signal.
                 self._groups[number].is_dropped = True
                 self.staleness.drop(number)
-        if scored:
-            self.begin()
 
-    def _training_rows(self, groups: Sequence[_Group]) -> DataProto:
+    def _explain(self) -> str:
+        staleness = self.staleness
+        wanted = staleness.prompts_per_step
+        most = self._rules.max_without_signal
+        assert most is not None
+        num_kept = staleness.num_finished
+        scores = np.array(self._scores)
+        return (
+            f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
+            f"samples that do not all score the same, and {wanted} are needed; "
+            f"the mean score is {scores.mean():.3g}, from {scores.min():.3g} to {scores.max():.3g}, and all "
+            f"algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are "
+            f"spent. Raise it, or rollout.n, or "
+            "train on prompts that are neither all solved nor out of reach"
+        )
+
+    def _training_rows(self, groups: Sequence[Group]) -> DataProto:
         n = self._rules.sampling.n
-        samples = [group.samples[place] for group in groups for place in range(n)]
-        return self._rollout.assemble(_rows_of(groups).repeat(n), samples, self._weights.version)
-
-
-def _by_prompt(requests: Sequence[GenerationRequest], n: int) -> list[list[GenerationRequest]]:
-    """Returns the requests of each prompt. Their ids become indices in the group."""
-    numbered = [request._replace(request_id=index % n) for index, request in enumerate(requests)]
-    return [numbered[start : start + n] for start in range(0, len(numbered), n)]
-
-
-def _rows_of(groups: Sequence[_Group]) -> DataProto:
-    """Returns the prompts of the groups, one row per group, in order."""
-    parts = []
-
-    # Groups of the same drawn batch share one selection.
-    for _, together in groupby(groups, key=lambda group: group.prompts.serial):
-        of_it = list(together)
-        rows = of_it[0].prompts.rows
-        places = [group.place for group in of_it]
-        parts.append(rows if places == list(range(len(rows))) else rows.select_idxs(places))
-
-    return parts[0] if len(parts) == 1 else DataProto.concat(parts)
+        samples = [sample for group in groups for sample in group.first_samples(n)]
+        return self._rollout.assemble(rows_of(groups).repeat(n), samples, self._weights.version)

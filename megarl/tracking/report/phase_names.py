@@ -58,6 +58,7 @@ PHASE_NAMES = {
     "score": "score",
     "begin": "start scoring",
     "scored": "collect scores",
+    "forget": "drop scores",
     "finish": "collect scores",
     # Environments of agents.
     "exchange": "run environment",

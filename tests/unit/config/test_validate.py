@@ -256,11 +256,6 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "rollout.late, rollout.on_update: is mask, but with on_update=drain no sample is ever late; use "
             "late=wait",
         ),
-        (
-            ["rollout.max_error_rate=0.1"],
-            "rollout.max_error_rate, rollout.max_staleness: is 0.1, but with max_staleness=0 nothing "
-            "replaces a prompt",
-        ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness: is -1"),
         (
             ["rollout.tensor_parallel_size=2"],

@@ -188,6 +188,43 @@ def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorke
     assert scored.meta_info == {"reward/error_rate": 0}
 
 
+def test_a_round_is_scored_once_by_the_model_and_its_groups_are_kept(worker: RewardWorker) -> None:
+    class Counting(FakeModel):
+        calls = 0
+
+        def score(self, batch: DataProto) -> Scored:
+            self.calls += 1
+            return super().score(batch)
+
+    model = Counting()
+    reward = Reward(InThisProcess(worker), model, model_weight=0.5)  # type: ignore[arg-type]
+    assert reward.scores_rounds
+    assert not Reward(InThisProcess(worker)).scores_rounds  # type: ignore[arg-type]
+    batch = two_answers()
+    assert reward.score_round(batch) == {"a": [14], "b": [0]}
+    finished = reward.finish(batch[[1, 0]]).get()
+    assert finished.non_tensor_batch["score"].tolist() == [0, 14]
+    assert finished.tensors["token_level_scores"].tolist() == [[0, 0, 0], [0, 0, 14]]
+    assert finished.meta_info == {"reward/error_rate": 0}
+    assert model.calls == 1
+
+    # What is forgotten is scored again.
+    reward.score_round(batch)
+    reward.forget(batch)
+    reward.finish(batch).get()
+    assert model.calls == 3
+
+
+def test_what_is_forgotten_is_scored_again(worker: RewardWorker) -> None:
+    reward = Reward(InThisProcess(worker))  # type: ignore[arg-type]
+    reward.begin(two_answers())
+    reward.forget(two_answers())
+    other = two_answers()
+    other.pop(["responses", "response_mask"])
+    other = other.union(DataProto.from_dict(of_answers(["7", "12<end>"])))
+    assert reward.finish(other).get().non_tensor_batch["score"].tolist() == [1, 12]
+
+
 def test_a_model_alone(tmp_path: Path) -> None:
     save_policy(tmp_path / "policy")
     worker = RewardWorker(RewardConfig(), str(tmp_path / "policy"), False)

@@ -127,3 +127,32 @@ def test_while_the_critic_warms_up_weights_do_not_age() -> None:
     one.take(version=1)
     assert admit_all(one, version=1) == [4, 5]  # step 3 is trained with version 1 as well
     assert one.trained_version(5) == 2
+
+
+def test_at_staleness_0_dropped_groups_are_replaced_in_rounds() -> None:
+    """Of 4 groups 2 are kept, so that 2 x 1.2 / (2/4) are more than a step's; of 8 groups 3 are kept, so that
+    the third round has 1.2 / (3/8) = 3.2 groups. The last group is in surplus."""
+    one = StalenessController(
+        max_staleness=0,
+        prompts_per_step=4,
+        total_steps=2,
+        next_step=1,
+        version=1,
+        step_pushes=lambda step: True,
+    )
+    rounds = []
+    for dropped in ([0, 3], [5, 6, 7], [8, 9]):
+        rounds.append(admit_all(one, version=1))
+        for group in rounds[-1]:
+            assert not one.is_ready
+            assert not one.may_admit(1)
+            (one.drop if group in dropped else one.finish)(group)
+
+    assert rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert one.is_ready
+    assert (one.num_rounds, one.num_dropped, one.num_finished) == (3, 7, 5)
+    assert one.take(version=1) == [1, 2, 4, 10]
+    assert one.live == {}
+    assert admit_all(one, version=1) == []
+    assert admit_all(one, version=2) == [12, 13, 14, 15]
+    assert (one.num_rounds, one.num_dropped) == (1, 0)

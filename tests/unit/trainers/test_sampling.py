@@ -1,9 +1,11 @@
-"""How a step's samples come about, with a rollout and a reward that are made up: dynamic sampling and its
-budget, greedy baselines."""
+"""How the batch of a step comes about at staleness 0, with a rollout and a reward that are made up: dynamic
+sampling and its budget, greedy baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,19 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import DynamicSamplingConfig, SamplingConfig
+from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.machine.errors import RunError
-from megarl.trainers.sampling import DynamicSampling, GreedyBaseline, PlainSampling
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
+from megarl.roles.rollout.finished_groups import RolloutOutput
+from megarl.roles.rollout.rollout import Deliver, batch_of_samples
+from megarl.roles.rollout.rollout_buffer import NoSignalError
+from megarl.roles.rollout.sample_groups import GroupRules
+from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.rollout.staleness import StalenessController
+from megarl.trainers.sampling import Samples, Sampling
+from tests.fake_engine import plain_sample
 
 NUM_SAMPLES = 2
 SAMPLING = SamplingConfig(n=NUM_SAMPLES, temperature=0.7)
@@ -39,41 +48,86 @@ class Rows:
 
 
 class FakeRollout:
-    """The response to a prompt has as many tokens as there were generations before in the step, and one
-    more."""
+    """The response to a prompt has as many tokens as there were rounds before in the step, and one more."""
+
+    kind: type[RolloutOutput] = Sample
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingConfig, int, int]] = []
+        self._waiting: list[tuple[GenerationRequest, Deliver]] = []
 
-    def generate(
+    def requests(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
+    ) -> list[GenerationRequest]:
+        self.asked.append((len(prompts), sampling, step, generation))
+        return plan_requests(
+            [row.tolist() for row in prompts.ragged["prompts"].each()],
+            SamplingParameters(n=sampling.n, max_new_tokens=generation + 1, seed=0),
+            prompts.non_tensor_batch["uid"],
+        )
+
+    def begin(
         self,
         prompts: DataProto,
-        sampling: SamplingConfig,
-        step: int,
-        generation: int = 0,
-        scoring: object = None,
-    ) -> DataProto:
-        self.asked.append((len(prompts), sampling, step, generation))
-        batch = prompts.repeat(sampling.n)
-        length = generation + 1
-        lengths = torch.full((len(batch),), length)
-        made = {
-            "responses": RaggedTensor.constant(7, lengths, torch.int32),
-            "response_mask": RaggedTensor.constant(True, lengths, torch.bool),
-            "rollout_log_probs": RaggedTensor.constant(-0.5, lengths, torch.float32),
-        }
+        rows: Sequence[int],
+        requests: Sequence[GenerationRequest],
+        deliver: Deliver,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> Callable[[], None]:
+        self._waiting += [(request, deliver) for request in requests]
+        return lambda: None
 
-        return batch.union(DataProto.from_dict(made))
+    @property
+    def is_at_work(self) -> bool:
+        return bool(self._waiting)
+
+    def poll(self, wait_s: float = math.inf) -> None:
+        waiting = self._waiting
+        self._waiting = []
+        for request, deliver in waiting:
+            length = request.sampling.max_new_tokens
+            deliver(0, request.request_id, plain_sample([7] * length, [-0.5] * length, "length", 1))
+
+    def assemble(self, prompts: DataProto, samples: Sequence[Any], version: int) -> DataProto:
+        return batch_of_samples(prompts, samples, version, pad_token_id=0)
 
 
 class FakeReward:
     """The samples of a prompt whose number is in `mixed` score 1 and 0, those of the others all 1; greedy
     ones score their number."""
 
-    def __init__(self, mixed: Sequence[int], failed: tuple[int, int] | None = None) -> None:
+    may_begin = True
+
+    def __init__(
+        self, mixed: Sequence[int], failed: tuple[int, int] | None = None, *, scores_rounds: bool = False
+    ) -> None:
         """failed: the number of a prompt, and which of its samples could not be scored."""
         self._mixed = mixed
         self._failed = failed
+        self._begun: dict[str, list[float]] = {}
+        self.scores_rounds = scores_rounds
+
+    def begin(self, groups: DataProto) -> None:
+        self._begun |= self.score_round(groups)
+
+    def scored(self) -> dict[str, list[float]]:
+        assert not self.scores_rounds
+        scored = self._begun
+        self._begun = {}
+        return scored
+
+    def score_round(self, groups: DataProto) -> dict[str, list[float]]:
+        scores: dict[str, list[float]] = {}
+        scored = self.score(groups)
+        rows = zip(
+            groups.non_tensor_batch["uid"],
+            scored.non_tensor_batch["score"],
+            scored.tensors["is_scored"].tolist(),
+            strict=True,
+        )
+        for uid, score, is_scored in rows:
+            scores.setdefault(uid, []).extend([float(score)] if is_scored else [])
+        return scores
 
     def finish(self, batch: DataProto) -> Any:
         return self.score(batch)
@@ -95,41 +149,78 @@ class FakeReward:
                 ),
             },
             {"score": scores},
-            {"reward/error_rate": 0.25 if len(batch) == 8 else 0.0},
+            {"reward/error_rate": 0.25},
         )
 
 
-def dynamic(
-    mixed: Sequence[int], max_generations: int, size: int = 12, failed: tuple[int, int] | None = None
-) -> tuple[DynamicSampling, BatchLoader, FakeRollout]:
-    rollout = FakeRollout()
-    loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
-    config = DynamicSamplingConfig(enabled=True, max_generations=max_generations)
+class Scene:
+    """A run from `step` on, whose weights stay the same."""
 
-    return (
-        DynamicSampling(rollout, FakeReward(mixed, failed), loader, SAMPLING, config, wanted=4),
-        loader,
-        rollout,
-    )  # type: ignore[arg-type]
+    def __init__(
+        self,
+        reward: FakeReward,
+        rules: GroupRules,
+        step: int = 1,
+        size: int = 12,
+        served: dict[str, Any] | None = None,
+    ) -> None:
+        self.rollout = FakeRollout()
+        self.loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
+        if served is not None:
+            self.loader.load_state_dict(served)
+        weights = SimpleNamespace(version=1, bring_in=lambda: None)
+        self._buffered = BufferedRollout(
+            self.rollout,  # type: ignore[arg-type]
+            weights,  # type: ignore[arg-type]
+            self.loader,
+            reward,
+            rules,
+            OnUpdate.continue_,
+            lambda version: StalenessController(
+                max_staleness=0,
+                prompts_per_step=4,
+                total_steps=9,
+                next_step=step,
+                version=version,
+                step_pushes=lambda step: False,
+            ),
+        )
+        self._sampling = Sampling(self._buffered, reward, rules)  # type: ignore[arg-type]
+
+    def sample(self, step: int) -> Samples:
+        return self._sampling(next(self._buffered), step)
+
+
+def dynamic(
+    mixed: Sequence[int],
+    max_generations: int,
+    *,
+    failed: tuple[int, int] | None = None,
+    scores_rounds: bool = False,
+    **of_scene: Any,
+) -> Scene:
+    rules = GroupRules(SAMPLING, max_without_signal=(max_generations - 1) * 4)
+    return Scene(FakeReward(mixed, failed, scores_rounds=scores_rounds), rules, **of_scene)
 
 
 def prompts_of(batch: DataProto) -> list[int]:
     return (batch.tensors["prompts"][:, -1] - 1).tolist()
 
 
-def test_prompts_without_signal_are_replaced() -> None:
+@pytest.mark.parametrize("scores_rounds", [False, True])
+def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
     """Of 0 to 3 only 1 and 2 have one: two more are wanted where half have one, so that four are drawn, and
     of these 4 is kept; the last one is expected among 8 to 10, and with the margin of a fifth 11 is drawn
     too."""
-    sampling, loader, rollout = dynamic(mixed=[1, 2, 4, 9, 8], max_generations=3)
-    samples = sampling(next(loader), step=5)
+    scene = dynamic([1, 2, 4, 9, 8], max_generations=3, scores_rounds=scores_rounds, step=5)
+    samples = scene.sample(5)
     assert prompts_of(samples.batch) == [1, 1, 2, 2, 4, 4, 8, 8]
-    assert [(number, step, generation) for number, _, step, generation in rollout.asked] == [
+    assert [(number, step, generation) for number, _, step, generation in scene.rollout.asked] == [
         (4, 5, 0),
         (4, 5, 1),
         (4, 5, 2),
     ]
-    assert loader.state_dict()["num_served"] == [12]  # a resumed run goes on behind all that was drawn
+    assert scene.loader.state_dict()["num_served"] == [12]  # a resumed run goes on behind all that was drawn
     assert samples.scores == []
     assert samples.metrics == pytest.approx(
         {
@@ -140,19 +231,18 @@ def test_prompts_without_signal_are_replaced() -> None:
             "dynamic_sampling/score_mean": (7 * 2 + 5) / 24,
         }
     )
-    assert samples.batch.meta_info == {"reward/error_rate": pytest.approx(0.25)}
+    assert samples.batch.meta_info == {"weight_version": 1, "reward/error_rate": 0.25}
 
 
 def test_a_sample_that_failed_makes_no_signal() -> None:
     """Prompt 1's second sample scores 0 for its scoring failed: its first has nothing to be compared with,
     and 5 takes its place."""
-    sampling, loader, _ = dynamic(mixed=[0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
-    assert prompts_of(sampling(next(loader), step=1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
+    scene = dynamic([0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
+    assert prompts_of(scene.sample(1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
 
 
 def test_samples_of_all_generations_have_one_width() -> None:
-    sampling, loader, _ = dynamic(mixed=[0, 1, 2, 5, 6], max_generations=2)
-    tensors = sampling(next(loader), step=1).batch.tensors
+    tensors = dynamic([0, 1, 2, 5, 6], max_generations=2).sample(1).batch.tensors
     assert tensors["responses"].tolist() == [[7, 0]] * 6 + [[7, 7]] * 2
     assert tensors["response_mask"].tolist() == [[True, False]] * 6 + [[True, True]] * 2
     assert tensors["attention_mask"].tolist() == [[1, 1, 0]] * 6 + [[1, 1, 1]] * 2
@@ -163,38 +253,36 @@ def test_samples_of_all_generations_have_one_width() -> None:
 
 
 def test_a_batch_full_of_signal_is_one_generation() -> None:
-    sampling, loader, rollout = dynamic(mixed=range(12), max_generations=1)
-    samples = sampling(next(loader), step=1)
+    scene = dynamic(range(12), max_generations=1)
+    samples = scene.sample(1)
     assert prompts_of(samples.batch) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert len(rollout.asked) == 1
+    assert len(scene.rollout.asked) == 1
     assert samples.metrics["dynamic_sampling/num_without_signal"] == 0
 
 
 def test_a_spent_budget_ends_the_run() -> None:
-    sampling, loader, rollout = dynamic(mixed=[1], max_generations=3)
+    scene = dynamic([1], max_generations=3, step=2)
     with pytest.raises(
-        RunError,
+        NoSignalError,
         match=r"step 2: only 1 of 12 prompts .* and 4 are needed; the mean score is "
         r"0\.958.*max_generations=3 ",
     ):
-        sampling(next(loader), step=2)
+        scene.sample(2)
 
-    assert len(rollout.asked) == 3
-    assert loader.state_dict()["num_served"] == [12]
-    nothing, loader, _ = dynamic(mixed=[], max_generations=2)
-    with pytest.raises(RunError, match=r"only 0 of 8 prompts"):
-        nothing(next(loader), step=2)
+    assert len(scene.rollout.asked) == 3
+    assert scene.loader.state_dict()["num_served"] == [12]
+    with pytest.raises(NoSignalError, match=r"only 0 of 8 prompts"):
+        dynamic([], max_generations=2).sample(1)
 
 
 def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
     mixed = [1, 2, 4, 9, 8, 12, 13, 15, 17, 18]
-    sampling, loader, _ = dynamic(mixed, max_generations=3, size=40)
-    sampling(next(loader), step=1)
-    state = loader.state_dict()
-    following = prompts_of(sampling(next(loader), step=2).batch)
-    resumed, other, _ = dynamic(mixed, max_generations=3, size=40)
-    other.load_state_dict(state)
-    assert prompts_of(resumed(next(other), step=2).batch) == following
+    scene = dynamic(mixed, max_generations=3, size=40)
+    scene.sample(1)
+    state = scene.loader.state_dict()
+    following = prompts_of(scene.sample(2).batch)
+    resumed = dynamic(mixed, max_generations=3, size=40, step=2, served=state)
+    assert prompts_of(resumed.sample(2).batch) == following
 
 
 class Done(RemoteFuture):
@@ -210,11 +298,12 @@ class Done(RemoteFuture):
 
 
 def test_the_greedy_baseline_is_generated_and_scored() -> None:
-    """Prompts 4, 0, 2: greedy responses score their numbers, and every sample of a prompt has its
-    prompt's."""
+    """Greedy responses score the numbers of their prompts, and every sample of a prompt has its prompt's."""
 
     class ByTemperature(FakeReward):
-        def score(self, batch: DataProto) -> Done:
+        def score(self, batch: DataProto) -> Any:
+            if len(batch) == 4 * NUM_SAMPLES:
+                return super().score(batch)
             numbers = prompts_of(batch)
             is_scored = torch.tensor([number != 0 for number in numbers])
             return Done(
@@ -223,23 +312,22 @@ def test_the_greedy_baseline_is_generated_and_scored() -> None:
                 )
             )
 
-    rollout = FakeRollout()
-    prompts = Rows().batch([4, 0, 2], ["a", "b", "c"])
-    samples = GreedyBaseline(rollout, ByTemperature([]), SAMPLING)(prompts, step=3)  # type: ignore[arg-type]
+    scene = Scene(ByTemperature([]), GroupRules(SAMPLING, greedy=True, scores_early=False), step=3)
+    samples = scene.sample(3)
     assert [
-        (number, sampling.n, sampling.temperature, step) for number, sampling, step, _ in rollout.asked
+        (number, sampling.n, sampling.temperature, step) for number, sampling, step, _ in scene.rollout.asked
     ] == [
-        (3, 2, 0.7, 3),
-        (3, 1, 0, 3),
+        (4, 2, 0.7, 3),
+        (4, 1, 0, 3),
     ]
     _, baseline = samples.scores
-    assert baseline.get().tensors["baseline_scores"].tolist() == [4, 4, 0, 0, 2, 2]
-    assert baseline.get().tensors["is_baseline_scored"].tolist() == [True, True, False, False, True, True]
+    assert baseline.get().tensors["baseline_scores"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert baseline.get().tensors["is_baseline_scored"].tolist() == [False, False] + [True] * 6
 
 
 def test_plain_samples_are_scored_while_the_loop_goes_on() -> None:
-    rollout = FakeRollout()
-    samples = PlainSampling(rollout, FakeReward([0]), SAMPLING)(Rows().batch([0, 1], ["a", "b"]), step=3)  # type: ignore[arg-type]
-    assert rollout.asked == [(2, SAMPLING, 3, 0)]
+    scene = Scene(FakeReward([0]), GroupRules(SAMPLING), step=3)
+    samples = scene.sample(3)
+    assert scene.rollout.asked == [(4, SAMPLING, 3, 0)]
     assert len(samples.scores) == 1
     assert samples.metrics == {}

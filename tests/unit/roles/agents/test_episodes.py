@@ -52,7 +52,7 @@ from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.agents.episodes import EpisodeRollout, batch_of_trajectories
 from megarl.roles.rollout.replicas import unshared
-from megarl.roles.rollout.rollout import TokenRules
+from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
@@ -417,16 +417,6 @@ class Process:
         self._thread.shutdown(wait=False)
 
 
-class Scoring:
-    may_begin = True
-
-    def __init__(self) -> None:
-        self.begun: list[DataProto] = []
-
-    def begin(self, groups: DataProto) -> None:
-        self.begun.append(groups)
-
-
 class Nobody(list[None]):
     """A stub for replicas."""
 
@@ -462,7 +452,8 @@ def episode_rollout(
     rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
-    rollout = EpisodeRollout(Nobody([None]), weights, rules, at_once, 0, environments, of_episodes)  # type: ignore[arg-type]
+    setup = RolloutSetup(replicas=Nobody([None]), weights=weights, rules=rules, limits=at_once, seed=0)  # type: ignore[arg-type]
+    rollout = EpisodeRollout(setup, environments, of_episodes)
     writing = Writing(tokenizer.eos_token_id)
     rollout._runner = EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
 
@@ -485,8 +476,7 @@ def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_no
     tmp_path: Path,
 ) -> None:
     rollout, writing = episode_rollout(tmp_path)
-    scoring = Scoring()
-    made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1, scoring=scoring)
+    made = rollout.generate(prompts(100), SamplingConfig(n=2), step=1)
     ends = made.non_tensor_batch["episode_end"].tolist()
     turns = made.non_tensor_batch["num_turns"].tolist()
 
@@ -507,12 +497,6 @@ def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_no
     assert [sent[2][: len(sent[0])], sent[4][: len(sent[2])]] == [sent[0], sent[2]]
     assert sent[2][len(sent[0]) :][:1] == [7]
     assert len({request.sampling.seed for request in writing.seen}) == len(writing.seen)
-
-    # What was scored meanwhile are whole prompts, with the rows that the batch has of them.
-    begun = DataProto.concat(scoring.begun)
-    assert set(Counter(begun.non_tensor_batch["uid"].tolist()).values()) == {2}
-    rows = [row for uid in begun.non_tensor_batch["uid"][::2] for row in (2 * int(uid), 2 * int(uid) + 1)]
-    assert begun.tensors["responses"].tolist() == made.select_idxs(rows).tensors["responses"].tolist()
 
 
 def test_what_an_environment_raises_ends_the_generation_and_says_where(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
 from megarl.roles.rollout.replicas import unshared
-from megarl.roles.rollout.rollout import Rollout, TokenRules, batch_of_samples
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules, batch_of_samples
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.workers.rollout_worker import RolloutWorker
@@ -151,7 +151,9 @@ LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
 
 
 def rollout(num_replicas: int) -> Rollout:
-    return Rollout(StubReplicas(num_replicas), StubWeights(), RULES, LIMITS, seed=4)  # type: ignore[arg-type]
+    replicas = StubReplicas(num_replicas)
+    setup = RolloutSetup(replicas=replicas, weights=StubWeights(), rules=RULES, limits=LIMITS, seed=4)  # type: ignore[arg-type]
+    return Rollout(setup)
 
 
 def asked(rollout: Rollout) -> list[list[GenerationRequest]]:
@@ -180,33 +182,6 @@ def test_prompts_are_dealt_without_their_padding_and_come_back_in_order() -> Non
         1,
     )
     assert (sampling.max_new_tokens, sampling.stop_token_ids) == (6, (END,))
-
-
-class Scoring:
-    """A stub for Reward; remembers what was begun."""
-
-    def __init__(self, may_begin: bool = True) -> None:
-        self.may_begin = may_begin
-        self.begun = list[DataProto]()
-
-    def begin(self, groups: DataProto) -> None:
-        self.begun.append(groups)
-
-    def scored(self) -> dict[str, list[float]]:
-        raise AssertionError
-
-
-def test_prompts_that_have_their_samples_are_scored_while_others_are_generated() -> None:
-    """The replica has room for two: the first prompt's samples come first. What ends the batch is scored with
-    it."""
-    scoring = Scoring()
-    busy = Scoring(may_begin=False)
-    for one in (scoring, busy):
-        batch = rollout(1).generate(prompts(), SamplingConfig(n=2), 1, scoring=one)
-    (begun,) = scoring.begun
-    assert begun.non_tensor_batch["uid"].tolist() == ["a", "a"]
-    assert begun.tensors["responses"].tolist() == batch[:2].tensors["responses"].tolist()
-    assert not busy.begun
 
 
 def test_replicas_without_a_request_are_not_asked() -> None:

@@ -1,11 +1,12 @@
-"""Generation ahead of training, over replicas that are made up: order, ages, what is lost, what is stored,
-and how it ends."""
+"""Synchronous and asynchronous generation, over replicas that are made up: order, ages, what is dropped,
+what is lost, what is stored, and how it ends."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,23 +16,25 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import DynamicSamplingConfig, OnUpdate, SamplingConfig
+from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.async_rollout import AsyncRollout
+from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
-from megarl.roles.rollout.rollout import Rollout, TokenRules
-from megarl.roles.rollout.rollout_buffer import GREEDY, GroupRules
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.roles.rollout.rollout_buffer import FailedPromptsError, NoSignalError
+from megarl.roles.rollout.sample_groups import GREEDY, GroupRules
 from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.trainers.sampling import DynamicSampling
+from megarl.trainers.sampling import Sampling
 from tests.fake_engine import plain_sample
 
 SAMPLING = SamplingConfig(n=2)
 NUM_ROWS = 64
 PROMPTS = 3
+EVENT_S = 0.0003  # of the clock on the wall, so that weights are pushed in the middle of samples
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
@@ -75,6 +78,10 @@ class Unscored:
     """A stub for Reward, which nobody asks."""
 
     may_begin = False
+    scores_rounds = False
+
+    def score_round(self, groups: DataProto) -> dict[str, list[float]]:
+        raise AssertionError
 
     def begin(self, groups: DataProto) -> None:
         raise AssertionError
@@ -83,16 +90,19 @@ class Unscored:
         raise AssertionError
 
 
-class ScoresBySignal:
+class ScoresBySignal(Unscored):
     """A stub for Reward: the samples of prompts in rows that 3 divides all score the same."""
 
     may_begin = True
 
     def __init__(self) -> None:
         self._scores: dict[str, list[float]] = {}
+        self.begun: list[list[str]] = []
 
     def begin(self, groups: DataProto) -> None:
-        for uid in groups.non_tensor_batch["uid"][:: SAMPLING.n]:
+        uids = groups.non_tensor_batch["uid"].tolist()
+        self.begun.append(uids)
+        for uid in uids[:: SAMPLING.n]:
             self._scores[uid] = [1.0, float(int(uid.partition("-")[2]) % 3 == 0)]
 
     def scored(self) -> dict[str, list[float]]:
@@ -101,11 +111,10 @@ class ScoresBySignal:
         return scores
 
     def finish(self, batch: DataProto) -> DataProto:
-        self.begin(batch)
+        rows = batch.non_tensor_batch["uid"][:: SAMPLING.n]
+        scores = [[1.0, float(int(uid.partition("-")[2]) % 3 == 0)] for uid in rows]
         return DataProto.from_dict(
-            {},
-            {"score": [score for one in self.scored().values() for score in one]},
-            {"reward/error_rate": 0.0},
+            {}, {"score": [score for one in scores for score in one]}, {"reward/error_rate": 0.0}
         )
 
 
@@ -113,13 +122,17 @@ class Scene(NamedTuple):
     rollout: Rollout
     engines: ScriptedEngines
     weights: MadeUpWeights
-    async_rollout: AsyncRollout
+    buffered: BufferedRollout
 
 
 class Trained(NamedTuple):
     uids: list[str]
     versions: np.ndarray  # of all tokens
     age: int
+
+
+def has_thread() -> bool:
+    return any(thread.name == "generation" for thread in threading.enumerate())
 
 
 @contextmanager
@@ -132,22 +145,24 @@ def scene(
     next_step: int = 1,
     version: int = 1,
     rules: GroupRules = GroupRules(SAMPLING),  # noqa: B008  of values alone
-    scoring: ScoresBySignal | Unscored = Unscored(),  # noqa: B008  it has no state
+    scoring: Unscored = Unscored(),  # noqa: B008  it has no state
+    failing: Collection[int] = (),
 ) -> Iterator[Scene]:
-    clock = VirtualClock()
+    """failing: the tokens of prompts whose samples no engine can generate."""
+    clock = VirtualClock(lambda number: time.sleep(EVENT_S))
     engines = ScriptedEngines(
         clock,
         2,
-        lambda request: request.prompt[0],
+        lambda request: 0 if request.prompt[0] in failing else request.prompt[0],
         version=version,
         restart_limit=restart_limit,
         start_s=0.3,
         tick_s=0.01,
     )
     weights = MadeUpWeights(engines, version)
-    rollout = Rollout(
-        engines, weights, TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101), LIMITS, 0
-    )  # type: ignore[arg-type]
+    tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101)
+    setup = RolloutSetup(replicas=engines, weights=weights, rules=tokens, limits=LIMITS, seed=0)  # type: ignore[arg-type]
+    rollout = Rollout(setup)
     rollout.scheduler = RequestScheduler(
         engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
     )  # type: ignore[arg-type]
@@ -163,22 +178,22 @@ def scene(
             step_pushes=lambda step: True,
         )
 
-    async_rollout = AsyncRollout(rollout, weights, loader, scoring, rules, on_update, staleness)  # type: ignore[arg-type]
+    buffered = BufferedRollout(rollout, weights, loader, scoring, rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
-        async_rollout.load_state_dict(position)
+        buffered.load_state_dict(position)
 
     try:
-        yield Scene(rollout, engines, weights, async_rollout)
+        yield Scene(rollout, engines, weights, buffered)
     finally:
-        async_rollout.close()
-        assert not async_rollout._thread.is_alive()
+        buffered.close()
+        assert not has_thread()
 
 
 def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda: None) -> list[Trained]:
     trained = []
     for step in steps:
-        prompts = next(one.async_rollout)
-        batch = one.async_rollout.generate(prompts, SAMPLING, step)
+        prompts = next(one.buffered)
+        batch = one.buffered.generate(prompts, SAMPLING, step)
         between()
         assert batch.non_tensor_batch["uid"].tolist() == [
             uid for uid in prompts.non_tensor_batch["uid"] for _ in range(SAMPLING.n)
@@ -200,6 +215,21 @@ def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda
 def in_order(num_steps: int) -> list[list[str]]:
     loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
     return [next(loader).non_tensor_batch["uid"].tolist() for _ in range(num_steps)]
+
+
+IN_BOTH_MODES = pytest.mark.parametrize(
+    ("max_staleness", "on_update"), [(0, OnUpdate.continue_), (2, OnUpdate.continue_), (2, OnUpdate.drain)]
+)
+
+
+def test_in_turn_with_training_each_step_has_its_prompts_by_the_weights_of_now() -> None:
+    with scene(0, 12) as one:
+        trained = train(one, range(1, 13))
+        assert not has_thread()
+        assert one.buffered.drain_metrics() == {}
+        assert one.buffered.finished_groups() == []
+    assert [step.uids for step in trained] == in_order(12)
+    assert [set(step.versions.tolist()) for step in trained] == [{version} for version in range(1, 13)]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
@@ -249,21 +279,25 @@ def test_validation_goes_first_and_begins_no_group() -> None:
         before = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
         assert sum(len(given) for engine in one.engines.groups for _, given in engine.submitted) == 2
         trained = train(one, [1, 2])
-        live = one.async_rollout._buffer.staleness.live  # type: ignore[union-attr]
-        after = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
-        assert one.async_rollout._buffer.staleness.live == live  # type: ignore[union-attr]
+        with one.engines.exclusive():
+            live = one.buffered._buffer.staleness.live  # type: ignore[union-attr]
+            after = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
+            assert one.buffered._buffer.staleness.live == live  # type: ignore[union-attr]
         assert after.non_tensor_batch["weight_version"].tolist() == [3, 3]
         assert torch.equal(after.tensors["responses"], before.tensors["responses"])
         trained += train(one, [3, 4, 5, 6])
     assert [step.uids for step in trained] == in_order(6)
 
 
-def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
-    with scene(1, 3, rules=GroupRules(SAMPLING, greedy=True)) as one:
+@IN_BOTH_MODES
+def test_the_greedy_response_to_a_prompt_comes_with_its_samples(
+    max_staleness: int, on_update: OnUpdate
+) -> None:
+    with scene(max_staleness, 3, on_update, rules=GroupRules(SAMPLING, greedy=True)) as one:
         for step in (1, 2, 3):
-            prompts = next(one.async_rollout)
-            assert len(one.async_rollout.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
-            greedy = one.async_rollout.generate(prompts, GREEDY, step)
+            prompts = next(one.buffered)
+            assert len(one.buffered.generate(prompts, SAMPLING, step)) == PROMPTS * SAMPLING.n
+            greedy = one.buffered.generate(prompts, GREEDY, step)
             assert greedy.non_tensor_batch["uid"].tolist() == in_order(3)[step - 1]
             one.weights.push()
         temperatures = [
@@ -277,33 +311,110 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples() -> None:
     assert temperatures.count(SAMPLING.temperature) == 3 * PROMPTS * SAMPLING.n
 
 
-@pytest.mark.parametrize("on_update", OnUpdate)
-def test_prompts_without_signal_are_dropped_and_those_behind_them_trained_earlier(
-    on_update: OnUpdate,
+@IN_BOTH_MODES
+def test_prompts_without_signal_are_dropped_and_others_trained_in_their_place(
+    max_staleness: int, on_update: OnUpdate
 ) -> None:
+    """Ahead of training those behind them come earlier. At staleness 0 there may be a surplus, which is
+    discarded."""
     scoring = ScoresBySignal()
-    config = DynamicSamplingConfig(enabled=True, max_generations=4)
-    with_signal = [uid for step in in_order(9) for uid in step if int(uid.partition("-")[2]) % 3]
+    rules = GroupRules(SAMPLING, max_without_signal=9)
+    with_signal = [uid for step in in_order(12) for uid in step if int(uid.partition("-")[2]) % 3]
 
-    with scene(2, 5, on_update, rules=GroupRules(SAMPLING, max_without_signal=9), scoring=scoring) as one:
-        loader: BatchLoader = one.async_rollout._prompts
-        sampling = DynamicSampling(
-            one.async_rollout, scoring, loader, SAMPLING, config, PROMPTS, generates_ahead=True
-        )  # type: ignore[arg-type]
+    with scene(max_staleness, 5, on_update, rules=rules, scoring=scoring) as one:
+        sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
+        num_dropped = 0.0
         for step in range(1, 6):
-            prompts = next(one.async_rollout)
-            batch, scores, metrics = sampling(prompts, step)
+            batch, scores, metrics = sampling(next(one.buffered), step)
+            surplus = int(metrics["dynamic_sampling/num_surplus"])
+            assert surplus == 0 or max_staleness == 0
             wanted = with_signal[:PROMPTS]
-            with_signal = with_signal[PROMPTS:]
+            with_signal = with_signal[PROMPTS + surplus :]
             assert batch.non_tensor_batch["uid"].tolist() == [
                 uid for uid in wanted for _ in range(SAMPLING.n)
             ]
             assert scores == []
-            assert metrics["dynamic_sampling/num_prompts"] == len(prompts)
-            assert metrics["dynamic_sampling/num_without_signal"] == len(prompts) - PROMPTS
+            dropped = metrics["dynamic_sampling/num_without_signal"]
+            num_dropped += dropped
+            assert metrics["dynamic_sampling/num_prompts"] == PROMPTS + dropped + surplus
             ages = one.weights.version - batch.tensors["token_versions"][batch.tensors["response_mask"]]
-            assert 0 <= ages.min() <= ages.max() <= 2
+            assert 0 <= ages.min() <= ages.max() <= max_staleness
             one.weights.push()
+
+    assert num_dropped > 2
+
+
+@IN_BOTH_MODES
+def test_too_many_prompts_without_signal_end_the_run(max_staleness: int, on_update: OnUpdate) -> None:
+    rules = GroupRules(SAMPLING, max_without_signal=0)
+    with (
+        scene(max_staleness, 9, on_update, rules=rules, scoring=ScoresBySignal()) as one,
+        pytest.raises(NoSignalError, match=r"step \d: only \d of \d+ prompts have .*max_generations=1 "),
+    ):
+        train(one, range(1, 10))
+
+
+@IN_BOTH_MODES
+def test_prompts_that_no_engine_can_generate_are_replaced_up_to_the_error_rate(
+    max_staleness: int, on_update: OnUpdate
+) -> None:
+    rows = [uid for step in in_order(12) for uid in step]
+    failing = [rows[1], rows[7], rows[8]]
+    tokens = [1 + (37 * int(uid.partition("-")[2])) % 101 for uid in failing]
+
+    with scene(
+        max_staleness, 6, on_update, rules=GroupRules(SAMPLING, max_error_rate=1.0), failing=tokens
+    ) as one:
+        trained = train(one, range(1, 7))
+        assert one.buffered.drain_metrics()["rollout/num_given_up"] == len(failing)
+    uids = [uid for step in trained for uid in step.uids]
+    if max_staleness:
+        assert uids == [uid for uid in rows if uid not in failing][: 6 * PROMPTS]
+    else:
+        assert uids == sorted(uids, key=rows.index)
+        assert not set(uids) & set(failing)
+        assert len(set(uids)) == 6 * PROMPTS
+
+    with (
+        scene(max_staleness, 6, on_update, rules=GroupRules(SAMPLING), failing=tokens) as one,
+        pytest.raises(
+            FailedPromptsError, match=rf"step 1: 1 prompts .*=0 of 3 .*\n  prompt {rows[1]}: scripted"
+        ),
+    ):
+        train(one, range(1, 7))
+
+
+@IN_BOTH_MODES
+def test_prompts_that_have_their_samples_are_scored_while_others_are_generated(
+    max_staleness: int, on_update: OnUpdate
+) -> None:
+    scoring = ScoresBySignal()
+    with scene(max_staleness, 4, on_update, scoring=scoring) as one:
+        trained = train(one, range(1, 5))
+    begun = [uid for uids in scoring.begun for uid in uids]
+    assert len(scoring.begun) > 4  # not a whole step at a time
+    assert sorted(begun) == sorted(uid for step in trained for uid in step.uids for _ in range(SAMPLING.n))
+
+    later = ScoresBySignal()
+    with scene(
+        max_staleness, 4, on_update, rules=GroupRules(SAMPLING, scores_early=False), scoring=later
+    ) as one:
+        train(one, range(1, 5))
+    assert later.begun == []
+
+
+@IN_BOTH_MODES
+def test_prompts_of_another_origin_are_generated_when_they_are_asked_for(
+    max_staleness: int, on_update: OnUpdate
+) -> None:
+    with scene(max_staleness, 3, on_update) as one:
+        prompts = next(one.buffered)
+        own = Prompts().batch([5, 6], ["a", "b"])
+        batch = one.buffered.generate(own, SAMPLING, 1)
+        assert batch.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+        some = one.buffered.generate(prompts.select_idxs([2, 0]), SAMPLING, 1)
+        whole = one.buffered.generate(prompts, SAMPLING, 1)
+        assert torch.equal(some.tensors["responses"], whole.select_idxs([4, 5, 0, 1]).tensors["responses"])
 
 
 def test_what_generation_raises_the_trainer_is_told() -> None:
@@ -322,8 +433,8 @@ def failing() -> None:
 def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
     with scene(2, 10, OnUpdate.drain) as one:
         before = train(one, range(1, 5))
-        position = one.async_rollout.state_dict()
-        groups = one.async_rollout.finished_groups()
+        position = one.buffered.state_dict()
+        groups = one.buffered.finished_groups()
         version = one.weights.version
 
     stored = from_bytes(to_bytes(groups))
@@ -337,7 +448,7 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     assert str(list(from_bytes(to_bytes([routed])).values())) == str([routed])
 
     with scene(2, 10, OnUpdate.drain, position=position, next_step=5, version=version) as other:
-        other.async_rollout.restore(stored)
+        other.buffered.restore(stored)
         after = train(other, range(5, 11))
         begun = sum(len(given) for engine in other.engines.groups for _, given in engine.submitted)
 
@@ -353,7 +464,5 @@ def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
         1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7
     ) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
-        one.async_rollout.restore(
-            {uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step}
-        )
+        one.buffered.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
         assert train(one, [1])[0].versions.min() == 7

@@ -1,0 +1,180 @@
+"""The rollout as the training loop uses it: synchronous and asynchronous generation are one rollout buffer,
+which the trainer's thread fills when it needs samples, or a thread of its own ahead of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import OnUpdate, SamplingConfig
+from megarl.data.loader import BatchLoader
+from megarl.roles.rollout.finished_groups import FinishedGroup
+from megarl.roles.rollout.generation_thread import GenerationThread
+from megarl.roles.rollout.rollout import Rollout
+from megarl.roles.rollout.rollout_buffer import RolloutBuffer, Scoring
+from megarl.roles.rollout.sample_groups import GREEDY, GroupRules, StepGroups
+from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.staleness import StalenessController
+
+_WAIT_S = 0.005  # between two looks for the scores that decide whether a group is trained
+
+
+class BufferedRollout:
+    """Stands for the loader and the rollout in the training loop.
+
+    `next` waits for the samples of the next step and returns their prompts; `generate` returns the samples.
+
+    Args:
+        rollout: The rollout role.
+        weights: The weights of its engines.
+        prompts: The loader.
+        scoring: Scores finished groups.
+        rules: The composition of a group.
+        on_update: What happens to requests in flight when weights are pushed.
+        make_staleness: Builds the staleness controller for a run whose weights have the given version. With a
+            `max_staleness` of 0 samples are generated during `next`, and with more also between two calls.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        weights: RolloutWeights,
+        prompts: BatchLoader,
+        scoring: Scoring,
+        rules: GroupRules,
+        on_update: OnUpdate,
+        make_staleness: Callable[[int], StalenessController],
+    ) -> None:
+        self._rollout = rollout
+        self._weights = weights
+        self._prompts = prompts
+        self._rules = rules
+        self._on_update = on_update
+
+        # The buffer needs the version of the first push, which is not known before the first step.
+        self._make_buffer = lambda version: RolloutBuffer(
+            rollout, weights, prompts, scoring, self._rules, make_staleness(version)
+        )
+        self._buffer: RolloutBuffer | None = None
+        self._thread: GenerationThread | None = None
+        self._stored: Mapping[str, FinishedGroup] = {}
+        self._trained: list[str] = []
+
+        # the groups that `next` returned last
+        self.taken = StepGroups(DataProto(), [], [], [])
+
+    # ---- for the trainer
+
+    def __next__(self) -> DataProto:
+        """Waits for all samples of the next step and returns its prompts. Raises what generation raises."""
+        buffer = self._started()
+        self.taken = self._thread.take() if self._thread is not None else self._generate_step(buffer)
+        return self.taken.trained_prompts
+
+    def generate(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
+    ) -> DataProto:
+        """Returns what Rollout.generate does.
+
+        Prompts that `next` returned have their samples already, and their greedy responses if the rules ask
+        for them. Others are generated now.
+        """
+        rules = self._rules
+        rows = {str(uid): row for row, uid in enumerate(self.taken.prompts.non_tensor_batch.get("uid", ()))}
+        of_prompts = [rows.get(str(uid)) for uid in prompts.non_tensor_batch["uid"]]
+
+        # The greedy response, if any, is behind the n samples of each group.
+        places = range(rules.sampling.n) if sampling == rules.sampling else range(0)
+        if rules.greedy and sampling == GREEDY:
+            places = range(rules.sampling.n, rules.size)
+        if not places or None in of_prompts:
+            return self._rollout.generate(prompts, sampling, step, generation)
+
+        samples = [
+            self.taken.samples[row][place] for row in of_prompts if row is not None for place in places
+        ]
+        return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.version)
+
+    def take(self, count: int) -> DataProto:
+        """Returns further prompts, without samples. A resumed run does not get them again."""
+        with self._exclusive():
+            return self._prompts.take(count) if self._buffer is None else self._buffer.serve(count)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the buffer.
+
+        `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer
+        got its samples, in runs that generate ahead. `rollout/num_given_up` is the number of groups in this
+        process whose samples no engine could generate, where some may be dropped.
+        """
+        num_failed = 0 if self._buffer is None else self._buffer.num_failed
+        metrics = {} if self._thread is None else {"rollout/groups_ahead": float(self.taken.num_ahead)}
+        if self._thread is not None or self._rules.max_error_rate:
+            metrics["rollout/num_given_up"] = float(num_failed)
+        return metrics
+
+    def num_finished(self) -> int:
+        """Returns the number of finished groups that wait to be trained. Any thread may call it."""
+        return 0 if self._buffer is None else self._buffer.num_finished()
+
+    def close(self) -> None:
+        """Ends generation. Requests in flight end with the replicas."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    # ---- for a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the loader before the first prompt that is not trained."""
+        with self._exclusive():
+            return self._prompts.state_dict() if self._buffer is None else self._buffer.position()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
+        self._trained = list(state.get("trained", []))
+
+    def finished_groups(self) -> list[FinishedGroup]:
+        """Returns the finished groups that wait to be trained."""
+        with self._exclusive():
+            return [] if self._buffer is None else self._buffer.finished()
+
+    def restore(self, groups: Mapping[str, FinishedGroup]) -> None:
+        """Restores groups before the first step. Groups that still match the run's configuration are not
+        generated again."""
+        self._stored = groups
+
+    # ---- parts
+
+    def _started(self) -> RolloutBuffer:
+        if self._buffer is None:
+            # Restore before the first admission: a restored group must not be generated again.
+            self._buffer = buffer = self._make_buffer(self._weights.version)
+            buffer.restore(self._stored, self._trained)
+            self._stored = {}
+            if buffer.staleness.max_staleness:
+                self._thread = GenerationThread(self._rollout, buffer, self._on_update)
+                self._rollout.share_through(self._thread.exclusive)
+        return self._buffer
+
+    def _generate_step(self, buffer: RolloutBuffer) -> StepGroups:
+        rollout = self._rollout
+        buffer.expect_step()
+        while True:
+            buffer.score()
+            if buffer.is_ready:
+                return buffer.take()
+
+            # Idle engines may sleep, or have had no weights since a restart: a round begins.
+            if not rollout.is_at_work:
+                self._weights.bring_in()
+            buffer.begin()
+            if buffer.awaits_scores and not rollout.is_at_work:
+                time.sleep(_WAIT_S)
+            else:
+                rollout.poll()
+
+    def _exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._thread is None else self._thread.exclusive()

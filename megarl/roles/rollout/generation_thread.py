@@ -1,0 +1,188 @@
+"""The generation thread: it keeps generating while the roles train, and does what the trainer asks between
+two of its turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from queue import Empty, SimpleQueue
+
+from megarl.config.schema import OnUpdate
+from megarl.roles.rollout.rollout import Rollout
+from megarl.roles.rollout.rollout_buffer import RolloutBuffer
+from megarl.roles.rollout.sample_groups import StepGroups
+
+_TURN_S = 0.02  # The thread looks for commands this often.
+_END_S = 30.0
+
+
+class _Command(Enum):
+    """What the trainer's thread can ask for.
+
+    Attributes:
+        take: The groups of the next step, once they are finished.
+        pause: The replicas, with no call under way at any of them.
+        drain: The same, after the requests in flight.
+        resume: Ends a pause.
+        stop: Ends the thread.
+    """
+
+    take = auto()
+    pause = auto()
+    drain = auto()
+    resume = auto()
+    stop = auto()
+
+
+@dataclass
+class _Order:
+    """A command and its answer. `groups` is the result of `take`."""
+
+    command: _Command
+    answered: threading.Event = field(default_factory=threading.Event)
+    groups: StepGroups | None = None
+
+
+class GenerationThread:
+    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or while it
+    pauses the trainer's.
+
+    Args:
+        rollout: The rollout role.
+        buffer: The rollout buffer.
+        on_update: What happens to requests in flight when weights are pushed.
+    """
+
+    def __init__(self, rollout: Rollout, buffer: RolloutBuffer, on_update: OnUpdate) -> None:
+        self._rollout = rollout
+        self._buffer = buffer
+        self._on_update = on_update
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._has_ended = False
+        self._num_pauses = 0  # nested uses of `exclusive` by the trainer's thread
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    # ---- for the trainer's thread
+
+    def take(self) -> StepGroups:
+        """Waits for the groups of the next step and returns them. Raises the failure of this thread, if
+        any."""
+        order = self._ask(_Command.take)
+        if order.groups is None:
+            raise self._failure or RuntimeError("the generation thread has been stopped")
+        return order.groups
+
+    @contextmanager
+    def exclusive(self, for_weights: bool = False) -> Iterator[None]:
+        """Gives the calling thread exclusive access to the replicas, with no call under way at any of them.
+
+        After a failure of this thread access is free.
+
+        Args:
+            for_weights: The caller pushes weights. With `drain`, requests in flight finish first.
+        """
+        if self._num_pauses == 0:
+            drains = for_weights and self._on_update is OnUpdate.drain
+            self._ask(_Command.drain if drains else _Command.pause)
+
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if self._num_pauses == 0:
+                self._orders.put(_Order(_Command.resume))
+
+    def stop(self) -> None:
+        """Ends the thread. Requests in flight end with the replicas."""
+        self._orders.put(_Order(_Command.stop))
+        self._thread.join(_END_S)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _ask(self, command: _Command) -> _Order:
+        order = _Order(command)
+        self._orders.put(order)
+
+        # An order that comes after the thread's last look at the queue is answered by nobody else.
+        if self._has_ended:
+            order.answered.set()
+        order.answered.wait()
+
+        return order
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        pending: _Order | None = None
+        try:
+            while True:
+                if (order := self._next_order()) is not None:
+                    pending = order
+                    if order.command is _Command.stop:
+                        break
+                    if order.command is _Command.take:
+                        self._buffer.expect_step()
+
+                # One turn. What was taken, dropped or pushed since the last one may let groups start.
+                self._buffer.score()
+                self._buffer.begin()
+                if pending is not None and self._is_due(pending.command):
+                    pending = self._serve(pending)
+                elif self._rollout.is_at_work:
+                    # A restarted replica gets the actor's weights, which are the engines' version only while
+                    # the trainer waits.
+                    self._rollout.scheduler.may_readmit = (
+                        pending is not None and pending.command is _Command.take
+                    )
+                    self._rollout.poll(_TURN_S)
+        except BaseException as error:  # noqa: BLE001
+            # The boundary of the thread: the next `take` raises it.
+            self._failure = error
+
+        # Nobody may wait for a thread that has ended.
+        self._has_ended = True
+        while pending is not None:
+            pending.answered.set()
+            pending = None if self._orders.empty() else self._orders.get()
+
+    def _next_order(self) -> _Order | None:
+        """Returns the next order, for which an idle thread waits a little."""
+        try:
+            return self._orders.get(timeout=0 if self._rollout.is_at_work else _TURN_S)
+        except Empty:
+            return None
+
+    def _is_due(self, command: _Command) -> bool:
+        if command is _Command.take:
+            return self._buffer.is_ready
+        if command is _Command.drain:
+            return not (self._rollout.is_at_work or self._buffer.awaits_scores)
+        return True
+
+    def _serve(self, order: _Order) -> _Order | None:
+        """Does what an order asks for. Returns the order that ended a pause, unless it is `resume`."""
+        if order.command is _Command.take:
+            groups = self._buffer.take()
+            # The places of the taken groups are free now.
+            self._buffer.begin()
+            order.groups = groups._replace(num_ahead=len(self._buffer.staleness.live))
+            order.answered.set()
+            return None
+
+        if order.command is _Command.resume:
+            return None
+
+        # The trainer may poll the scheduler itself meanwhile, and must then be able to readmit replicas.
+        self._rollout.scheduler.pause()
+        self._rollout.scheduler.may_readmit = True
+        order.answered.set()
+        following = self._orders.get()
+        return None if following.command is _Command.resume else following

@@ -1,0 +1,139 @@
+"""Groups: a prompt with its samples. What belongs to one, how far it is, and the groups of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from megarl.batch.data_proto import DataProto
+from megarl.config.schema import SamplingConfig
+from megarl.roles.rollout.finished_groups import RolloutOutput
+from megarl.rollout.interface import GenerationRequest
+
+GREEDY = SamplingConfig(n=1, temperature=0.0)
+
+
+class GroupRules(NamedTuple):
+    """The composition of a group, and when it is dropped.
+
+    Attributes:
+        sampling: How its samples are drawn.
+        greedy: Whether it also contains the greedy response to its prompt (ReMax).
+        max_without_signal: The most groups that may be dropped for a step because all their samples have the
+            same score (DAPO). None disables this filter.
+        max_error_rate: The share of a step's groups that may be dropped because an engine cannot generate
+            their samples.
+        scores_early: Whether groups are scored while others are generated, even if no filter needs it.
+    """
+
+    sampling: SamplingConfig
+    greedy: bool = False
+    max_without_signal: int | None = None
+    max_error_rate: float = 0.0
+    scores_early: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.sampling.n + self.greedy
+
+
+class StepGroups(NamedTuple):
+    """The groups of a step in the order of the data, including those that were generated for it in vain.
+
+    Attributes:
+        prompts: The prompts, one row per group.
+        samples: The samples of each prompt; the greedy one comes last.
+        versions: The version of the weights that started each group.
+        is_trained: Whether each group is trained. The others were dropped, or are not needed.
+        num_surplus: The number of groups that are not needed.
+        num_rounds: The rounds of generation (see StalenessController).
+        num_ahead: The number of groups that had been started for later steps.
+    """
+
+    prompts: DataProto
+    samples: list[list[RolloutOutput]]
+    versions: list[int]
+    is_trained: list[bool]
+    num_surplus: int = 0
+    num_rounds: int = 1
+    num_ahead: int = 0
+
+    @property
+    def trained_prompts(self) -> DataProto:
+        """The prompts of the groups that are trained."""
+        if all(self.is_trained):
+            return self.prompts
+        return self.prompts.select_idxs([row for row, trained in enumerate(self.is_trained) if trained])
+
+
+@dataclass
+class DrawnPrompts:
+    """Prompts that were drawn together.
+
+    Attributes:
+        rows: The prompts.
+        serial: The position of the first prompt, counted from the beginning of the data.
+        position: The state of the loader before they were drawn.
+        requests: The requests of each prompt.
+    """
+
+    rows: DataProto
+    serial: int
+    position: dict[str, Any]
+    requests: list[list[GenerationRequest]]
+
+
+@dataclass
+class Group:
+    """A prompt and the samples that it has so far.
+
+    Attributes:
+        prompts: The prompts that its prompt was drawn with.
+        place: Its index among them.
+        version: The version of the weights that started it.
+        samples: Its samples by their index in the group.
+        is_dropped: Whether it is not trained.
+        cancel: Cancels the samples that are missing.
+    """
+
+    prompts: DrawnPrompts
+    place: int
+    version: int
+    samples: dict[int, RolloutOutput] = field(default_factory=dict)
+    is_dropped: bool = False
+    cancel: Callable[[], None] = lambda: None
+
+    @property
+    def uid(self) -> str:
+        return str(self.prompts.rows.non_tensor_batch["uid"][self.place])
+
+    @property
+    def serial(self) -> int:
+        """Its position in the data."""
+        return self.prompts.serial + self.place
+
+    def first_samples(self, count: int) -> list[RolloutOutput]:
+        """Returns the samples at indices 0 to `count` - 1, which must be there."""
+        return [self.samples[place] for place in range(count)]
+
+
+def requests_by_prompt(requests: Sequence[GenerationRequest], n: int) -> list[list[GenerationRequest]]:
+    """Returns the requests of each prompt. Their ids become indices in the group."""
+    numbered = [request._replace(request_id=index % n) for index, request in enumerate(requests)]
+    return [numbered[start : start + n] for start in range(0, len(numbered), n)]
+
+
+def rows_of(groups: Sequence[Group]) -> DataProto:
+    """Returns the prompts of the groups, one row per group, in order."""
+    parts = []
+
+    # Groups of the same drawn batch share one selection.
+    for _, together in groupby(groups, key=lambda group: group.prompts.serial):
+        of_it = list(together)
+        rows = of_it[0].prompts.rows
+        places = [group.place for group in of_it]
+        parts.append(rows if places == list(range(len(rows))) else rows.select_idxs(places))
+
+    return parts[0] if len(parts) == 1 else DataProto.concat(parts)
