@@ -268,6 +268,9 @@ class RewardScorer:
         unscored = []
 
         for index in waiting:
+            # Samples are taken in their order, but one behind this may have failed already.
+            while not self._is_over(futures[index]):
+                self._refuse_failures(requests, futures, errors)
             result = self._result(futures[index])
             if isinstance(result, Outcome) and result.error is None:
                 result = self._consistent(requests[index], result)
@@ -279,8 +282,7 @@ class RewardScorer:
                 errors.append(self._describe(index, requests[index].uid, result))
                 # Further successes cannot undo this, so the rest need not be scored.
                 if len(errors) > self._max_error_rate * len(requests):
-                    self._stop()  # the pool starts again if there is a next time
-                    raise RewardError(self._too_many(errors, len(requests)))
+                    self._refuse_failures(requests, futures, errors)
 
         return unscored
 
@@ -314,11 +316,31 @@ class RewardScorer:
         self._pool.stop()
         self._pool.join()
 
+    def _refuse_failures(
+        self,
+        requests: Sequence[ScoreRequest],
+        futures: Mapping[int, BegunScore],
+        errors: Sequence[ScoreError],
+    ) -> None:
+        """Raise RewardError if more samples have failed than may, in whatever order they ended."""
+        failed = {error.index: error for error in errors}
+        for index, begun in futures.items():
+            result = self._result(begun) if begun.outcome.done() else None
+            if result is not None and not (isinstance(result, Outcome) and result.error is None):
+                failed.setdefault(index, self._describe(index, requests[index].uid, result))
+
+        if len(failed) > self._max_error_rate * len(requests):
+            self._stop()  # the pool starts again if there is a next time
+            raise RewardError(self._too_many([failed[index] for index in sorted(failed)], len(requests)))
+
+    def _is_over(self, begun: BegunScore) -> bool:
+        """Wait a second for the sample, which nobody may ever complete once its pool is broken."""
+        return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
+
     def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:
-        """None where the pool broke, which can leave futures that nobody will ever complete."""
-        while not wait([begun.outcome], timeout=1.0).done:
-            if begun.is_lost:
-                return None
+        """Return the result of a sample that is over, or None where the pool broke."""
+        if not begun.outcome.done():
+            return None
         try:
             return begun.outcome.result()
         except (TimeoutError, ProcessExpired) as error:

@@ -231,6 +231,10 @@ class Simulation:
         )
         return lambda: self.scheduler.cancel(numbers)
 
+    @property
+    def is_at_work(self) -> bool:
+        return self.scheduler.is_at_work
+
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         """Scoring reads whose they are alone."""
         return prompts

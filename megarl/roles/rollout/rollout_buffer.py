@@ -63,6 +63,9 @@ class Requests(Protocol):
         on_failure: OnFailure,
     ) -> Callable[[], None]: ...
 
+    @property
+    def is_at_work(self) -> bool: ...
+
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto: ...
 
 
@@ -187,7 +190,10 @@ class RolloutBuffer:
         """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it
         repeatedly."""
         scoring = self._scoring
-        if self._unscored and scoring.may_begin:
+
+        # At staleness 0 the step's scores are asked for as soon as nothing is generated.
+        is_early = self.staleness.max_staleness > 0 or self._rollout.is_at_work
+        if self._unscored and (is_early or self._awaiting_scores) and scoring.may_begin:
             # A group may have been taken or dropped since it was finished.
             unscored = [self._groups[number] for number in self._unscored if number in self._groups]
             self._unscored = []

@@ -106,6 +106,15 @@ def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
         assert scorer.score(requests("right")).scores == [1.0]  # and can be used again
 
 
+def test_a_failure_behind_a_slow_sample_ends_the_scoring():
+    with RewardScorer([COMPUTE_SCORE], time_limit_s=1000.0, max_error_rate=0.0, num_processes=2) as scorer:
+        samples = requests("sleep", "right", "raise")
+        with pytest.raises(RewardError, match=r"at least 1 of 3 samples.*\n  sample 2 \(uid u2\)"):
+            scorer.score(samples)
+        with pytest.raises(RewardError, match=r"sample 2 \(uid u2\)"):
+            scorer.score([*scorer.begin(samples[:1]), *samples[1:]])
+
+
 def test_weights_combine_functions():
     functions = [
         RewardFunctionConfig(path=FILE, weight=2.0),
