@@ -136,7 +136,8 @@ class GenerationThread:
                 self._buffer.begin()
                 if pending is not None and self._is_due(pending.command):
                     pending = self._serve(pending)
-                elif self._rollout.is_at_work:
+                elif self._rollout.is_at_work or pending is not None:
+                    # An order is awaited: look at the engines and environments even if none seems to work.
                     # A restarted replica gets the actor's weights, which are the engines' version only while
                     # the trainer waits.
                     self._rollout.scheduler.may_readmit = (

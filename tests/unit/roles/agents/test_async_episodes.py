@@ -77,7 +77,7 @@ class ScriptedEnvironments:
         self._reports: list[TurnReport] = []
         self._lost: list[int] = []
         self._episodes: list[set[int]] = [set(), set()]
-        self._unanswered: set[int] = set()
+        self._unanswered: list[TurnOrder] = []
         self.opened = Counter[int]()
         self.closed = Counter[int]()
         self.prompts: dict[int, int] = {}
@@ -96,7 +96,7 @@ class ScriptedEnvironments:
         mine = self._episodes[order.episode % 2]
         self.opened[number] += number not in mine
         mine.add(number)
-        self._unanswered.add(number)
+        self._unanswered.append(order)
         place = order.turn.place
         prompt = order.task.seed
         answer = TurnAnswer(
@@ -106,7 +106,8 @@ class ScriptedEnvironments:
 
         def report() -> None:
             if number in mine and self._episodes[number % 2] is mine:
-                self._unanswered.discard(number)
+                # A late answer to an earlier attempt leaves the order of the later one open.
+                self._unanswered = [each for each in self._unanswered if each is not order]
                 self._reports.append(TurnReport(number, place, answer))
 
         self._clock.at(self._clock.now_s + seconds, report)
@@ -115,7 +116,10 @@ class ScriptedEnvironments:
         mine = self._episodes[episode % 2]
         self.closed[episode] += episode in mine
         mine.discard(episode)
-        self._unanswered.discard(episode)
+        self._forget({episode})
+
+    def _forget(self, episodes: Collection[int]) -> None:
+        self._unanswered = [order for order in self._unanswered if order.episode not in episodes]
 
     def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
         time.sleep(POLL_S)
@@ -130,7 +134,7 @@ class ScriptedEnvironments:
         gone = self._episodes[process]
         self._episodes[process] = set()
         self._lost += sorted(gone)
-        self._unanswered -= gone
+        self._forget(gone)
         self._reports = [report for report in self._reports if report.episode not in gone]
         self.closed.update(gone)  # with their process
 
