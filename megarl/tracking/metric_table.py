@@ -85,7 +85,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "dynamic_sampling/num_generations",
             "",
-            "Rounds of generation until enough prompts had samples with different scores; 1 ahead of training.",
+            "Rounds of generation until enough prompts had samples with different scores; 1 ahead of "
+            "training.",
         ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
