@@ -40,7 +40,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
 
-    # again: between two runs of a process the file may have changed
+    # Load it again: the file may have changed between two runs of a process.
     function = _load(config.function, _ESTIMATOR)
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:

@@ -137,7 +137,7 @@ class Reward:
             self._begun -= set(uids)
         for uid in uids:
             self._of_rounds.pop(uid, None)
-        self.group.call(RewardWorker.forget, uids)
+        self.group.call(RewardWorker.forget, uids).get()
 
     # ---- parts
 

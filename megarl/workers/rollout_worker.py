@@ -107,8 +107,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
-        """Takes the memory of the weights again. Nothing where the engine is awake, as one that was started
-        again is."""
+        """Allocate the memory of the weights again. Does nothing if the engine is awake, as a restarted one
+        is."""
         self._engine.wake()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -420,10 +420,13 @@ class RolloutBuffer:
         assert most is not None
         num_kept = staleness.num_finished
         scores = np.array(self._scores)
+        # Scoring may have failed for every sample.
+        spread = f"from {scores.min():.3g} to {scores.max():.3g}" if len(scores) else "of no sample"
+        mean = f"{scores.mean():.3g}" if len(scores) else "unknown"
         return (
             f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
             f"samples that do not all score the same, and {wanted} are needed; "
-            f"the mean score is {scores.mean():.3g}, from {scores.min():.3g} to {scores.max():.3g}, and all "
+            f"the mean score is {mean}, {spread}, and all "
             f"algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are "
             f"spent. Raise it, or rollout.n, or "
             "train on prompts that are neither all solved nor out of reach"

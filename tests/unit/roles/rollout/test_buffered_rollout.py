@@ -355,6 +355,22 @@ def test_too_many_prompts_without_signal_end_the_run(max_staleness: int, on_upda
         train(one, range(1, 10))
 
 
+class FailsToScore(ScoresBySignal):
+    """A stub for Reward whose functions fail for every sample, as `reward.max_error_rate` may allow."""
+
+    def scored(self) -> dict[str, list[float]]:
+        return {uid: [] for uid in super().scored()}
+
+
+def test_prompts_without_any_score_end_the_run_and_the_message_says_so() -> None:
+    rules = GroupRules(SAMPLING, max_without_signal=0)
+    with (
+        scene(0, 9, OnUpdate.drain, rules=rules, scoring=FailsToScore()) as one,
+        pytest.raises(NoSignalError, match="only 0 of .* the mean score is unknown, of no sample"),
+    ):
+        train(one, [1])
+
+
 @IN_BOTH_MODES
 def test_prompts_that_no_engine_can_generate_are_replaced_up_to_the_error_rate(
     max_staleness: int, on_update: OnUpdate
