@@ -104,7 +104,8 @@ class Review:
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Those of verl's and TRL's names have their own here, which are then not said to be missing."""
+        """Refuse an unknown key. A name of verl's or TRL's is answered with megarl's, which then does not count
+        as missing."""
         known = set(schema_keys(self.schema))
         # Users bring keys of other frameworks, so those names are translated first.
         elsewhere = verl_problems(key, value, known)
@@ -216,7 +217,7 @@ def _without_sections(section: Any) -> Any:
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Of a text, or of a list of them."""
+    """Apply `change` to a string, or to each string of a list."""
     if isinstance(value, list):
         return [each_text(item, change) for item in value]
     return change(value) if isinstance(value, str) else value

@@ -59,7 +59,7 @@ def match(
 
 
 def living_nodes() -> list[NodeResources]:
-    """With all that they have, whoever holds it."""
+    """Return the nodes that are alive, with all their resources, whether in use or free."""
     return [
         NodeResources(node["NodeManagerAddress"], node["Resources"], node["NodeID"])
         for node in ray.nodes()

@@ -61,7 +61,7 @@ def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As `gather_unequal`, of the sum of all ranks' parts."""
+    """Adapt a scatter of the sum of all ranks' parts, as `gather_unequal` adapts a gather."""
 
     @functools.wraps(scatter)
     def run(

@@ -57,7 +57,8 @@ class TrainedBatch(NamedTuple):
 
 
 class _LossShare(NamedTuple):
-    """Of one micro-batch. outputs: without their graph, which would hold its activations."""
+    """What the loss returned for a micro-batch, and the outputs without their graph, which would keep the
+    activations."""
 
     metrics: Mapping[str, Metric]
     outputs: Outputs
@@ -272,7 +273,7 @@ class MegatronEngine:
         loss: LossFunction,
         extras: Collection[Extra] = ENTROPY,
     ) -> TrainedBatch:
-        """As `forward_backward`, and what the model made of the rows on the way."""
+        """Run `forward_backward`, and also return the scores that the pass computed."""
         shares = self._forward_backward(batch, micro_batches, loss, extras)
         scores = _in_order_of_rows([share.outputs for share in shares], batch, micro_batches)
         return TrainedBatch(merge_metrics([share.metrics for share in shares]), scores)
@@ -280,7 +281,7 @@ class MegatronEngine:
     def _forward_backward(
         self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra]
     ) -> list[_LossShare]:
-        """Of each micro-batch, on the last pipeline stage; elsewhere none."""
+        """Return the share of each micro-batch on the last pipeline stage, and nothing on others."""
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
@@ -460,8 +461,8 @@ class MegatronEngine:
         return hidden, scores
 
     def score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
-        """Return the outputs of a micro-batch, (b, R) float32 each, from the hidden states of its last
-        stage."""
+        """Return the outputs of a micro-batch, (M,) float32 each for its M response tokens, from the hidden
+        states of the model's last stage."""
         model = self.models[-1]
 
         # The head is computed outside of any module, so Megatron does not wait for its weights.

@@ -88,6 +88,7 @@ class MicroBatch:
     def of_all_tokens(self, values: Tensor) -> Tensor:
         """Return (M,) of all response tokens, 0 where a token is another rank's, of values (N,) of this
         rank's. Differentiable."""
+        # `scored` ascends, so that a rank that has all of them has them in order.
         if len(self.scored) == len(self.cells):
             return values
         return values.new_zeros(len(self.cells)).index_copy(0, self.scored, values)

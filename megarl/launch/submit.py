@@ -163,7 +163,7 @@ class Job:
                 self._client.stop_job(self.name)
 
     def _is_to_stop(self) -> bool:
-        """Where nobody can be asked, a job that nobody follows would continue unseen: it is stopped."""
+        """Ask whether to stop the job. Without a terminal it is stopped, because it would continue unnoticed."""
         if not sys.stdin.isatty():
             return True
         return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")

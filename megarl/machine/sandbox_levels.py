@@ -31,7 +31,7 @@ _SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "ma
 
 
 class Level(str, Enum):
-    """From the strongest to the weakest; the last is none, and never chosen unless by name."""
+    """The levels of isolation, the strongest first. The last is none, and is only used if it is named."""
 
     bubblewrap = "bubblewrap"  # namespaces and a file system of its own, by `bwrap`
     namespaces = "namespaces"  # of processes, network and mounts, by `unshare`; files by Landlock

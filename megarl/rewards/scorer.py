@@ -268,7 +268,7 @@ class RewardScorer:
         unscored = []
 
         for index in waiting:
-            # Samples are taken in their order, but one behind this may have failed already.
+            # Results are taken in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
                 self._refuse_failures(requests, futures, errors)
             result = self._result(futures[index])
@@ -334,7 +334,7 @@ class RewardScorer:
             raise RewardError(self._too_many([failed[index] for index in sorted(failed)], len(requests)))
 
     def _is_over(self, begun: BegunScore) -> bool:
-        """Wait a second for the sample, which nobody may ever complete once its pool is broken."""
+        """Wait at most a second for the sample, which is never completed if its pool is broken."""
         return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
 
     def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:

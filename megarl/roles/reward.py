@@ -113,7 +113,8 @@ class Reward:
         return scores
 
     def finish(self, batch: DataProto) -> DerivedFuture:
-        """As `score`, where some of the prompts may have been begun, or scored by `score_round`."""
+        """Return what `score` returns, for prompts of which some may have been begun, or scored by
+        `score_round`."""
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
 
         if self._of_rounds.keys() >= set(uids):

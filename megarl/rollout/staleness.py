@@ -78,7 +78,7 @@ class StalenessController:
 
     @property
     def num_missing(self) -> int:
-        """At `max_staleness` 0, the number of groups of this round that have not been admitted yet."""
+        """The number of groups of this round that have not been admitted yet, at `max_staleness` 0."""
         return self._num_wanted - len(self._live) - len(self._dropped)
 
     def may_admit(self, version: int) -> bool:

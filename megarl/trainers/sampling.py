@@ -1,4 +1,4 @@
-"""From the groups of a step to its batch: their samples and scores, without what was generated in vain
+"""The batch of a step, made from its groups: their samples and scores, without groups that carry no signal
 (DAPO), and with the baselines that an estimator needs (ReMax)."""
 
 from __future__ import annotations

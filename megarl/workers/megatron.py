@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform 
     from torch import Tensor
 
     from megarl.engine.checkpoint import PendingSave
-    from megarl.engine.engine import MegatronEngine, TrainedBatch
+    from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.vocab_parallel import Extra
 
@@ -192,14 +192,27 @@ class MegatronWorker(WeightExport):
         the last stage."""
         return _on_host(self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras) or {})
 
-    def _train(self, part: DataProto, loss: Loss) -> TrainedBatch:
-        """One optimizer step; what the model made of the rows before it, and the metrics: the loss's over
-        this replica's rows, `<loss.name>/grad_norm`, `<loss.name>/lr`, what routers have counted, as
-        `<loss.name>/moe/...`, and the update's speed (speed_metrics)."""
+    def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
+        """Make one optimizer step.
+
+        Args:
+            part: This replica's rows.
+            loss: The loss.
+            with_scores: Also return what the model made of the rows before the step; otherwise the scores
+                are empty.
+
+        Returns:
+            The scores and the metrics: the loss's over this replica's rows, `<loss.name>/grad_norm`,
+            `<loss.name>/lr`, what routers have counted, as `<loss.name>/moe/...`, and the update's speed
+            (speed_metrics).
+        """
         begin_s = time.monotonic()
-        trained = self._engine.forward_backward_scored(
-            part.ragged, part.meta_info[MICRO_BATCHES], loss, loss.extras
-        )
+        arguments = (part.ragged, part.meta_info[MICRO_BATCHES], loss, loss.extras)
+        scores: Mapping[str, RaggedTensor] = {}
+        if with_scores:
+            of_loss, scores = self._engine.forward_backward_scored(*arguments)
+        else:
+            of_loss = self._engine.forward_backward(*arguments)
         step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
         speed = speed_metrics(
             self._spec,
@@ -212,13 +225,13 @@ class MegatronWorker(WeightExport):
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
         }
         metrics = {
-            **trained.metrics,
+            **of_loss,
             f"{loss.name}/grad_norm": Metric.same(step.grad_norm),
             f"{loss.name}/lr": Metric.same(step.lr),
             **routers,
             **speed,
         }
-        return trained._replace(metrics=metrics)
+        return ScoredUpdate(metrics, _on_host(scores))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
@@ -295,8 +308,7 @@ class ActorWorker(PolicyWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
         """As `update`, in whose pass the rows are also scored: `log_probs`, and the extras of the loss."""
-        trained = self._train(part, loss)
-        return ScoredUpdate(trained.metrics, _on_host(trained.scores))
+        return self._train(part, loss, with_scores=True)
 
 
 class CriticWorker(MegatronWorker):
