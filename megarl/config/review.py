@@ -104,8 +104,8 @@ class Review:
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Refuse an unknown key. A name of verl's or TRL's is answered with megarl's, which then does not count
-        as missing."""
+        """Refuse an unknown key. A name of verl's or TRL's is answered with megarl's, which then does not
+        count as missing."""
         known = set(schema_keys(self.schema))
         # Users bring keys of other frameworks, so those names are translated first.
         elsewhere = verl_problems(key, value, known)

@@ -163,7 +163,7 @@ class Job:
                 self._client.stop_job(self.name)
 
     def _is_to_stop(self) -> bool:
-        """Ask whether to stop the job. Without a terminal it is stopped, because it would continue unnoticed."""
+        """Ask whether to stop the job. Without a terminal it is stopped, lest it continue unnoticed."""
         if not sys.stdin.isatty():
             return True
         return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")

@@ -36,7 +36,7 @@ class Position:
     spent_s: dict[str, float] = field(default_factory=dict)  # in phases that have ended, by name
 
     def seconds_in(self, name: str) -> float:
-        """Return the seconds spent in phases of this name, including one that is running. Any thread may ask."""
+        """Return the seconds spent in phases of this name, also in one that is running. Thread-safe."""
         going_on = (
             began.seconds()
             for phase, began in zip(self.phases.copy(), self.begun.copy(), strict=False)
