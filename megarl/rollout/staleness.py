@@ -35,7 +35,8 @@ class StalenessController:
         next_step: The first step that trains.
         version: The version of the weights that `next_step` trains.
         step_pushes: Returns whether new weights are pushed at the end of a step.
-        in_order: Whether groups are trained in the order of the prompts.
+        in_order: Whether groups are trained in the order of the prompts, as at `max_staleness` 0 they always
+            are.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class StalenessController:
         step_pushes: Callable[[int], bool],
         in_order: bool = True,
     ) -> None:
-        self.in_order = in_order
+        self.in_order = in_order or max_staleness == 0
         self.max_staleness = max_staleness
         self.prompts_per_step = prompts_per_step
         self._total_steps = total_steps

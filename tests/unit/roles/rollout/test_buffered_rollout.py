@@ -148,6 +148,7 @@ def scene(
     rules: GroupRules = GroupRules(SAMPLING),  # noqa: B008  of values alone
     scoring: Unscored = Unscored(),  # noqa: B008  it has no state
     failing: Collection[int] = (),
+    keeps_order: bool = True,
 ) -> Iterator[Scene]:
     """failing: the tokens of prompts whose samples no engine can generate."""
     clock = VirtualClock(lambda number: time.sleep(EVENT_S))
@@ -177,6 +178,7 @@ def scene(
             next_step=next_step,
             version=version,
             step_pushes=lambda step: True,
+            in_order=keeps_order,
         )
 
     buffered = BufferedRollout(rollout, weights, loader, scoring, rules, on_update, staleness)  # type: ignore[arg-type]
@@ -482,10 +484,13 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
     assert [step.versions.tolist() for step in before + after] == [step.versions.tolist() for step in whole]
 
 
-def test_stored_samples_that_are_too_old_now_are_generated_anew() -> None:
-    with scene(
-        1, 6, position=BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict(), version=7
-    ) as one:
+@pytest.mark.parametrize(("max_staleness", "keeps_order"), [(1, True), (0, True), (0, False)])
+def test_stored_samples_that_are_too_old_now_are_generated_again(
+    max_staleness: int, keeps_order: bool
+) -> None:
+    """A run that is resumed with `max_staleness` 0 has samples of older weights, whatever `late` says."""
+    position = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict()
+    with scene(max_staleness, 6, position=position, version=7, keeps_order=keeps_order) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
         one.buffered.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
         assert train(one, [1])[0].versions.min() == 7
