@@ -7,7 +7,7 @@ configured.
     megarl train CONFIG algorithm=grpo algorithm.policy_loss.function=examples/custom_maths.py:unclipped
 
 The file must be where every node of the run can read it. To make one of them a part of megarl, see
-docs/algorithms.md, "A new one".
+docs/algorithms/index.md, "A new one".
 """
 
 from __future__ import annotations

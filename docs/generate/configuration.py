@@ -168,7 +168,7 @@ def cell(text: str) -> str:
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
     yield (
-        "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms.md) says what each "
+        "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms/index.md) says what each "
         "is for.\n"
     )
 

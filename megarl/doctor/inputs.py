@@ -310,7 +310,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         return
     names = " and ".join(references)
     hint = (
-        "fix the file, or leave the key out; docs/algorithms.md describes the arguments and the result "
+        "fix the file, or leave the key out; docs/algorithms/index.md describes the arguments and the result "
         "of such a function"
     )
 

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+# Pages of the site. docs/generate holds the sources of generated ones.
+SITE = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "generate"]
+PAGES = sorted([*ROOT.glob("*.md"), *SITE, *(ROOT / "examples").rglob("*.md")])
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _MARK = re.compile(r"<!-- (?!page: )(.*?) -->", re.DOTALL)  # `page: NAME` is of tests/failure_pages.py

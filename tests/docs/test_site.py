@@ -17,7 +17,7 @@ from docs.generate.configuration import reference
 from docs.generate.pages import PAGES as GENERATED
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
-from tests.docs.pages import PAGES, ROOT, anchors, links
+from tests.docs.pages import PAGES, ROOT, SITE, anchors, links
 
 
 def _build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -43,14 +43,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_in_the_site(site: Path) -> None:
-    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in site.glob("*.html")}
+    built = {page.relative_to(site).with_suffix("") for page in site.rglob("*.html")}
+    assert {page.relative_to(ROOT / "docs").with_suffix("") for page in SITE} <= built
 
 
 def test_a_reader_is_reported_to_nobody(site: Path) -> None:
     """No script, style, font or picture from another host; links that a reader follows are another thing."""
     loaded = [
         tag
-        for page in site.glob("*.html")
+        for page in site.rglob("*.html")
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
     ]
     styles = [
