@@ -46,10 +46,11 @@ from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.roles import models
-from megarl.roles.models import ABSENT, Actor, Critic, MiniBatchPlan, Scorer
+from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
-from megarl.roles.rollout.scheduler import SchedulerTotals
+from megarl.roles.rollout.scheduler_state import SchedulerTotals
 from megarl.roles.start import PPORoles
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position

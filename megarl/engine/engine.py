@@ -26,7 +26,8 @@ from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
-from megarl.engine.micro_batch import UNCUT, MicroBatch, SequenceSlice, make_micro_batch
+from megarl.engine.micro_batch import MicroBatch, make_micro_batch
+from megarl.engine.micro_batch_layout import UNCUT, SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks
 from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
 from megarl.engine.offload import MovableState, OffloadableState, StatePart

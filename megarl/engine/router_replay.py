@@ -24,7 +24,8 @@ from torch import Tensor
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS, route_dtype
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes, TokenPositions
+from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
+from megarl.engine.micro_batch_layout import TokenPositions
 from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
 from megarl.models.architecture import Experts

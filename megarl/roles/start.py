@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
-from megarl.agents.episode import EpisodeLimits
 from megarl.config.load import with_absolute_paths, with_dtype
-from megarl.config.roles import ENVIRONMENT, REWARD_MODEL, ModelRole, RoleKind, model_roles
-from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig, SFTConfig
+from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
+from megarl.config.schema import Device, PPOConfig, RunConfig, SFTConfig
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
-from megarl.controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
+from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
 from megarl.models.architecture import Architecture
@@ -23,30 +21,21 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport, joins_weight_groups
-from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.models import ABSENT, Absent, Actor, Critic, MiniBatchPlan, Scorer
+from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
-from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.roles.rollout.rollout import Rollout, TokenRules
+from megarl.roles.rollout.scaling import ReplicaScaling
+from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
-from megarl.rollout.interface import RolloutEngineSpec
-from megarl.workers.engines import build_engine
-from megarl.workers.environment import EnvironmentWorker
 from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
-
-_ROOM_LIMIT_S = 10.0  # for devices that a replica which joins asks for
-# an engine that hangs finds out itself and says why; only when it does not is its process ended
-_ANSWER_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +193,7 @@ def start_ppo(
 
     # Start the models first, because they make room on devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
-    replicas = _start_replicas(config, device, plan, pools, turns.engines_move)
+    replicas = start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(
         turns, {role: group for role, group in groups.items() if role != "reward"}, replicas
     )
@@ -213,7 +202,7 @@ def start_ppo(
     source = starter.weight_source(plan, groups["actor"], models["actor"])
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
-    rollout = _rollout(config, plan, pools, replicas, weights, rules)
+    rollout = start_rollout(config, plan, pools, replicas, weights, rules)
 
     return PPORoles(
         actor=_actor(config, groups["actor"], source, updates, schedule),
@@ -225,7 +214,7 @@ def start_ppo(
         schedule=schedule,
         scaling=None
         if turns.engines_move
-        else _scaling(config, device, plan, pools, replicas, rollout, sync),
+        else replica_scaling(config, device, plan, pools, replicas, rollout, sync),
     )
 
 
@@ -323,137 +312,6 @@ def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -
     )
 
 
-def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
-    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of
-    several bundles."""
-    bundles = plan.bundles("rollout")
-    pool = pools.get_resource_pool("rollout")
-    parts = [pool.part([numbers[0]]) for numbers in bundles]
-    if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
-        return [ReplicaPlace(part) for part in parts]
-
-    # Ray shows a process only the GPUs of its own bundle, so an engine that spans several needs all names.
-    gpus = visible_gpus(pool)
-
-    return [
-        ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
-        for part, numbers in zip(parts, bundles, strict=True)
-    ]
-
-
-def visible_gpus(pool: RayResourcePool) -> list[str]:
-    """Of each bundle, as Ray shows it to a process there; the processes are ended."""
-    probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
-    try:
-        return probes.call(Worker.visible_gpus)
-    finally:
-        probes.shutdown()
-
-
-def _start_replicas(
-    config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool
-) -> Replicas:
-    spec = RolloutEngineSpec(
-        model=config.model,
-        rollout=config.rollout,
-        device=device,
-        release_memory=takes_turns,
-        returns_routes=config.engine.routing_replay is RoutingReplay.rollout,
-    )
-    limit_s = config.trainer.phase_time_limit_s
-    return Replicas(
-        replica_places(plan, device, pools),
-        partial(build_engine, spec),
-        restart_limit=config.rollout.restart_limit,
-        phase_time_limit_s=limit_s,
-        at_work=at_work(plan),
-    )
-
-
-def _scaling(
-    config: PPOConfig,
-    device: Device,
-    plan: PlacementPlan,
-    pools: ResourcePoolManager,
-    replicas: Replicas,
-    rollout: Rollout,
-    sync: WeightSync,
-) -> ReplicaScaling:
-    planned = [
-        PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
-    ]
-    size = config.rollout.tensor_parallel_size
-
-    # Pools for replicas beyond the plan are reserved only when somebody asks for them.
-    def reserve(number: int) -> RayResourcePool:
-        return RayResourcePool(
-            [1],
-            device is Device.cuda,
-            f"rollout-{number}",
-            wait_limit_s=_ROOM_LIMIT_S,
-            gpus_per_process=size if device is Device.cuda else 1,
-        )
-
-    return ReplicaScaling(replicas, rollout.scheduler, sync, planned, reserve, size)
-
-
-def _rollout(
-    config: PPOConfig,
-    plan: PlacementPlan,
-    pools: ResourcePoolManager,
-    replicas: Replicas,
-    weights: RolloutWeights,
-    rules: TokenRules,
-) -> Rollout:
-    """With an agent its samples are episodes."""
-    agent = config.agent
-    setup = RolloutSetup(
-        replicas=replicas,
-        weights=weights,
-        rules=rules,
-        limits=_rollout_limits(config),
-        seed=config.trainer.seed,
-    )
-
-    if not agent.is_used:
-        routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
-        return Rollout(setup, routes_of)
-
-    # Start one process of environments per bundle.
-    pool = pools.get_resource_pool(ENVIRONMENT)
-    environments = Environments(
-        [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
-        RayClassWithInitArgs(
-            EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time
-        ),
-        restart_limit=config.rollout.restart_limit,
-        hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
-        phase_time_limit_s=config.trainer.phase_time_limit_s,
-    )
-
-    # The limit of tokens covers all turns together, the environment's answers included.
-    of_episodes = EpisodeLimits(
-        max_turns=agent.max_turns,
-        max_tokens=rules.max_response_length,
-        max_turn_tokens=agent.max_turn_tokens,
-        max_attempts=agent.max_attempts,
-    )
-
-    return EpisodeRollout(setup, environments, of_episodes)
-
-
-def _rollout_limits(config: PPOConfig) -> RolloutLimits:
-    rollout = config.rollout
-    limit_s = config.trainer.phase_time_limit_s
-    return RolloutLimits(
-        max_concurrency=rollout.max_concurrency,
-        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S
-        if rollout.engine.needs.answers_meanwhile
-        else limit_s,
-        sample_limit_s=limit_s,
-    )
-
-
 def start_evaluation(
     config: PPOConfig,
     models: Mapping[str, Architecture],
@@ -477,12 +335,12 @@ def start_evaluation(
         if role in ("reward", REWARD_MODEL)
     }
     groups = starter.groups(plan, workers)
-    replicas = _start_replicas(config, device, plan, pools, takes_turns=False)
+    replicas = start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
 
     return EvaluationRoles(
-        rollout=_rollout(config, plan, pools, replicas, rollout_weights, rules),
+        rollout=start_rollout(config, plan, pools, replicas, rollout_weights, rules),
         reward=_reward(config, groups, schedule),
     )
 

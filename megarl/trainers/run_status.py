@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
 from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.scheduler import ReplicaState, RequestState, SchedulerTotals
+from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState, SchedulerTotals
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.monitor import WAIT, Monitor

@@ -24,7 +24,7 @@ from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import RestartLimitError
 from megarl.roles.rollout.rollout import Rollout
-from megarl.roles.rollout.scheduler import EngineFaultError
+from megarl.roles.rollout.sample_check import EngineFaultError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.router import RequestRoutingError
 from megarl.weights.checksum import checksum

@@ -21,7 +21,8 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
 from megarl.roles.agents.environments import Environments
-from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RequestState
+from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler
+from megarl.roles.rollout.scheduler_state import RequestState
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.workers.environment import TurnOrder
 

@@ -19,7 +19,8 @@ from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.rollout.finished_groups import RolloutOutput
 from megarl.roles.rollout.rollout import Deliver, Rollout, RolloutSetup
-from megarl.roles.rollout.scheduler import OnFailure, ReplicaState, RequestState
+from megarl.roles.rollout.scheduler import OnFailure
+from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 

@@ -20,15 +20,9 @@ from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.roles.rollout.finished_groups import RolloutOutput, route_column
 from megarl.roles.rollout.replicas import ExclusiveAccess, Replicas
-from megarl.roles.rollout.scheduler import (
-    EngineFaultError,
-    OnFailure,
-    ReplicaState,
-    RequestScheduler,
-    RequestState,
-    RolloutLimits,
-    SchedulerTotals,
-)
+from megarl.roles.rollout.sample_check import EngineFaultError
+from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RolloutLimits
+from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState, SchedulerTotals
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.interface import (
     FinishedRequest,

@@ -50,7 +50,8 @@ def make(
 
     platform.activate(Device.cpu)
     from megarl.engine.context import ContextParallelRank
-    from megarl.engine.micro_batch import SequenceSlice, make_micro_batch
+    from megarl.engine.micro_batch import make_micro_batch
+    from megarl.engine.micro_batch_layout import SequenceSlice
 
     options = {"packing": packing, "share_prompts": share_prompts, "ends_with_predictors": ends}
     made = make_micro_batch(

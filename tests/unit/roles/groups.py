@@ -32,7 +32,8 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
-from megarl.roles.models import Actor, Critic, MiniBatchPlan, Scorer
+from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.models import Actor, Critic, Scorer
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync

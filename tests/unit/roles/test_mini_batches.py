@@ -29,7 +29,8 @@ from megarl.config.schema import (
 )
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
-from megarl.roles.models import Actor, MegatronRole, MiniBatchPlan, actor_rows, restored_rows
+from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, restored_rows
+from megarl.roles.models import Actor, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update

@@ -18,14 +18,14 @@ from megarl.config.schema import (
 )
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import plan_placement
-from megarl.roles.start import replica_places
+from megarl.roles.start_rollout import replica_places
 
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes see GPUs in an order of Ray's choosing."""
     monkeypatch.setattr(
-        "megarl.roles.start.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size]
+        "megarl.roles.start_rollout.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size]
     )
 
 

@@ -27,7 +27,8 @@ from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
 from megarl.roles.rollout.sample_groups import GroupRules
-from megarl.roles.rollout.scheduler import RequestScheduler, RequestState, RolloutLimits
+from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
+from megarl.roles.rollout.scheduler_state import RequestState
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock

@@ -1,0 +1,271 @@
+"""Lays out the rows of a micro-batch as model inputs: packed without padding, or padded on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import lcm
+from operator import add
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.batch.token_rows import first_with_prompt
+from megarl.config.batch_arithmetic import padded_length
+from megarl.engine.context import ContextParallelRank, own_tokens
+from megarl.engine.packed_rows import PackedRows
+
+
+class TokenPositions(NamedTuple):
+    """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one
+    row's behind the other's, and the place behind these of what pads. lengths: (b,) tokens of each row.
+    origins: (N,) for each of the rows' tokens the one that stands for it: of a prompt that rows share that of
+    the first row, else itself."""
+
+    sources: Tensor
+    lengths: Tensor
+    origins: Tensor
+
+
+def _aligned(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+class _Layout(NamedTuple):
+    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one
+    after the other, and the place behind these of what pads; prompts, responses: (b,) where each row's
+    prompt, which may be another row's too, and its response begin. lengths, prompt_of: see PackedRows."""
+
+    sources: Tensor
+    prompts: Tensor
+    responses: Tensor
+    lengths: list[int]
+    prompt_of: list[int | None]
+
+
+def _lay_out(
+    prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int
+) -> _Layout:
+    """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow.
+    Arguments: (b,) each, lengths of prompts and responses, and for each row the first row with its prompt;
+    and how many ranks share the rows."""
+    starts = [0, *accumulate(map(add, prompts, responses))]
+
+    # The rows that have the same prompt, by the first of them.
+    members: dict[int, list[int]] = {}
+    for row, first in enumerate(first_with_prompt):
+        members.setdefault(first, []).append(row)
+    spans: list[tuple[int, int]] = []  # of sources, one for each sequence
+    prompt_of: list[int | None] = []
+    prompt_places = [0] * len(prompts)
+    response_places = [0] * len(prompts)
+    place = 0
+
+    def put(begin: int, end: int, continues: int | None) -> None:
+        nonlocal place
+
+        # A response may be empty, but a packed batch holds no empty sequence.
+        if end > begin:
+            spans.append((begin, end))
+            prompt_of.append(continues)
+            place += padded_length(end - begin, num_ranks)
+
+    # A shared prompt is a sequence of its own, directly followed by the responses to it.
+    for first, rows in members.items():
+        shares = len(rows) > 1
+        prompt_place = place
+        number = len(spans)
+        put(starts[first], starts[first] + prompts[first] if shares else starts[first + 1], None)
+        for row in rows:
+            prompt_places[row] = prompt_place
+            response_places[row] = place if shares else prompt_place + prompts[row]
+            if shares:
+                put(starts[row] + prompts[row], starts[row + 1], number)
+
+    # Each sequence is padded by itself, with the place behind all real tokens.
+    lengths = [end - begin for begin, end in spans]
+    padding = [padded_length(length, num_ranks) - length for length in lengths]
+    sources = torch.cat(
+        [
+            F.pad(torch.arange(*span), (0, pad), value=starts[-1])
+            for span, pad in zip(spans, padding, strict=True)
+        ]
+    )
+
+    return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
+
+
+class ConcatenatedRows(NamedTuple):
+    """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,).
+    row_of, offset: (T,) of each token its row and its place in that. counts: (T,) 1 in rows of which the loss
+    reads a token, else 0. response_row, response_offset: (N,) of each response token its row and its place in
+    the response."""
+
+    prompts: Tensor
+    responses: Tensor
+    ids: Tensor
+    row_of: Tensor
+    offset: Tensor
+    counts: Tensor
+    response_row: Tensor
+    response_offset: Tensor
+
+    @classmethod
+    def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor, is_read: Tensor) -> ConcatenatedRows:
+        """is_read: (b,) whether the loss reads a token of the row."""
+        rows = torch.arange(len(prompts))
+        lengths = prompts + responses
+        row_of = torch.repeat_interleave(rows, lengths)
+        response_row = torch.repeat_interleave(rows, responses)
+        offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
+        response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
+
+        return cls(
+            prompts, responses, ids, row_of, offset, is_read.long()[row_of], response_row, response_offset
+        )
+
+    @property
+    def predictors(self) -> Tensor:
+        """(N,) of each response token the place in its row of what predicts it."""
+        return self.prompts[self.response_row] + self.response_offset - 1
+
+    def origins(self, firsts: Sequence[int]) -> Tensor:
+        """See TokenPositions. firsts: of each row the first one with its prompt."""
+        lengths = self.prompts + self.responses
+        starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
+        return torch.where(
+            self.offset < self.prompts[self.row_of],
+            starts[self.row_of] + self.offset,
+            torch.arange(len(self.offset)),
+        )
+
+
+class ModelInputs(NamedTuple):
+    """As in MicroBatch, on the host but for `packed`. predictors: (N,) places among all tokens. scored: (N,)
+    which of the rows' response tokens these are of."""
+
+    tokens: Tensor
+    positions: Tensor
+    packed: PackedRows | None
+    counts: Tensor
+    places: TokenPositions | None
+    predictors: Tensor
+    scored: Tensor
+
+
+class SequenceSlice(NamedTuple):
+    """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this
+    is."""
+
+    size: int
+    rank: int
+
+
+UNCUT = SequenceSlice(1, 0)
+
+
+def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
+    """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this
+    rank's part of the T, and (N,) the places of `predictors` among what all ranks have chosen, one rank's
+    behind the other's. Ranks choose equally many, at least one, for which the first token of a part stands
+    in."""
+    size = num_tokens // cut.size
+
+    # Rows that share a prompt also share the predictor of their first response token.
+    chosen, number = predictors.unique(return_inverse=True)
+    part = chosen // size
+    counts = part.bincount(minlength=cut.size)
+
+    # The ranks' outputs are gathered, for which all parts must have the same length.
+    most = max(1, int(counts.max()))
+    among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
+    own = chosen[part == cut.rank] - cut.rank * size
+
+    return F.pad(own, (0, most - len(own))), among[number]
+
+
+def packed_inputs(
+    rows: ConcatenatedRows,
+    share_prompts: bool,
+    cut: SequenceSlice,
+    place: ContextParallelRank,
+    device: torch.device,
+) -> ModelInputs:
+    # For each row the first one with the same prompt; without sharing each row is its own.
+    firsts: Sequence[int] = range(len(rows.prompts))
+    if share_prompts:
+        of_rows = zip(
+            rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True
+        )
+        firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
+
+    layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
+    num_tokens = len(layout.sources)
+
+    # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all
+    # have their chunks.
+    padding = (
+        _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
+    )
+    last = [padding] if padding else []
+
+    # Places in the packed sequence, of the predictors inside responses and of all tokens of the rows.
+    in_response = layout.responses[rows.response_row] + rows.response_offset - 1
+    prompts = rows.prompts[rows.row_of]
+    places = rows.offset + torch.where(
+        rows.offset < prompts, layout.prompts[rows.row_of], layout.responses[rows.row_of] - prompts
+    )
+    packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
+    own = own_tokens(packed.lengths, place)
+    sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
+
+    # From places in the whole batch to those among this rank's tokens; -1 for the tokens of other ranks.
+    here = torch.full((num_tokens + padding,), -1)
+    here[own] = torch.arange(len(own))
+
+    # A prompt token that rows share counts once for each of them.
+    counts = torch.zeros(num_tokens + padding, dtype=torch.long).index_add_(0, places, rows.counts)
+
+    # The first token of a response is predicted by the prompt's last one, which may stand elsewhere.
+    predictors = here[
+        torch.where(
+            rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response
+        )
+    ]
+
+    # This rank scores the tokens whose predictors it holds.
+    scored = (predictors >= 0).nonzero()[:, 0]
+
+    return ModelInputs(
+        tokens=F.pad(rows.ids, (0, 1))[sources][None],
+        positions=F.pad(rows.offset, (0, 1))[sources][None],
+        packed=packed,
+        counts=counts[own][None],
+        places=TokenPositions(sources, rows.prompts + rows.responses, rows.origins(firsts)),
+        predictors=predictors[scored],
+        scored=scored,
+    )
+
+
+def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
+    num_rows = len(rows.prompts)
+    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.size)
+
+    # Zeros pad on the right, where the causal mask keeps them from the real tokens.
+    tokens = torch.zeros(num_rows, longest, dtype=torch.long)
+    tokens[rows.row_of, rows.offset] = rows.ids
+    counts = torch.zeros_like(tokens)
+    counts[rows.row_of, rows.offset] = rows.counts
+    predictors = rows.predictors * num_rows + rows.response_row  # hidden states are (S', b, H)
+
+    return ModelInputs(
+        tokens,
+        torch.arange(longest).expand(num_rows, -1),
+        None,
+        counts,
+        None,
+        predictors,
+        torch.arange(len(predictors)),
+    )

@@ -1,0 +1,40 @@
+"""Checks that a sample can be the answer to its request."""
+
+from __future__ import annotations
+
+from megarl.machine.errors import RunError
+from megarl.rollout.interface import GenerationRequest, Sample
+
+
+class EngineFaultError(RunError):
+    """An engine returned something that was not requested, so its samples cannot be trusted."""
+
+
+def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
+    """Raises EngineFaultError for a sample that cannot be what was requested."""
+    sampling = request.sampling
+    count = len(sample.token_ids)
+    faults = []
+    if not 1 <= count <= sampling.max_new_tokens:
+        faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")
+    if len(sample.log_probs) != count:
+        faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
+    if sample.finish_reason not in ("stop", "length"):
+        faults.append(f"finish reason {sample.finish_reason!r}")
+
+    # The spans must cover all tokens without a gap, with rising versions.
+    ends = [0, *(span.end for span in sample.spans)]
+
+    if (
+        ends[-1] != count
+        or ends != sorted(set(ends))
+        or list(sample.weight_versions) != sorted(set(sample.weight_versions))
+    ):
+        faults.append(
+            f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens"
+        )
+
+    if faults:
+        raise EngineFaultError(
+            f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}"
+        )

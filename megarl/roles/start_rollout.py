@@ -1,0 +1,161 @@
+"""Starts the inference engines of a run and builds the rollout role on top of them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megarl.agents.episode import EpisodeLimits
+from megarl.config.roles import ENVIRONMENT
+from megarl.config.schema import Device, PPOConfig, RoutingReplay
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from megarl.controller.worker import RayClassWithInitArgs, Worker
+from megarl.placement.cores import at_work
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.roles.agents.environments import Environments
+from megarl.roles.agents.episodes import EpisodeRollout
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
+from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.roles.weights.forecast import rank_places
+from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.roles.weights.sync import WeightSync
+from megarl.rollout.interface import RolloutEngineSpec
+from megarl.workers.engines import build_engine
+from megarl.workers.environment import EnvironmentWorker
+
+_ROOM_LIMIT_S = 10.0  # how long a joining replica waits for free devices
+# A hung engine detects it by itself and reports why. Its process is ended only if it does not.
+_ANSWER_GRACE_S = 30.0
+
+
+def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
+    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of
+    several bundles."""
+    bundles = plan.bundles("rollout")
+    pool = pools.get_resource_pool("rollout")
+    parts = [pool.part([numbers[0]]) for numbers in bundles]
+    if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
+        return [ReplicaPlace(part) for part in parts]
+
+    # Ray shows a process only the GPUs of its own bundle, so an engine that spans several needs all names.
+    gpus = visible_gpus(pool)
+
+    return [
+        ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
+        for part, numbers in zip(parts, bundles, strict=True)
+    ]
+
+
+def visible_gpus(pool: RayResourcePool) -> list[str]:
+    """Of each bundle, as Ray shows it to a process there; the processes are ended."""
+    probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
+    try:
+        return probes.call(Worker.visible_gpus)
+    finally:
+        probes.shutdown()
+
+
+def start_replicas(
+    config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool
+) -> Replicas:
+    spec = RolloutEngineSpec(
+        model=config.model,
+        rollout=config.rollout,
+        device=device,
+        release_memory=takes_turns,
+        returns_routes=config.engine.routing_replay is RoutingReplay.rollout,
+    )
+    limit_s = config.trainer.phase_time_limit_s
+    return Replicas(
+        replica_places(plan, device, pools),
+        partial(build_engine, spec),
+        restart_limit=config.rollout.restart_limit,
+        phase_time_limit_s=limit_s,
+        at_work=at_work(plan),
+    )
+
+
+def replica_scaling(
+    config: PPOConfig,
+    device: Device,
+    plan: PlacementPlan,
+    pools: ResourcePoolManager,
+    replicas: Replicas,
+    rollout: Rollout,
+    sync: WeightSync,
+) -> ReplicaScaling:
+    planned = [
+        PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
+    ]
+    size = config.rollout.tensor_parallel_size
+
+    # Pools for replicas beyond the plan are reserved only when somebody asks for them.
+    def reserve(number: int) -> RayResourcePool:
+        return RayResourcePool(
+            [1],
+            device is Device.cuda,
+            f"rollout-{number}",
+            wait_limit_s=_ROOM_LIMIT_S,
+            gpus_per_process=size if device is Device.cuda else 1,
+        )
+
+    return ReplicaScaling(replicas, rollout.scheduler, sync, planned, reserve, size)
+
+
+def start_rollout(
+    config: PPOConfig,
+    plan: PlacementPlan,
+    pools: ResourcePoolManager,
+    replicas: Replicas,
+    weights: RolloutWeights,
+    rules: TokenRules,
+) -> Rollout:
+    """With an agent its samples are episodes."""
+    agent = config.agent
+    setup = RolloutSetup(
+        replicas=replicas,
+        weights=weights,
+        rules=rules,
+        limits=_rollout_limits(config),
+        seed=config.trainer.seed,
+    )
+
+    if not agent.is_used:
+        routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
+        return Rollout(setup, routes_of)
+
+    # Start one process of environments per bundle.
+    pool = pools.get_resource_pool(ENVIRONMENT)
+    environments = Environments(
+        [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
+        RayClassWithInitArgs(
+            EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time
+        ),
+        restart_limit=config.rollout.restart_limit,
+        hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
+        phase_time_limit_s=config.trainer.phase_time_limit_s,
+    )
+
+    # The limit of tokens covers all turns together, the environment's answers included.
+    of_episodes = EpisodeLimits(
+        max_turns=agent.max_turns,
+        max_tokens=rules.max_response_length,
+        max_turn_tokens=agent.max_turn_tokens,
+        max_attempts=agent.max_attempts,
+    )
+
+    return EpisodeRollout(setup, environments, of_episodes)
+
+
+def _rollout_limits(config: PPOConfig) -> RolloutLimits:
+    rollout = config.rollout
+    limit_s = config.trainer.phase_time_limit_s
+    return RolloutLimits(
+        max_concurrency=rollout.max_concurrency,
+        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S
+        if rollout.engine.needs.answers_meanwhile
+        else limit_s,
+        sample_limit_s=limit_s,
+    )
