@@ -45,7 +45,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
-from megarl.roles import models
+from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
@@ -327,7 +327,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
 
     with Peak() as peak:
         for step in range(1, STEPS + 1):
-            models._plan.cache_clear()  # samples of another step have other lengths
+            megatron_role._plan.cache_clear()  # samples of another step have other lengths
             begin_s = time.process_time()
             before_s = store.away_s
             trainer.train_step(prompts, step)
