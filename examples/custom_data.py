@@ -1,14 +1,14 @@
-"""Training data from any source: here a CSV with the columns question and answer.
+"""Convert your own data to training data; the example reads a CSV file with the columns question and answer.
 
     python -m examples.custom_data examples/questions.csv outputs/questions
 
-writes train.parquet and validation.parquet, for `data.train_files` and `data.val_files`. A row of megarl's
-data has:
+The command writes train.parquet and validation.parquet, for `data.train_files` and `data.val_files`. Each row
+has these columns:
 
-    prompt        chat messages, rendered by the model's own template
-    data_source   the name under which validation is reported, and the reward function's first argument
-    reward_model  {style, ground_truth}: what the reward function compares with
-    extra_info    anything else that the reward function wants
+    prompt        chat messages, which the chat template of the model's tokenizer renders
+    data_source   the name under which validation scores are logged; the first argument of the reward function
+    reward_model  {style, ground_truth}; the reward function receives the ground truth
+    extra_info    anything else that the reward function needs
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-HELD_OUT_EVERY = 4  # rows: the first of them is held out
+HELD_OUT_EVERY = 4  # the first of every four rows is held out for validation
 
 
 def rows(source: Iterable[dict[str, str]], name: str) -> Iterator[dict[str, Any]]:

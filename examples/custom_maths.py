@@ -1,13 +1,12 @@
-"""An advantage estimator and a policy loss of your own, by reference; each takes the place of the one that is
-configured.
+"""Train with your own advantage estimator or policy loss, which replaces the configured one.
 
-    python -m examples.custom_maths      # the estimator's advantages beside GRPO's, for one prompt
+    python -m examples.custom_maths      # print the estimator's advantages and GRPO's, for one prompt
 
     megarl train CONFIG algorithm=grpo algorithm.advantage.function=examples/custom_maths.py:best_of_group
     megarl train CONFIG algorithm=grpo algorithm.policy_loss.function=examples/custom_maths.py:unclipped
 
-The file must be where every node of the run can read it. To make one of them a part of megarl, see
-docs/algorithms/index.md, "A new one".
+Every node of the run must be able to read the file. To add an estimator or a loss to megarl itself, see
+docs/algorithms/index.md.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from megarl.config.schema import AdvantageConfig, AdvantageEstimator, PolicyLoss
 
 
 def best_of_group(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """1 for the best samples of a prompt and 0 for the others, less the group's mean of that."""
+    """Score the best samples of each prompt 1 and the others 0, and subtract the group mean."""
     groups = inputs.groups
     scores = inputs.outcomes
     return inputs.on_every_token(groups.deviation((scores == groups.maximum(scores)).to(scores.dtype)))
 
 
 def unclipped(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-ratio A. Nothing is bounded."""
+    """Compute -ratio * A for each token, without clipping."""
     return TokenLosses(-inputs.ratio * inputs.advantages, torch.zeros_like(inputs.mask))
 
 
 def compare(scores: list[float]) -> dict[str, list[float]]:
-    """Advantages of samples of one prompt, of one token each, by either estimator."""
+    """Compute the advantages of one-token samples of a prompt with GRPO and with `best_of_group`."""
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor(scores)[:, None],
         response_mask=torch.ones(len(scores), 1, dtype=torch.bool),
@@ -44,7 +43,7 @@ def compare(scores: list[float]) -> dict[str, list[float]]:
 
     for name, estimate in estimators.items():
         advantages = estimate(inputs, AdvantageConfig()).advantages
-        assert isinstance(advantages, torch.Tensor), "of rewards (B, R); of rows of tokens they are rows too"
+        assert isinstance(advantages, torch.Tensor), "(B, R) rewards give (B, R) advantages"
         compared[name] = advantages[:, 0].tolist()
 
     return compared

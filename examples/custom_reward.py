@@ -1,9 +1,8 @@
-"""A reward function of your own: full marks for the right last number, a little for any number, and what it
-found beside the score.
+"""Write your own reward function: 1 if the last number is right, 0.1 for any other number, 0 otherwise.
 
-Try it on responses first, without a model, a GPU or Ray; each row has response, data_source, ground truth and
-extra_info, as a run's generations.jsonl does. `--ground-truth` scores the right answers instead, which should
-all get full marks:
+Test it on responses before a run, without a model, a GPU or Ray. Each row of the file has a response, a
+data_source, a ground truth and extra_info, like a run's generations.jsonl. With `--ground-truth` the command
+scores the ground truths as responses; each should score 1:
 
     megarl score CONFIG outputs/run/generations.jsonl 'reward.functions=[{path: examples/custom_reward.py}]'
     megarl score CONFIG train.parquet 'reward.functions=[{path: examples/custom_reward.py}]' --ground-truth
@@ -16,16 +15,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-FOR_A_NUMBER = 0.1
+FOR_A_NUMBER = 0.1  # the score of a wrong number
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`score` is trained on; `answer` is compared between samples by val/.../maj@k, with None for a sample
-    that has none; each other number is a metric, as reward/has_number/mean.
+    """Score one response.
 
-    An exception here would be an error of the sample, never a silent 0: so there is no `except`.
+    An exception is reported as an error of the sample, never as a silent 0, so there is no `except` here.
+
+    Returns:
+        `score` is the reward that is trained on. `answer` is compared between samples for val/.../maj@k; it
+        is None for a sample without an answer. Every other number is logged, as reward/has_number/mean.
     """
     numbers = re.findall(r"-?\d+", solution_str)
     if not numbers:

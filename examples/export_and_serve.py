@@ -1,10 +1,9 @@
-"""From a run's checkpoints to answers: `megarl convert` writes a Hugging Face folder, transformers or SGLang
-load it.
+"""Export a run's checkpoint as a Hugging Face folder, and answer a question with it.
 
     python -m examples.export_and_serve outputs/run/checkpoints outputs/run/exported "48 + 61"
 
-(A run also leaves its last policy in trainer.output_dir/huggingface, see checkpoint.save_hf.) A server for
-many users, which needs a GPU:
+`megarl convert` writes the folder; transformers and SGLang load it. A run also leaves its final policy in
+trainer.output_dir/huggingface (see checkpoint.save_hf). To serve the folder to many users, on a GPU:
 
     python -m sglang.launch_server --model-path outputs/run/exported --host 127.0.0.1 --port 30000 --api-key KEY
 """
@@ -22,7 +21,7 @@ MAX_NEW_TOKENS = 16
 
 
 def answer(folder: str, question: str) -> str:
-    """Greedy."""
+    """Return the greedy answer of the model in `folder`."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]

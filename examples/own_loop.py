@@ -1,24 +1,23 @@
-"""GRPO in a loop of your own, from Python: megarl's roles, placement, checkpoints and metrics; what a step
-does is written here.
+"""Run GRPO in your own training loop, with megarl's roles, placement, checkpoints and metrics.
 
     python -m examples.own_loop outputs/quickstart/sft/huggingface outputs/quickstart/data/train.parquet outputs/own_loop
 
-Begins with any Hugging Face folder and data as of docs/data.md; overrides such as trainer.total_steps=40 go
-behind. The same command again goes on where it ended.
+The arguments are a Hugging Face folder, data as described in docs/data.md, and an output folder. Overrides
+such as trainer.total_steps=40 follow them. The same command resumes a run that was interrupted.
 """
 
 import sys
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
-    """The share of the answer that is right, character by character; what is too long counts against it."""
+    """Return the fraction of characters that match; extra and missing characters count as wrong."""
     right = sum(mine == true for mine, true in zip(solution_str, ground_truth, strict=False))
     return right / max(len(solution_str), len(ground_truth), 1)
 
 
 def main(model: str, data: str, output_dir: str, *overrides: str) -> list[float]:
-    """The mean score of each step."""
-    from megarl import api  # here: the processes of the reward import this file too
+    """Train, and return the mean score of each step."""
+    from megarl import api  # imported here because the reward processes import this file too
 
     config = {
         "algorithm": "grpo",

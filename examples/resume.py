@@ -1,9 +1,9 @@
-"""A run that is killed, and goes on: `kill -9` of everything at any moment leaves a checkpoint to go on from.
+"""Kill a run and resume it: after `kill -9` at any moment, a complete checkpoint is left to resume from.
 
     python -m examples.resume sft configs/quickstart_sft.yaml trainer.total_steps=40
 
-starts `megarl sft` with a checkpoint every 2 steps, kills it after the first, and runs the same command
-again, to the end. `train` in the place of `sft` does it with PPO.
+The command starts `megarl sft` with a checkpoint every 2 steps, kills it after the first checkpoint, and runs
+the same command again until the run is complete. Use `train` instead of `sft` for PPO.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ EVERY_STEPS = 2
 
 
 def main(command: str, config_path: str, overrides: list[str]) -> int:
-    """The status of the second run."""
+    """Return the exit status of the second run."""
     overrides = [*overrides, f"checkpoint.every_steps={EVERY_STEPS}"]
     kind: type[PPOConfig | SFTConfig] = PPOConfig if command == "train" else SFTConfig
     config = load_config(kind, config_path, overrides)
-    latest = checkpoint_path(config) / "latest"  # a file that names the newest whole checkpoint
+    latest = checkpoint_path(config) / "latest"  # a file that names the newest complete checkpoint
     run = [sys.executable, "-m", "megarl", command, config_path, *overrides]
     first = subprocess.Popen(run)
     while not latest.exists() and first.poll() is None:
@@ -34,7 +34,7 @@ def main(command: str, config_path: str, overrides: list[str]) -> int:
         print("it ended before it could be killed; give it more steps", file=sys.stderr)
         return first.returncode or 1
 
-    first.kill()  # the driver alone: all that it has started ends with it
+    first.kill()  # only the driver; all processes that it started end with it
     first.wait()
     print(f"killed; the newest checkpoint is {latest.read_text().strip()}", flush=True)
 

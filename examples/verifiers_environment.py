@@ -1,5 +1,4 @@
-"""Environments of `verifiers` (MultiTurnEnv, as of version 0.1.8) answer and score the turns of a run of
-megarl.
+"""Use an environment of the package `verifiers` (MultiTurnEnv, version 0.1.8) in a run.
 
     class WordGame(VerifiersEnvironment):          # in a file of your own, which agent.environment.path names
         make = staticmethod(lambda: verifiers.load_environment("word-game"))
@@ -8,11 +7,11 @@ megarl.
 
     agent: {environment: {path: my_file.py, name: WordGame}, max_turns: 8}
     data: {train_files: [train.jsonl]}
-    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds nothing to what the rubric says
+    reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds 0 to the rubric's score
 
-The rubric scores an episode when it ends, as the reward of its last turn; one that ends because a turn was
-cut has none. Environments whose model calls tools are not meant: the model would not be told of them. Make
-the tools functions, and give those to `agent.tools`.
+The rubric scores an episode when it ends, as the reward of its last turn. An episode that ends because a turn
+was truncated has no reward. Environments with tools are not supported, because the model would not be told
+about the tools. Write the tools as functions and name them in `agent.tools`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ from megarl.agents.protocol import Message, Reply, Task, Turn
 
 
 class VerifiersEnvironment:
-    """make: gives the environment, which the episodes of a process share; what is of one episode is in its
-    state."""
+    """Adapt a `verifiers` environment to megarl's environment protocol.
+
+    Attributes:
+        make: Creates the environment. The episodes of a process share it; each episode has its own state.
+    """
 
     make: ClassVar[Callable[[], Any]]
 
@@ -73,7 +75,7 @@ class VerifiersEnvironment:
         return Reply(messages=said)
 
     async def close(self) -> None:
-        """`is_completed` has called what the environment does at the end."""
+        """Do nothing: `is_completed` has already called the environment's cleanup."""
 
     async def _score(self) -> float:
         await self._environment.rubric.score_rollout(self._state, nullcontext())
@@ -84,7 +86,7 @@ _made = cache(lambda make: make())
 
 
 def write_rows(environment: Any, path: str) -> None:
-    """The prompts of its data set, as a run reads them."""
+    """Write the prompts of the environment's data set to a JSON lines file for `data.train_files`."""
     with Path(path).open("w", encoding="utf-8") as file:
         for row in environment.get_dataset():
             rest = {name: value for name, value in row.items() if name not in ("prompt", "answer")}

@@ -1,12 +1,11 @@
-"""Makes what the example trains on: a tiny Llama model with random weights, its tokenizer, prompts, and
-conversations of three teachers.
+"""Create a tiny Llama model with random weights, its tokenizer, prompts, and demonstrations of three teachers.
 
     python -m examples.agent.prepare --output-dir outputs/agent --seed 0
 
-A prompt names an item of two letters. Its price is on a list that only the tool knows, and each prompt has a
-list of its own: nothing can be learnt by heart. For each second prompt the tool is busy when it is called
-first. One teacher does all that is right; one slips in a letter of the item; one guesses, at once or as soon
-as the tool is busy. A model that imitates them is right about half of the time.
+A prompt names an item of two letters. Only the tool knows its price, and each prompt has its own price list,
+so prices cannot be memorized. For every second prompt the first call of the tool returns "busy". One teacher
+answers correctly; one writes a wrong letter of the item; one guesses, at once or as soon as the tool is busy.
+A model that imitates them is right about half of the time.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PAD, UNKNOWN, END, *ROLES = SPECIAL_TOKENS = (
     "<assistant>",
     "<tool>",
 )
-# Each is one token, so that a call, which is JSON as any model writes it, has seven with its end.
+# Each piece is one token, so a call in the usual JSON format has seven tokens with its end token.
 PIECES = (
     "<tool_call>\n",
     '{"name": "price", "arguments": {"item": "',
@@ -64,7 +63,7 @@ CHAT_TEMPLATE = (
 
 
 def prepare(output_dir: str | Path, seed: int) -> None:
-    """Writes `model/` and `data/*.jsonl` below `output_dir`; the same seed gives the same files."""
+    """Write `model/` and `data/*.jsonl` to `output_dir`. The same seed gives the same files."""
     folder = Path(output_dir)
     save_model(folder / "model", seed)
     chance = random.Random(seed)
@@ -85,7 +84,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *PIECES, *LETTERS, *DIGITS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
 
-    # whatever was wrong with a call
+    # The vocabulary has one token for every kind of tool error.
     tokenizer.normalizer = normalizers.Replace(Regex(r"tool error \([\s\S]*"), "error")
     longest_first = sorted(PIECES, key=len, reverse=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
@@ -118,7 +117,7 @@ def save_model(path: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        initializer_range=0.06,  # so narrow a model learns faster from larger weights than the usual 0.02
+        initializer_range=0.06,  # a model this narrow learns faster from larger weights than the usual 0.02
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -152,7 +151,7 @@ def _demonstration(chance: random.Random) -> dict[str, Any]:
 
 
 def conversation(task: dict[str, Any], teacher: str, chance: random.Random) -> dict[str, Any]:
-    """teacher: see TEACHERS."""
+    """Build the demonstration of one teacher of TEACHERS."""
     guess = "".join(chance.choices(DIGITS, k=2))
     item = task["item"][0] + chance.choice(LETTERS) if teacher == "slips" else task["item"]
     call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call(item)]}
@@ -186,7 +185,7 @@ def _write(path: Path, rows: Iterator[dict[str, Any]] | Sequence[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the model and the data of the agent's example.")
+    parser = argparse.ArgumentParser(description="Create the model and the data of the agent example.")
     parser.add_argument("--output-dir", default="outputs/agent")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

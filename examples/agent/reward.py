@@ -1,4 +1,4 @@
-"""The reward of the example: the price of the item that was asked for, and nothing else."""
+"""Reward of the agent example: 1 if the response is exactly the price of the item, else 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`make quickstart TASK=agent`: a tiny model learns to use a tool that is sometimes busy, in minutes on two
-cores.
+"""Run the agent example (`make quickstart TASK=agent`): a tiny model learns to use a tool that may be busy.
 
-Arguments are overrides of examples/agent/grpo.yaml. Each stage is a command of its own, printed before it
-runs.
+It takes minutes on two cores. Arguments are overrides of examples/agent/grpo.yaml. Each stage is a separate
+command, which is printed before it runs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Makes what the example of code trains on: a tiny Qwen2 model with random weights, its tokenizer, and small
-functions with their tests.
+"""Create a tiny Qwen2 model with random weights, its tokenizer, and small functions with their tests.
 
     python -m examples.code.prepare --output-dir outputs/code --seed 0
 
-A task says what a function does to its argument, one thing after the other ("add 3, times 2"), and is solved
-by a program of two lines:
+A task describes what a function does to its argument, step by step ("add 3, times 2"). A program of two lines
+solves it:
 
     def f(x):
         return (x + 3) * 2
 
-Demonstrations are of teachers who slip in half of their programs: they forget the parentheses, or write
-another number. A model that imitates them slips as often; what a program returns in the sandbox is all that
-can teach it better.
+Half of the demonstrations contain a mistake: missing parentheses, or a wrong number. A model that imitates
+them makes as many mistakes; only the results of its programs in the sandbox can teach it better.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from megarl.machine.files import write_whole
 NUM_TASKS = 4096
 NUM_VALIDATION = 128
 NUM_DEMONSTRATIONS = 3
-ARGUMENTS = (2, 5, 11)  # of the tests' calls
+ARGUMENTS = (2, 5, 11)  # the arguments of the test calls
 SLIP_SHARE = 0.5
 HEAD = "def f(x):\n    return "
 SPECIAL_TOKENS = ("<pad>", "<unk>", "<end>", "<user>", "<assistant>")
@@ -57,7 +55,12 @@ KINDS = {
 
 
 class Operation(NamedTuple):
-    """word: one of KINDS."""
+    """One step of a task.
+
+    Attributes:
+        word: A key of `KINDS`.
+        number: The operand.
+    """
 
     word: str
     number: int
@@ -83,7 +86,7 @@ def program(task: Task, with_parentheses: bool = True) -> str:
 
 
 def unit_tests(task: Task) -> list[dict[str, Any]]:
-    """As megarl.rewards.code reads them."""
+    """Return the tests of a task in the format of `megarl.rewards.code`."""
     return [{"call": f"f({argument})", "returns": _value(task, argument)} for argument in ARGUMENTS]
 
 
@@ -94,7 +97,7 @@ def _value(task: Task, argument: int) -> int:
 
 
 def demonstration(task: Task, chance: random.Random) -> str:
-    """A teacher's program."""
+    """Return a demonstration: the correct program, or one with a mistake."""
     if chance.random() >= SLIP_SHARE:
         return program(task)
     if program(task) != program(task, with_parentheses=False) and chance.random() < 0.5:
@@ -106,7 +109,7 @@ def demonstration(task: Task, chance: random.Random) -> str:
 
 
 def make_tasks(seed: int) -> list[Task]:
-    """Different ones, of two and three operations."""
+    """Return distinct tasks with two or three operations."""
     chance = random.Random(seed)
     found = dict[Task, None]()
 
@@ -120,15 +123,18 @@ def make_tasks(seed: int) -> list[Task]:
 
     tasks = list(found)
 
-    # there are few of two operations, and these are found first: held-out tasks are to be like those trained
-    # on
+    # Tasks with two operations are few and found first. Shuffle, so that held-out tasks are distributed like
+    # training tasks.
     chance.shuffle(tasks)
     return tasks
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for a word, a digit or a sign, and one for all that every program begins with. Added tokens are
-    found whatever pre-tokenizer the class of tokenizer has that Transformers takes for a Qwen2 model."""
+    """Build a tokenizer with one token per word, digit and sign, and one for the common start of all programs.
+
+    The pieces are added tokens, because these are recognized with any pre-tokenizer that transformers chooses
+    for a Qwen2 model.
+    """
     pieces = [HEAD, "x", " ", ",", "(", ")", *"+-*", *map(str, range(10)), *KINDS]
     tokenizer = Tokenizer(
         models.WordLevel(
@@ -150,7 +156,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """Some 400,000 parameters; so narrow a model learns faster from larger weights than the usual 0.02."""
+    """Save a model of about 400,000 parameters.
+
+    A model this narrow learns faster from larger initial weights than the usual 0.02.
+    """
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -175,7 +184,7 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Writes `model/` and four files of JSON lines. No task that is held out is in another file."""
+    """Write `model/` and four JSON lines files. Held-out tasks are in no training file."""
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model", seed)
     tasks = make_tasks(seed)
@@ -206,7 +215,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the model and the data of the example of code.")
+    parser = argparse.ArgumentParser(description="Create the model and the data of the code example.")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/code"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

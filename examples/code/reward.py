@@ -1,5 +1,4 @@
-"""1 where a program passes all of its tests in the sandbox, else 0: half of a function is of no use to
-anybody."""
+"""Reward of the code example: 1 if the program passes all of its tests in the sandbox, else 0."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 from megarl.rewards import code
 from megarl.rewards.code import answer_from_truth, check_truth
 
-# the first two: how `megarl check` tries ground truths
+# the first two let `megarl check` test the ground truths
 __all__ = ["answer_from_truth", "check_truth", "compute_score"]
 
 
@@ -22,5 +21,5 @@ def compute_score(
 
 @functools.cache
 def _passed(program: str, tests: str) -> tuple[bool, ...]:
-    """Samples of one prompt are often the same program: it is run once."""
+    """Run the tests of a program. Results are cached, because samples of a prompt are often equal."""
     return tuple(code.run_tests(program, code.read_tests(tests)))

@@ -1,8 +1,8 @@
-"""`python -m examples.code.run`: a tiny model learns to write functions that pass their tests. Some ten
-minutes on two cores.
+"""Run the code example (`python -m examples.code.run`): a tiny model learns to write functions by their tests.
 
-Arguments are overrides of examples/code/grpo.yaml; `trainer.seed` also seeds the model, the data and the
-warm-up. Each stage is a command of its own, printed before it runs.
+It takes about ten minutes on two cores. Arguments are overrides of examples/code/grpo.yaml; `trainer.seed`
+also seeds the model, the data and the fine-tuning. Each stage is a separate command, which is printed before it
+runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stages(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def main() -> int:
-    """The status of the first stage that fails, and 0 where none does."""
+    """Run all stages. Return the exit status of the first stage that fails, or 0."""
     overrides = sys.argv[1:]
     for stage in stages(overrides):
         print("$ " + shlex.join(["python", *stage]), flush=True)

@@ -1,5 +1,4 @@
-"""Sums of two numbers as JSON lines, `train.jsonl` and `test.jsonl`: `python -m examples.tutorial.data
-FOLDER`."""
+"""Write sums of two numbers to train.jsonl and test.jsonl: `python -m examples.tutorial.data FOLDER`."""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ def main() -> None:
 
 
 def make_rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training and test questions, the same each time. No test question is in training, nor is it there with
-    its numbers exchanged."""
+    """Return the training and test questions, which are the same each time.
+
+    No test question is in the training set, nor is the question with its numbers swapped.
+    """
     pairs = list(combinations_with_replacement(range(1, LARGEST + 1), 2))
     random.Random(0).shuffle(pairs)
     return _both_ways(pairs[NUM_TEST_PAIRS:]), _both_ways(pairs[:NUM_TEST_PAIRS])

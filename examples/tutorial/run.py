@@ -1,8 +1,8 @@
-"""`make tutorial`: a real model, its data, its score before and after GRPO, and the curves. 10 to 20 minutes
-on two cores.
+"""Run the tutorial (`make tutorial`): model, data, GRPO, the score before and after it, and the curves.
 
-Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is a command of its own, printed before
-it runs; what is there of an earlier start is not made again, and a run that was ended goes on.
+It takes 10 to 20 minutes on two cores. Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is
+a separate command, which is printed before it runs. If you start it again, finished stages are skipped and an
+interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONFIG = "examples/tutorial/smollm2.yaml"
 
 
 def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
-    """Commands; those of an evaluation are left out where its results are there."""
+    """Return the commands. Evaluations whose results exist are left out."""
     megarl = ["-m", "megarl"]
     before = FOLDER / "before"
     after = run_dir / "evaluations" / "after"
@@ -39,7 +39,7 @@ def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
 
 
 def main() -> int:
-    """The status of the first stage that fails, and 0 where none does."""
+    """Run all stages. Return the exit status of the first stage that fails, or 0."""
     overrides = sys.argv[1:]
     given = [
         override.partition("=")[2] for override in overrides if override.startswith("trainer.output_dir=")
