@@ -1,5 +1,4 @@
-"""The drawings of docs/concepts.md and docs/rollout.md, made of the plans that a run makes: its step,
-placements, shards, pushes."""
+"""Draw steps, placements, shards and weight syncs for docs/concepts.md and docs/rollout.md, from a run's plans."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from megarl.roles.weights.forecast import WeightForecast, forecast_weights
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 
-# Four devices train the policy, one each trains the critic and generates, twice.
+# Four devices train the policy, one trains the critic, and two generate.
 _CONFIG = PPOConfig(
     actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)),
     rollout=RolloutConfig(num_replicas=2),
@@ -36,8 +35,7 @@ _GAP = 24  # between pools
 
 
 def step() -> str:
-    """The phases of a step, from left to right as they can begin; one under the other work at the same
-    time."""
+    """Draw the phases of a step from left to right. Phases in one column run at the same time."""
     plan = plan_placement(_CONFIG)
     phases = phases_of(plan.roles)
     columns = _columns(plan, phases)
@@ -71,14 +69,14 @@ def step() -> str:
 
 
 def _lane(plan: PlacementPlan, phase: Phase, lanes: Sequence[str]) -> str:
-    """The first role of the process that works."""
+    """Return the lane of the phase: the first role of the process that works, or the driver."""
     if not phase.roles:
         return _DRIVER
     return next(role for role in plan.group_of(phase.roles[0]).roles if role in lanes)
 
 
 def _columns(plan: PlacementPlan, phases: Sequence[Phase]) -> dict[str, int]:
-    """A phase comes behind those that it waits for, and those that are in the way of it on a device."""
+    """Place each phase after the phases that it waits for or shares devices with."""
     before = waits_for(phases)
     columns: dict[str, int] = {}
 
@@ -99,7 +97,7 @@ def _same_place(plan: PlacementPlan, role: str, other: str) -> bool:
 
 
 def _drawn_waits(phases: Sequence[Phase]) -> Iterator[tuple[str, str]]:
-    """Phase and what it waits for, without what follows from others."""
+    """Yield pairs of a phase and a phase that it waits for, without transitive dependencies."""
     before = waits_for(phases)
     for phase in phases:
         for name in sorted(before[phase.name]):
@@ -108,13 +106,13 @@ def _drawn_waits(phases: Sequence[Phase]) -> Iterator[tuple[str, str]]:
 
 
 def _written(phase: Phase) -> list[str]:
-    """The keys of the batch in rows that fit a box."""
+    """Return the batch columns that the phase writes, in lines that fit into a box."""
     keys = sorted(phase.writes)
     return [", ".join(keys)] if len(", ".join(keys)) <= 24 else [f"{key}," for key in keys[:-1]] + [keys[-1]]
 
 
 def placements() -> str:
-    """Who has which device in each strategy."""
+    """Draw which role uses which device in each placement strategy."""
     strategies = [each for each in PlacementStrategy if each is not PlacementStrategy.custom]
     plans = [
         plan_placement(replace(_CONFIG, placement=PlacementConfig(strategy=strategy)))
@@ -162,7 +160,7 @@ def _short(group: GroupPlan, height: float) -> list[str]:
     return roles if height > 16 * len(roles) else ["+".join(roles)]
 
 
-# Two query groups of two query heads; a head has as many rows as it takes to be drawn.
+# Two query groups of two query heads; head_dim is small enough to draw every row.
 _MODEL = Architecture(
     model_type="qwen2",
     num_hidden_layers=1,
@@ -184,7 +182,7 @@ _TENSOR_FILLS = (FILLS["actor"], FILLS["rollout"], FILLS["reference"])
 
 
 def resharding() -> str:
-    """Where the rows of Hugging Face's tensors lie in the shards of two tensor-parallel ranks."""
+    """Draw where the rows of Hugging Face tensors are in the shards of two tensor-parallel ranks."""
     drawing = Drawing(
         720, 470, "From the shards of two tensor-parallel ranks to the tensors that engines load"
     )
@@ -199,8 +197,7 @@ def resharding() -> str:
 
 
 def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> None:
-    """Shards on the left, as Megatron has them; the tensors on the right, as an engine gets them. A tensor
-    has one colour."""
+    """Draw Megatron's shards on the left and the engine's tensors on the right, with one color per tensor."""
     scale = 11.0
     width = 108.0
     drawing.words(left, 18, name, bold=True)
@@ -243,8 +240,7 @@ def _draw_weight(drawing: Drawing, weight: Weight, name: str, left: float) -> No
 
 
 def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
-    """[start, stop) of the rows of the matrix, from rectangles of a view whose first two dimensions are its
-    rows."""
+    """Return the [start, stop) row ranges of a slice, whose view splits the rows into two dimensions."""
     view, rectangle = (piece.hf_view, piece.hf) if side == "hf" else (piece.shard_view, piece.shard)
     return [
         (outer * view[1] + rectangle.starts[1], outer * view[1] + rectangle.stops[1])
@@ -253,12 +249,11 @@ def _row_spans(piece: Piece, side: str) -> list[tuple[int, int]]:
 
 
 def push() -> str:
-    """Who gives which engine rank what, in a placement where they are on the same devices, and in one where
-    they are not."""
+    """Draw which trainer rank sends to which engine rank, with shared and with separate devices."""
     drawing = Drawing(
         1010,
         370,
-        "A push of weights from two pipeline stages to two engines, by the transports device and group",
+        "A weight sync from two pipeline stages to two engines, with the transports device and group",
     )
     for strategy, left in ((PlacementStrategy.hybrid, 10.0), (PlacementStrategy.split_collocate, 590.0)):
         config = replace(
@@ -272,12 +267,14 @@ def push() -> str:
         placement = plan_placement(config)
         forecast = forecast_weights(config, placement, model)
         assert forecast is not None
-        beside = placement.share_devices("actor", "rollout")
+        share_devices = placement.share_devices("actor", "rollout")
         transport = (
-            "device: through buffers of shared memory" if beside else "group: point to point over the network"
+            "device: through buffers of shared memory"
+            if share_devices
+            else "group: point to point over the network"
         )
         drawing.words(left, 18, f"{transport}, {forecast.plan.num_rounds} rounds", bold=True)
-        _draw_push(drawing, config, forecast, model, left, beside)
+        _draw_push(drawing, config, forecast, model, left, share_devices)
 
     return str(drawing)
 
@@ -288,15 +285,18 @@ def _draw_push(
     forecast: WeightForecast,
     model: Architecture,
     left: float,
-    beside: bool,
+    share_devices: bool,
 ) -> None:
-    """Trainer ranks on the left, engine ranks on the right; where they are beside each other, a frame is a
-    device. Without the little that comes from ranks that hold the same norms."""
+    """Draw trainer ranks on the left and engine ranks on the right, with an arrow per transfer schedule.
+
+    If they share devices, a frame shows each device. Transfers of less than a tenth of what an engine rank
+    receives are left out: norms, which several trainer ranks hold.
+    """
     top = 54.0
     row = 80.0
     height = 46.0
     buffers = left + 290
-    engines = left + (390 if beside else 270)
+    engines = left + (390 if share_devices else 270)
 
     for rank, layout in enumerate(layouts_of(model, config.actor.parallel)):
         y = top + row * rank
@@ -310,7 +310,7 @@ def _draw_push(
             f"trainer rank {rank}",
             f"layers {layout.layers[0]}-{layout.layers[-1]}, {part}",
         )
-        if beside:
+        if share_devices:
             drawing.frame(left, y - 8, 540, height + 16, f"device {rank}")
             drawing.box(buffers, y, 64, height, FILLS[_DRIVER], f"{NUM_IPC_BUFFERS} buffers")
             drawing.arrow(buffers + 66, y + height / 2, engines - 2, y + height / 2)
@@ -326,6 +326,6 @@ def _draw_push(
             drawing.arrow(
                 left + 150,
                 top + row * source + height / 2,
-                (buffers if beside else engines) - 2,
+                (buffers if share_devices else engines) - 2,
                 top + row * target + height / 2,
             )

@@ -1,5 +1,4 @@
-"""The drawing of docs/asynchronous.md: who waits for whom at `rollout.max_staleness` 0, 1 and 2, of runs that
-the package simulates."""
+"""Draw simulated schedules of engines and trainer at `rollout.max_staleness` 0, 1 and 2 (docs/asynchronous.md)."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ _PROMPTS = 4
 _SLOTS = 4
 _STEPS = 5
 _TRAINING_S = 7.0
-# one sample of each prompt
+# one sample per prompt
 _LENGTHS = [[length] for length in (9, 4, 3, 5, 3, 10, 4, 2, 5, 3, 2, 9, 4, 6, 8, 3, 2, 3, 9, 4)]
 _SECOND = 8
 _ROW = 18
 _LEFT = 116
-_COLOURS = [FILLS[role] for role in ("rollout", "actor", "critic", "reference", "reward")]  # of steps
+_COLOURS = [FILLS[role] for role in ("rollout", "actor", "critic", "reference", "reward")]  # one per step
 
 
 def schedules() -> str:
@@ -56,7 +55,7 @@ def _simulated(max_staleness: int) -> Simulation:
 
 
 def _draw_samples(drawing: Drawing, run: Simulation, top: float) -> None:
-    """The engine gets them in the order of the prompts."""
+    """Draw the samples in the order in which the engine receives them, each in the first free slot."""
     free_s = [0.0] * _SLOTS
     begun = [at_s for at_s, requests in run.engines.groups[0].submitted for _ in requests]
 

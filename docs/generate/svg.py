@@ -1,11 +1,10 @@
-"""A drawing as SVG text: boxes, frames, lines and words in colours that can be read on a light page and on a
-dark one."""
+"""Write SVG drawings of boxes, frames, arrows and text, in colors that are readable on light and dark pages."""
 
 from __future__ import annotations
 
 from html import escape
 
-FILLS = {  # white words can be read on each
+FILLS = {  # white text is readable on each
     "actor": "#3b6a9c",
     "reference": "#2f8a84",
     "critic": "#c23b42",
@@ -14,11 +13,11 @@ FILLS = {  # white words can be read on each
     "rollout": "#b85c00",
     "driver": "#6b6f76",
 }
-_INK = "#80868f"  # of lines and words on the page itself
+_INK = "#80868f"  # lines, and text outside boxes
 
 
 class Drawing:
-    """Coordinates are pixels from the upper left corner."""
+    """Collect the parts of a drawing. Coordinates are pixels from the upper left corner."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._size = (width, height)
@@ -26,7 +25,7 @@ class Drawing:
         self._parts: list[str] = []
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, *lines: str) -> None:
-        """Filled, with lines of white words in its middle: the first is bold."""
+        """Add a filled box with centered lines of white text. The first line is bold."""
         self._parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>'
         )
@@ -37,7 +36,7 @@ class Drawing:
             self._text(x + width / 2, top + 15 * number + 4, line, f'{style} text-anchor="middle"')
 
     def frame(self, x: float, y: float, width: float, height: float, label: str) -> None:
-        """An empty box with its name above it."""
+        """Add a dashed frame with a label above it."""
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
         self._parts.append(f'<rect {place} rx="6" fill="none" stroke="{_INK}" stroke-dasharray="4 3"/>')
         self.words(x + 2, y - 5, label)
@@ -48,7 +47,7 @@ class Drawing:
         self._text(x, y, text, f'fill="{_INK}"{weight}{anchor}')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """Leaves and arrives level, in a curve."""
+        """Add a curved arrow whose ends are horizontal."""
         bend = (to_x - x) / 2
         path = f"M{x:g} {y:g} C{x + bend:g} {y:g} {to_x - bend:g} {to_y:g} {to_x:g} {to_y:g}"
         self._parts.append(f'<path d="{path}" fill="none" stroke="{_INK}" marker-end="url(#head)"/>')

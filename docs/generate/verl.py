@@ -1,5 +1,4 @@
-"""`docs/verl.md`: what is written by hand in verl.md beside this file, then the tables of
-`megarl/config/verl_names.yaml`."""
+"""Generate `docs/verl.md` from the handwritten verl.md in this folder and `megarl/config/verl_names.yaml`."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from docs.generate.configuration import cell, reference
 from megarl.config.verl_names import VerlKey, verl_keys
 
 _WRITTEN = Path(__file__).with_suffix(".md")
-_SECTIONS = (  # a table each; a key belongs to the first that it begins with
+_SECTIONS = (  # one table each; a key is listed in the first section that is its prefix
     "actor_rollout_ref.model",
     "actor_rollout_ref.actor.optim",
     "actor_rollout_ref.actor.megatron",
@@ -30,7 +29,11 @@ _SECTIONS = (  # a table each; a key belongs to the first that it begins with
 
 
 def migration() -> str:
-    """The page. Raises ValueError where a name of ours has no section in the reference."""
+    """Return the page.
+
+    Raises:
+        ValueError: A megarl key has no section in the configuration reference.
+    """
     return _WRITTEN.read_text(encoding="utf-8") + "\n".join(_tables())
 
 
@@ -45,14 +48,14 @@ def _tables() -> Iterator[str]:
         keys = {
             name: left.pop(name) for name in list(left) if not section or f"{name}.".startswith(f"{section}.")
         }
-        yield f"### verl: {section or 'the rest'}\n"
-        yield "| verl | here | |\n|---|---|---|"
+        yield f"### verl: {section or 'other keys'}\n"
+        yield "| verl | megarl | |\n|---|---|---|"
         yield from (f"| `{name}` | {_ours(key, headings)} | {cell(key.note)} |" for name, key in keys.items())
         yield ""
 
 
 def _ours(key: VerlKey, headings: dict[str, str]) -> str:
-    """The name here, as a link to its section of the reference."""
+    """Return the megarl key as a link to its section of the configuration reference."""
     if key.ours is None:
         return "-"
     parts = key.ours.split(".")
@@ -63,7 +66,7 @@ def _ours(key: VerlKey, headings: dict[str, str]) -> str:
 
     if len(parts) > 1:
         raise ValueError(
-            f"megarl/config/verl_names.yaml names {key.ours}, which the reference has no section for"
+            f"megarl/config/verl_names.yaml names {key.ours}, which has no section in the reference"
         )
 
     return f"[`{key.ours}`](configuration.md#without-a-section)"
