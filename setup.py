@@ -1,5 +1,8 @@
-"""The package megarl. Exact versions that go together are in requirements/; the ranges that can work in
-megarl/config/versions.py."""
+"""Build the package megarl.
+
+The allowed ranges of its requirements are in megarl/config/versions.py. The exact versions for development
+are in requirements/.
+"""
 
 import re
 import runpy
@@ -7,7 +10,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSIONS = runpy.run_path(str(Path(__file__).parent / "megarl" / "config" / "versions.py"))
+MEGARL = Path(__file__).parent / "megarl"
+VERSIONS = runpy.run_path(str(MEGARL / "config" / "versions.py"))
+VERSION = runpy.run_path(str(MEGARL / "__init__.py"))["__version__"]
 
 
 def _ranges(table: str) -> list[str]:
@@ -23,7 +28,7 @@ README = re.sub(
 
 setup(
     name="megarl",
-    version="0.1.0",
+    version=VERSION,
     description="Reinforcement learning of large language models on Megatron-Core, SGLang and Ray",
     long_description=README,
     long_description_content_type="text/markdown",

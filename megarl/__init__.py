@@ -1,3 +1,3 @@
 """megarl: reinforcement learning of large language models on Megatron-Core, SGLang and Ray."""
 
-__version__ = "0.1.0"
+__version__ = "0.5.0"

@@ -4,12 +4,15 @@ nothing."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+
+from megarl import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +78,14 @@ def test_in_an_empty_folder_what_ships_is_found(built: Path, tmp_path: Path) -> 
         in checked.stdout
     )
     assert "good, except for files that are not on this machine" in checked.stdout
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    released = re.findall(
+        r"(?m)^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text()
+    )
+    assert released[0][0] == __version__
+    assert released == sorted(
+        released, key=lambda release: [int(part) for part in release[0].split(".")], reverse=True
+    )
+    assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)

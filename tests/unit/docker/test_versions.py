@@ -14,6 +14,7 @@ from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megarl import __version__
 from megarl.config.tested_versions import tested_versions
 from megarl.config.versions import COUPLED
 
@@ -177,9 +178,7 @@ def test_an_image_names_its_base_by_digest_and_itself_by_the_packages_version(na
     assert all(image.split()[0] in ("${BASE_IMAGE}", "base") for image in images)
     labels = dockerfile(name).labels
     assert labels["org.opencontainers.image.base.name"].endswith("/" + base.partition("@")[0])
-    version = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text())
-    assert version
-    assert labels["org.opencontainers.image.version"] == version[1]
+    assert labels["org.opencontainers.image.version"] == __version__
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
