@@ -90,13 +90,15 @@ ACCEPTED = (
     r"so many that",
     r"as far as (we|I) know",
     # A message, a page or a command may say something. A file, a key or a field contains or specifies it.
-    r"(messages?|errors?|warnings?|pages?|documentation|log|doctor|check) says",
+    r"(messages?|errors?|warnings?|pages?|documentation|log|doctor|check|it) says",
+    r"`(megarl|make) [^`\n]+` says",
+    r"says so",
 )
 
 _OPENING = re.compile(rf"({BARE_OPENINGS})\b", re.IGNORECASE)
 _COMMENT_OPENING = re.compile(rf"({BARE_COMMENT_OPENINGS})\b", re.IGNORECASE)
 _RETIRED = [(re.compile(rf"\b({pattern})\b", re.IGNORECASE), instead) for pattern, instead in RETIRED.items()]
-_ACCEPTED = re.compile(rf"\b({'|'.join(ACCEPTED)})\b", re.IGNORECASE)
+_ACCEPTED = re.compile(rf"(?<!\w)({'|'.join(ACCEPTED)})\b", re.IGNORECASE)
 _CODE = re.compile(
     r"```[\s\S]*?```|``[^`]+``|`[^`]*`"  # code
     r'|"[^"\n]*"|“[^”]*”'  # quotations
@@ -164,7 +166,7 @@ def _shortened(text: str, from_end: bool = False, size: int = 50) -> str:
 
 def _prose(text: str) -> str:
     """Blank out code, quotations and accepted phrases, and keep the lines."""
-    for pattern in (_CODE, _ACCEPTED):
+    for pattern in (_ACCEPTED, _CODE):
         text = pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     return text
 

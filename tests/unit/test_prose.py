@@ -99,6 +99,7 @@ def test_retired_phrases_in_every_kind_of_text(text: str, phrase: str) -> None:
         "A worker that was left behind is ended.",
         "At most no more than two are dropped.",
         "The error says which key is wrong.",
+        "`megarl check` says which files are missing.",
         'Write "fix", not "mend".',
         "`mend` is a function.",
         "See docs/mend/anew.md and mend.anew().",
