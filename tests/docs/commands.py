@@ -1,14 +1,14 @@
 """Every command on the pages, as it is written there, and what proves that it works.
 
-A command that needs a GPU, a cluster or a Docker engine, or that measures for minutes, has a mark on its page
-instead: a comment such as `<!-- needs a GPU -->` right above its block.
+A command that needs a GPU, a cluster, a Docker engine or the network, or that measures for minutes, has a mark on
+its page instead: a comment such as `<!-- needs a GPU -->` right above its block.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MARKS = ("needs a GPU", "needs a cluster", "needs Docker", "takes minutes")
+MARKS = ("needs a GPU", "needs a cluster", "needs Docker", "needs the network", "takes minutes")
 
 
 class Executed(NamedTuple):
@@ -94,6 +94,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml": Executed(),
     "megarl check configs/quickstart.yaml --fast": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
+    "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
+    "megarl check configs/qwen2.5_7b_grpo.yaml actor.recompute=none actor.micro_batch.max_tokens=32768": Executed(
+        status=2
+    ),
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": Executed(),
@@ -234,9 +238,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
-    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
-        _STAGES, ("megarl sft configs",)
-    ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),

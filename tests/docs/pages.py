@@ -60,7 +60,11 @@ def anchors(page: Path) -> set[str]:
         for token, after in zip(tokens, tokens[1:], strict=False)
         if token.type == "heading_open"
     ]
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {anchor(title) for title in titles}
+
+
+def anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 class Command(NamedTuple):
