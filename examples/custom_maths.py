@@ -6,7 +6,7 @@
     megarl train CONFIG algorithm=grpo algorithm.policy_loss.function=examples/custom_maths.py:unclipped
 
 Every node of the run must be able to read the file. To add an estimator or a loss to megarl itself, see
-docs/algorithms/index.md.
+docs/algorithms/custom.md.
 """
 
 from __future__ import annotations

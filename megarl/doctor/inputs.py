@@ -310,8 +310,8 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         return
     names = " and ".join(references)
     hint = (
-        "fix the file, or leave the key out; docs/algorithms/index.md describes the arguments and the result "
-        "of such a function"
+        "fix the file, or leave the key out; docs/algorithms/custom.md describes the arguments and the "
+        "result of such a function"
     )
 
     # The user's functions run in a process of their own, which is ended after the time limit.

@@ -69,6 +69,9 @@ _70B_ON_192 = (
     "placement.num_nodes=24 --ranks 0"
 )
 _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
+_PRESET_GRADIENTS = "tests/integration/test_preset_gradients.py::test_every_case_has_a_gradient_of_its_own"
+_PRESETS = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo")
+_GRPO = "megarl check configs/quickstart.yaml algorithm=grpo"
 _LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
@@ -110,6 +113,22 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
         ('"train", str(folder / "ppo.yaml"), "algorithm=grpo"',),
     ),
+    **{
+        f"megarl train configs/quickstart.yaml algorithm={name} trainer.output_dir=outputs/{name}": InTest(
+            _PRESET_GRADIENTS, ("presets()",)
+        )
+        for name in _PRESETS
+    },
+    "megarl check configs/quickstart.yaml algorithm=reinforce_pp "
+    "algorithm.advantage.estimator=reinforce_plus_plus_baseline": Executed(),
+    f"{_GRPO} algorithm.advantage.estimator=opo": Executed(),
+    f"{_GRPO} algorithm.advantage.estimator=gpg algorithm.policy_loss.kind=gpg trainer.updates_per_step=1": (
+        Executed()
+    ),
+    f"{_GRPO} algorithm.policy_loss.kind=sapo": Executed(),
+    f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": Executed(),
+    f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": Executed(),
+    f"{_GRPO} algorithm.rollout_correction.level=token": Executed(),
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
         "tests/unit/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",

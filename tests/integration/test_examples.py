@@ -172,7 +172,7 @@ def test_the_functions_are_those_of_the_manual(call: Callable[..., str]) -> None
     assert compare([0.0, 0.5, 1.0, 1.0])["best_of_group"] == [-0.5, -0.5, 0.5, 0.5]
     assert "best_of_group" in call("examples.custom_maths")
     source, page = (
-        (ROOT / file).read_text() for file in ("examples/custom_maths.py", "docs/algorithms/index.md")
+        (ROOT / file).read_text() for file in ("examples/custom_maths.py", "docs/algorithms/custom.md")
     )
     for function in (best_of_group, unclipped):
         assert source[source.index(f"def {function.__name__}") :].partition("\n\n\n")[0] in page
