@@ -1,5 +1,7 @@
-"""The README answers a new user's questions with links to sections, each of which contains the command that
-answers it; the page about training that does not learn names existing metrics and keys."""
+"""Test that the README answers a new user's questions, and that the page on learning names real metrics.
+
+Each link of the README's section "How do I ...?" leads to a section with the command that answers it.
+"""
 
 from __future__ import annotations
 
