@@ -1,5 +1,5 @@
-"""Loggers of services run in a thread of their own: one that does not answer holds up neither training nor
-its end."""
+"""Run service loggers in background threads, so that an unresponsive service delays neither training nor
+shutdown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-_MAX_WAITING = 1_000  # calls: far more than steps between two answers of a service that lives
+_MAX_WAITING = 1_000  # calls, far more than the steps between two responses of a live service
 FLUSH_LIMIT_S = 2.0
 CLOSE_LIMIT_S = 60.0
 
 
 class Service(Protocol):
-    """A client of a service; its methods may take their time, and raise."""
+    """Client of a tracking service. Its methods may block and may raise."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -25,18 +25,24 @@ class Service(Protocol):
 
 
 class ServiceError(RuntimeError):
-    """The service failed, or does not keep up."""
+    """The service failed, or it cannot keep up."""
 
 
 class BackgroundLogger:
-    """A logger (loggers.py) whose calls return at once. What fails in the thread is raised by the next call;
-    after that the service is not tried again where it could not be opened."""
+    """Logger (see loggers.py) whose calls return at once.
+
+    An error in the thread is raised by the next call. A service that could not be opened is not tried again.
+    """
 
     def __init__(
         self, open_service: Callable[[], Service], abandon: Callable[[], None] = lambda: None
     ) -> None:
-        """abandon: ends what would hold up the end of this process, when the service has not closed in
-        time."""
+        """Start the thread and open the service in it.
+
+        Args:
+            abandon: Called if the service has not closed in time; ends whatever would keep this process from
+                exiting.
+        """
         self._open_service = open_service
         self._abandon = abandon
         self._calls: queue.Queue[Callable[[Service], None] | None] = queue.Queue(_MAX_WAITING)
@@ -52,8 +58,8 @@ class BackgroundLogger:
         self._submit(lambda service: service.log_generations(step, rows))
 
     def flush(self) -> None:
-        """Waits a moment, and not again while the service is behind."""
-        # A slow service must not hold up training, so the wait is short, and given up once it is behind.
+        """Wait briefly for queued calls. If the service did not catch up last time, do not wait."""
+        # A slow service must not hold up training: the wait is short, and skipped while the service lags.
         deadline_s = time.monotonic() + FLUSH_LIMIT_S
         while (
             self._calls.unfinished_tasks
@@ -69,7 +75,7 @@ class BackgroundLogger:
     def close(self, failed: bool) -> None:
         deadline_s = time.monotonic() + CLOSE_LIMIT_S
         try:
-            # The queue is in order: the service is closed after all that was logged before.
+            # The queue is ordered, so the service closes after it has received everything logged before.
             self._calls.put(lambda service: service.close(failed), timeout=CLOSE_LIMIT_S)
             self._calls.put(None, timeout=max(0.0, deadline_s - time.monotonic()))
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -79,8 +85,8 @@ class BackgroundLogger:
         if self._thread.is_alive():
             self._abandon()
             raise ServiceError(
-                f"it has not taken what was logged within {CLOSE_LIMIT_S:g} s after the end; the rest is "
-                f"lost to it"
+                f"the service did not accept all queued data within {CLOSE_LIMIT_S:g} s after the end; the "
+                f"rest is lost"
             )
 
         self._raise()
@@ -91,7 +97,7 @@ class BackgroundLogger:
                 self._calls.put_nowait(call)
             except queue.Full:
                 raise ServiceError(
-                    f"{_MAX_WAITING} calls wait for it; what follows is not logged there"
+                    f"{_MAX_WAITING} calls are queued for the service; further calls are dropped"
                 ) from None
         self._raise()
 

@@ -1,5 +1,7 @@
-"""Where metrics go: the console, a JSON-lines file, TensorBoard, services. A logger that fails warns once and
-never ends a run."""
+"""Loggers for metrics: console, JSON lines, TensorBoard, and tracking services.
+
+A logger that fails warns once and never ends a run.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,21 @@ class Logger(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
     def flush(self) -> None:
-        """All that was logged is on the disk, or with whom it is for."""
+        """Make everything logged so far durable: on disk, or sent to the service."""
 
     def close(self, failed: bool) -> None:
-        """failed: the run was ended by an error."""
+        """Close the logger.
+
+        Args:
+            failed: Whether an error ended the run.
+        """
 
 
 class ConsoleLogger:
-    """Prints one line per step with the metrics that people look at first, and the time that is left. The
-    files have all metrics."""
+    """Print one line per step with the headline metrics and the estimated time left. The files contain all
+    metrics."""
 
-    # Metric -> what it is called on the line, and its unit.
+    # Metric -> its name on the line and its unit.
     SHOWN: Mapping[str, tuple[str, str]] = {
         "reward/mean": ("reward", ""),
         "val/score/mean": ("val/score", ""),
@@ -60,7 +66,7 @@ class ConsoleLogger:
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
         self._write = write
         self._total_steps = run.total_steps
-        self._seconds: list[float] = []  # of the steps up to now
+        self._seconds: list[float] = []  # of each step so far
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         shown = [
@@ -71,7 +77,7 @@ class ConsoleLogger:
             self._seconds.append(metrics["timing_s/step"])
 
         if self._seconds and self._total_steps is not None and step < self._total_steps:
-            usual = self._seconds[1:] or self._seconds  # the first makes much ready
+            usual = self._seconds[1:] or self._seconds  # the first step includes warm-up
             shown.append(f"{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
 
         total = "" if self._total_steps is None else f"/{self._total_steps}"
@@ -91,7 +97,7 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: {"step": ..., "<metric>": ...}, a line a step, readable during the run."""
+    """Append each step as a line {"step": ..., "<metric>": ...} to `metrics.jsonl`, readable during the run."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.output_dir / METRICS_FILE).open("a", encoding="utf-8")
@@ -108,8 +114,8 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """A file of events for each process of the run. Those of a step that is made once more are for
-    TensorBoard to leave out."""
+    """Write one event file per process of the run. TensorBoard ignores the old events of a step that is
+    repeated."""
 
     def __init__(self, run: TrackedRun) -> None:
         first_step = None if run.resumed_after is None else run.resumed_after + 1
@@ -144,7 +150,7 @@ def _swanlab(run: TrackedRun) -> Logger:
     return BackgroundLogger(lambda: SwanLabService(run))
 
 
-# The packages of services are imported when a run names them.
+# The package of a service is imported only if a run uses it.
 LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.console: ConsoleLogger,
     LoggerKind.jsonl: JsonlLogger,
@@ -156,13 +162,16 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
 
 
 class Tracker:
-    """Sends a step's metrics to every logger that the run names. Raises ValueError for a name that does not
-    exist, and for a service whose package is not installed."""
+    """Send the metrics of a step to every logger in `names`.
+
+    Raises:
+        ValueError: A logger name is unknown, or the package of a service is not installed.
+    """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        # By value, not how a member is made.
+        # mypy does not see that an enum member is looked up by value.
         kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]
-        # A service that is missing or not set up must stop the run now, not after the first step.
+        # Fail now, not after the first step, if a service is missing or not configured.
         if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
         run.output_dir.mkdir(parents=True, exist_ok=True)
@@ -178,20 +187,28 @@ class Tracker:
         self._loggers[kind.value] = LOGGERS[kind](run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Raises RunError where the run's folder is no longer there: what is written would go nowhere."""
+        """Log the metrics of a step.
+
+        Raises:
+            RunError: The run's folder no longer exists, so the output would be lost.
+        """
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             self._guarded(name, partial(logger.log, metrics, step))
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends to `generations.jsonl`: {"step": ..., **row} per row; services get a table. Raises RunError
-        as `log` does, and where that file cannot be written."""
+        """Append {"step": ..., **row} per row to `generations.jsonl`, and send the rows to services as a
+        table.
+
+        Raises:
+            RunError: The run's folder no longer exists, or the file cannot be written.
+        """
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             if rows and isinstance(logger, BackgroundLogger):
                 self._guarded(name, partial(logger.log_generations, step, rows))
 
-        # Synced to the disk, so that samples survive a crash of the machine.
+        # Sync the file to disk, so that the samples survive a machine crash.
         with (
             writing(self._output_dir),
             (self._output_dir / GENERATIONS_FILE).open("a", encoding="utf-8") as file,
@@ -201,11 +218,11 @@ class Tracker:
             os.fsync(file.fileno())
 
     def log_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
-        """Writes the step's file of `samples/` in the background; see SampleWriter."""
+        """Write the step's file in `samples/` in the background; see SampleWriter."""
         self._guarded(SAMPLES_FOLDER, lambda: self._samples.write(step, make, max_bytes))
 
     def flush(self) -> None:
-        """What was logged survives the end of the process, however it ends."""
+        """Make everything logged so far durable, however the process ends."""
         self._guarded(SAMPLES_FOLDER, self._samples.flush)
         for name, logger in self._loggers.items():
             self._guarded(name, logger.flush)
@@ -219,7 +236,7 @@ class Tracker:
         try:
             action()
         except Exception as error:  # noqa: BLE001
-            # The boundary to other people's services: training continues without them.
+            # Boundary to third-party services: training continues without them.
             if name not in self._failed:
-                _log.warning("tracking: %s failed and is skipped from now on where it fails: %r", name, error)
+                _log.warning("tracking: %s failed; calls that fail are skipped from now on: %r", name, error)
             self._failed.add(name)

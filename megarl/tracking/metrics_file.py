@@ -1,4 +1,4 @@
-"""`metrics.jsonl` read again: each metric as a curve."""
+"""Read `metrics.jsonl` as one curve per metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class MetricsFileError(ValueError):
-    """A run's metrics cannot be read; the message names the file and, where there is one, the line."""
+    """A run's metrics cannot be read. The message names the file and, if known, the line."""
 
 
 class Points(NamedTuple):
@@ -18,21 +18,23 @@ class Points(NamedTuple):
     values: list[float]
 
 
-Series = Mapping[str, Points]  # metric -> its finite points, by rising step
+Series = Mapping[str, Points]  # metric -> its finite points, in increasing step order
 
 
 def read_metrics(path: Path) -> dict[str, Points]:
-    """Every metric of a `metrics.jsonl`; a step that was logged twice (a resumed run) counts by its later
-    line.
+    """Return the curve of every metric in a `metrics.jsonl`.
 
-    NaN and infinite values are left out. A last line without its line break is one that a killed run did not
-    finish, and is skipped. Raises MetricsFileError for a file that is absent, without a step, or damaged.
+    If a step was logged twice (a resumed run), its later line counts. NaN and infinite values are left out. A
+    last line without a line break is the unfinished line of a killed run, and is skipped.
+
+    Raises:
+        MetricsFileError: The file is missing, contains no step, or is damaged.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise MetricsFileError(
-            f"{path}: there is no such file; give a run's folder (trainer.output_dir) whose "
+            f"{path}: no such file; give a run's folder (trainer.output_dir) whose "
             f"tracking.loggers include 'jsonl'"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -41,17 +43,15 @@ def read_metrics(path: Path) -> dict[str, Points]:
     lines = text.split("\n")
     by_step: dict[int, dict[str, float]] = {}
 
-    # what follows the last line break is unfinished, or nothing
+    # Whatever follows the last line break is an unfinished line, or empty.
     for number, line in enumerate(lines[:-1], start=1):
         step, metrics = _parse(path, number, line)
         by_step.setdefault(step, {}).update(metrics)
 
     if not by_step:
-        raise MetricsFileError(
-            f"{path}: holds no complete step yet; try again when the run's first step has ended"
-        )
+        raise MetricsFileError(f"{path}: contains no complete step yet; try again after the run's first step")
 
-    # Turn the lines by step into one curve for each metric.
+    # Convert the steps into one curve per metric.
     series: dict[str, Points] = {}
     for step, metrics in sorted(by_step.items()):
         for name, value in metrics.items():
@@ -75,7 +75,7 @@ def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
             f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}"
         )
 
-    # Other values may be texts, which have no curve.
+    # Other values may be strings, which have no curve.
     numbers = {
         name: float(value)
         for name, value in record.items()

@@ -1,5 +1,5 @@
-"""MLflow. MLFLOW_TRACKING_URI and its credentials in the environment name the server; without it, the files
-are in `mlruns/`."""
+"""MLflow client. MLFLOW_TRACKING_URI and its credentials in the environment select the server; if unset, the
+run is stored in `mlruns/`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from megarl.tracking.tracked_run import TrackedRun
 
 _NAME = "mlflow"
 _STORE = "mlruns"
-_BATCH = 100  # parameters in a call; of metrics 1000
-_MAX_VALUE = 6000  # characters of a parameter, MLflow's limit; `config.yaml` has longer ones whole
-_EVERY_STEP = "timing_s/step"  # the metric that each step has
+_BATCH = 100  # parameters per call; for metrics, the limit is 1000
+_MAX_VALUE = 6000  # characters of a parameter, MLflow's limit; `config.yaml` has the full values
+_EVERY_STEP = "timing_s/step"  # a metric that every step has
 
 Item = TypeVar("Item")
 
 
 class MlflowService:
-    """A run in the experiment `tracking.project`; a resumed run continues in it, behind the last step that it
-    has."""
+    """Run in the experiment `tracking.project`. A resumed run continues it after its last logged step."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # A server that does not answer is given up in half a minute, not in a quarter of an hour as by
-        # default.
+        # Drop a server that does not respond after half a minute; the default is a quarter of an hour.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -47,7 +45,7 @@ class MlflowService:
             run.keep_run_id(_NAME, run_id)
         else:
             self._client.update_run(run_id, status="RUNNING")
-            # A resumed run makes steps again that MLflow has already; they must not be logged twice.
+            # A resumed run repeats steps that MLflow already has; they must not be logged twice.
             history = self._client.get_metric_history(run_id, _EVERY_STEP)
             self._last_step = max((metric.step for metric in history), default=-1)
 
@@ -70,7 +68,7 @@ class MlflowService:
         if step <= self._last_step:
             return
         now_ms = int(time.time() * 1000)
-        # it takes no @ in a name
+        # MLflow rejects @ in a name.
         batch = [Metric(name.replace("@", "_at_"), value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=batch)
 

@@ -1,4 +1,4 @@
-"""The curves of a run, drawn from its `metrics.jsonl` to a PNG."""
+"""Plot the curves of a run from its `metrics.jsonl` to a PNG."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ CURVES_FILE = "curves.png"
 _NUM_COLUMNS = 3
 _PANEL_INCHES = (4.6, 3.0)
 _COLORS = ("#1f6fb4", "#d1603d", "#3b8f5a", "#8a5ba6", "#b8860b", "#4f9da6", "#c2477f", "#6b6b6b")
-_SMOOTHED_FROM = 30  # points from which a moving average is drawn over the raw curve
+_SMOOTHED_FROM = 30  # number of points from which a moving average is drawn over the raw curve
 _TESTING = "timing_s/testing"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One pair of axes. `curves`: metric -> its label; `sparse` ones have few points and are marked."""
+    """Contents of one pair of axes.
+
+    Attributes:
+        curves: Metric -> its label.
+        sparse: Metrics with few points, drawn with markers.
+    """
 
     title: str
     curves: Mapping[str, str]
@@ -40,9 +45,9 @@ _PANELS = (
         curves={"actor/reward_kl_penalty": "in the reward", "actor/kl_loss": "in the loss"},
         unit="nats / token",
     ),
-    Panel(title="Entropy of the policy", curves={"actor/entropy": "entropy"}, unit="nats / token"),
+    Panel(title="Policy entropy", curves={"actor/entropy": "entropy"}, unit="nats / token"),
     Panel(
-        title="Loss of fine-tuning",
+        title="Fine-tuning loss",
         curves={"sft/loss": "training", "val/loss": "held out"},
         sparse=frozenset({"val/loss"}),
     ),
@@ -65,12 +70,12 @@ _PANELS = (
         unit="tokens",
     ),
     Panel(
-        title="Turns of an episode",
+        title="Turns per episode",
         curves={"agent/turns/mean": "training samples", "val/turns/mean": "held out"},
         sparse=frozenset({"val/turns/mean"}),
     ),
     Panel(
-        title="Probability: rollout against trainer",
+        title="Token probability: rollout vs. trainer",
         curves={
             "training/rollout_probs_diff_max": "largest difference",
             "training/rollout_probs_diff_mean": "mean difference",
@@ -79,27 +84,33 @@ _PANELS = (
     ),
     Panel(title="Throughput", curves={"perf/throughput": "tokens / s"}, unit="tokens / s"),
     Panel(
-        title="Speed of updates",
+        title="Update speed",
         curves={
             "perf/tflops/actor": "actor",
             "perf/tflops/critic": "critic",
             "perf/tflops/sft": "fine-tuning",
         },
-        unit="TFLOP/s of a device",
+        unit="TFLOP/s per device",
     ),
 )
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draws `metrics.jsonl` of the folder to its `curves.png`, whose path is returned. Raises
-    MetricsFileError."""
+    """Plot the `metrics.jsonl` of a run folder.
+
+    Returns:
+        Path of the image, `curves.png` in the folder.
+
+    Raises:
+        MetricsFileError: The metrics cannot be read, or none of them is plotted.
+    """
     path = run_dir / METRICS_FILE
     series = read_metrics(path)
     panels = panels_with_data(series)
     timings = _phase_timings(series)
     num_axes = len(panels) + bool(timings)
     if not num_axes:
-        raise MetricsFileError(f"{path}: holds no metric that is drawn, only {sorted(series)[:5]}")
+        raise MetricsFileError(f"{path}: contains no metric that is plotted, only {sorted(series)[:5]}")
     num_columns = min(_NUM_COLUMNS, num_axes)
     num_rows = math.ceil(num_axes / num_columns)
     figure = Figure(
@@ -107,7 +118,7 @@ def plot_run(run_dir: Path) -> Path:
     )
     FigureCanvasAgg(figure)
     figure.suptitle(f"{run_dir.resolve().name}", fontsize=13, fontweight="bold")
-    # Draw the panels, then the timings; what is left of the grid stays empty.
+    # Draw the panels, then the timings. Unused cells of the grid stay empty.
     axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     last_step = max(points.steps[-1] for points in series.values())
     for panel, axis in zip(panels, axes, strict=False):
@@ -125,10 +136,12 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def panels_with_data(series: Series) -> list[Panel]:
-    """The panels of which the run has a curve. The first is the score: of training, and held out for each
-    data source."""
+    """Return the panels for which the run has a curve.
+
+    The first panel shows the training score and the held-out score of each data source.
+    """
     validation = sorted(name for name in series if name.startswith("val/") and name.endswith("/score/mean"))
-    if len(validation) == 2:  # one source: its mean is the mean over all
+    if len(validation) == 2:  # one data source: its mean equals the overall mean
         validation.remove("val/score/mean")
     sources = {name: name.removeprefix("val/").removesuffix("/score/mean") for name in validation}
     labels = {
@@ -145,7 +158,7 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
     present = [(name, label) for name, label in panel.curves.items() if name in series]
     for (name, label), color in zip(present, _COLORS, strict=False):
         points = series[name]
-        # A curve of few points needs marks, or a single one would not show at all.
+        # A curve with few points needs markers; a single point would be invisible without one.
         if name in panel.sparse or len(points.steps) == 1:
             axis.plot(points.steps, points.values, color=color, marker="o", markersize=4, label=label)
             _annotate_ends(axis, points, color)
@@ -167,8 +180,7 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
 
 
 def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
-    """Writes the first value below its mark and the last one above it, for these are what a reader looks
-    for."""
+    """Annotate the first value (below its marker) and the last value (above it), which readers look for."""
     for index, side, offset_points in ((0, "left", -11), (len(points.steps) - 1, "right", 6)):
         place = (points.steps[index], points.values[index])
         text = f"{points.values[index]:.3g}"
@@ -185,15 +197,14 @@ def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of a fifteenth of the curve; at the ends, over the part of the window that
-    exists."""
+    """Return the mean over a centered window of 1/15 of the curve, truncated at both ends of the curve."""
     half = max(1, len(values) // 30)
     windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _phase_timings(series: Series) -> dict[str, Points]:
-    """Seconds of each phase per step, the longest phases first; `step` itself and validation are left out."""
+    """Return the seconds of each phase per step, longest phases first, without `step` itself and validation."""
     phases = {
         name: points
         for name, points in series.items()
@@ -203,8 +214,10 @@ def _phase_timings(series: Series) -> dict[str, Points]:
 
 
 def _draw_timings(axis: Axes, timings: Series) -> None:
-    """Mean seconds a step of each phase, as bars. Phases of different pools overlap, so they are not stacked
-    to a whole."""
+    """Draw the mean seconds per step of each phase as bars.
+
+    Phases of different pools overlap, so they are not stacked.
+    """
     shown = list(timings.items())[: len(_COLORS)]
     names = [name.removeprefix("timing_s/") for name, _ in shown]
     means = [sum(points.values) / len(points.values) for _, points in shown]
@@ -212,7 +225,7 @@ def _draw_timings(axis: Axes, timings: Series) -> None:
     axis.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
     axis.invert_yaxis()
     axis.margins(x=0.15)
-    axis.set_title("Time of each phase (they may overlap)", fontsize=10)
+    axis.set_title("Time per phase (phases may overlap)", fontsize=10)
     axis.set_xlabel("mean seconds / step", fontsize=8)
 
 

@@ -1,5 +1,4 @@
-"""What a person sees during a run: a bar with step, reward, KL where it is, tokens per second and time
-left."""
+"""Progress bar of a run: step, reward, KL if logged, tokens per second and time left."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Metric -> its short name on the bar; those that a run does not have are left out.
+# Metric -> its short name on the bar. Metrics that a run does not log are left out.
 SHOWN = {
     "critic/score/mean": "reward",
     "actor/reward_kl_penalty": "KL in the reward",
@@ -27,11 +26,15 @@ SHOWN = {
 
 
 class ProgressBar:
-    """A live bar on a terminal. Elsewhere (a log file) nothing is drawn: there the console logger's lines
-    tell the same."""
+    """Live progress bar on a terminal. Nothing is drawn elsewhere (a log file), where the console logger
+    prints lines."""
 
     def __init__(self, title: str, total_steps: int, console: Console, done: int = 0) -> None:
-        """done: steps that were made before a run was resumed."""
+        """Create the bar.
+
+        Args:
+            done: Number of steps completed before the run was resumed.
+        """
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(),

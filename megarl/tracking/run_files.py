@@ -1,7 +1,7 @@
-"""What a run writes into its folder, `trainer.output_dir`: the names, and what is raised where that cannot
-be.
+"""Names of the files that a run writes to its folder, `trainer.output_dir`, and the errors for a folder that
+cannot be written.
 
-The names of what has a format of its own stand beside that format.
+Files with their own format are named in the module that defines the format.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from megarl.machine.errors import UNWRITTEN, RunError
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
 CONFIG_FILE = "config.yaml"  # resolved
-SUMMARY_FILE = "summary.json"  # of a run that has ended well
-FAILURE_FILE = "failure.txt"  # of one that has not
-STATUS_FILE = "status.json"  # where it is right now
+SUMMARY_FILE = "summary.json"  # only of a run that succeeded
+FAILURE_FILE = "failure.txt"  # only of a run that failed
+STATUS_FILE = "status.json"  # current state of the run
 REPORT_FILE = "report.html"
 
 
 def check_run_folder(output_dir: Path) -> None:
-    """Raises RunError where a run's folder is no longer there: what is written would go nowhere."""
+    """Raise RunError if the run's folder no longer exists, so that output is not lost silently."""
     if not output_dir.is_dir():
         raise RunError(
-            f"{output_dir}: the run's folder was removed, or taken by something else, while it was running; "
-            f"what it had logged and "
-            "saved there is gone with it. Start the run again, or restore the folder first to resume from "
+            f"{output_dir}: the run's folder was removed or replaced while the run was writing to it; the "
+            f"logs and "
+            "checkpoints in it are lost. Start the run again, or restore the folder first to resume from "
             "its latest checkpoint"
         )
 
 
 @contextmanager
 def writing(output_dir: Path) -> Iterator[None]:
-    """Around what writes files of a run's folder: an OSError is a RunError that names the file, or says that
-    the folder is not there."""
+    """Convert an OSError from writing to a run's folder to a RunError.
+
+    The error names the file, or reports that the folder no longer exists.
+    """
     try:
         yield
     except OSError as error:
-        if isinstance(error, RunError):  # a rank that hangs is a TimeoutError as well
+        if isinstance(error, RunError):  # a rank that hangs is also a TimeoutError, which is an OSError
             raise
         check_run_folder(output_dir)
         raise RunError(

@@ -1,8 +1,9 @@
-"""`samples/step_<number>.parquet`: what a step has trained on, a row for each sample, to be read token by
-token.
+"""Per-step sample files, `samples/step_<number>.parquet`: one row per training sample, with per-token
+columns.
 
-A file is whole or not there, and is written beside training. The folder keeps below a bound: files go
-where the others lie closest together, so that what is left still spans the run.
+Files are written atomically, in the background. The total size of the folder is bounded: when the limit is
+exceeded, the file whose neighboring steps are closest together is deleted, so that the remaining files span
+the run evenly.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from megarl.machine.files import write_whole
 SAMPLES_FOLDER = "samples"
 _PREFIX = "step_"
 _SUFFIX = ".parquet"
-# in the metadata of a file's schema
+# Keys in the schema metadata of a file.
 _TOKENS = b"megarl.tokens"
 _PARTS = b"megarl.score_parts"
 
-# Lists have a value for each token: those of the prompt in `prompt_ids`, those of the response in the others;
-# turn_rewards for each turn.
+# List columns have one value per token: prompt tokens for `prompt_ids`, response tokens for the others.
+# turn_rewards has one value per turn.
 SCHEMA = pa.schema(
     {
         "step": pa.int64(),
@@ -39,7 +40,7 @@ SCHEMA = pa.schema(
         "ground_truth": pa.string(),
         "score": pa.float64(),
         "score_parts": pa.list_(pa.float32()),
-        # what reward functions returned beside the score: name -> number, as JSON
+        # Further numbers returned by reward functions: name -> number, as JSON.
         "reward_numbers": pa.string(),
         "advantage": pa.float32(),
         "advantages": pa.list_(pa.float32()),
@@ -49,7 +50,7 @@ SCHEMA = pa.schema(
         "prompt_length": pa.int32(),
         "response_length": pa.int32(),
         "finish_reason": pa.string(),
-        # Of an episode, else null. call_errors: kind -> number, as JSON.
+        # Set for agent episodes, otherwise null. call_errors: kind -> number, as JSON.
         "is_model": pa.list_(pa.bool_()),
         "turn_rewards": pa.list_(pa.float32()),
         "num_calls": pa.int32(),
@@ -62,12 +63,17 @@ OF_EPISODES = ("is_model", "turn_rewards", "num_calls", "call_errors", "episode_
 
 
 class SamplesFileError(ValueError):
-    """A file of samples cannot be read; the message names it."""
+    """A sample file cannot be read. The message names it."""
 
 
 class SampleTable(NamedTuple):
-    """rows: of SCHEMA. tokens: the text of each token id in them. score_parts: the names of that column's
-    values."""
+    """Samples of one step.
+
+    Attributes:
+        rows: Table with the schema SCHEMA.
+        tokens: Text of each token id in `rows`.
+        score_parts: Names of the values in the column `score_parts`.
+    """
 
     rows: pa.Table
     tokens: Mapping[int, str]
@@ -75,8 +81,10 @@ class SampleTable(NamedTuple):
 
 
 class SampleWriter:
-    """Writes in a thread of its own, one file at a time: a step waits only where the file before is not
-    written yet."""
+    """Write sample files in a background thread, one at a time.
+
+    A step blocks only if the previous file is not written yet.
+    """
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
@@ -84,14 +92,24 @@ class SampleWriter:
         self._writing: Future[None] | None = None
 
     def write(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
-        """make: is called in the thread. max_bytes: of all files, unless one alone is larger. Raises what the
-        write before it met."""
+        """Write the samples of a step in the background.
+
+        Args:
+            make: Builds the table; called in the thread.
+            max_bytes: Limit on the total size of all files. A single file may exceed it.
+
+        Raises:
+            Exception: Any error of the previous write.
+        """
         self.flush()
         self._writing = self._thread.submit(self._write, step, make, max_bytes)
 
     def flush(self) -> None:
-        """All files are on the disk. Raises OSError where the last one could not be written, and whatever
-        else `make` met."""
+        """Wait until all files are on disk.
+
+        Raises:
+            OSError: The last file could not be written. Errors of `make` are raised as well.
+        """
         writing = self._writing
         self._writing = None
         if writing is not None:
@@ -124,7 +142,7 @@ def sample_path(output_dir: Path, step: int) -> Path:
 
 
 def sample_files(output_dir: Path) -> dict[int, Path]:
-    """The run's files by their step, in rising order; those with another name are left out."""
+    """Return the run's sample files by step, in increasing order. Files with other names are ignored."""
     found = {}
     for path in (output_dir / SAMPLES_FOLDER).glob(f"{_PREFIX}*{_SUFFIX}"):
         number = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
@@ -135,16 +153,20 @@ def sample_files(output_dir: Path) -> dict[int, Path]:
 
 
 def read_samples(path: Path) -> SampleTable:
-    """Raises SamplesFileError for a file that is damaged, or whose columns are others."""
+    """Read the samples of a step.
+
+    Raises:
+        SamplesFileError: The file is damaged, or has other columns.
+    """
     try:
         table = pq.read_table(path)
         metadata = table.schema.metadata or {}
         tokens = json.loads(metadata[_TOKENS])
         parts = json.loads(metadata[_PARTS])
         for name in (*OF_EPISODES, _NUMBERS):
-            if name not in table.schema.names:  # an older version wrote the file
+            if name not in table.schema.names:  # the file was written by an older version
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
-        # Columns in the expected order and types, whatever wrote the file.
+        # Bring the columns into the expected order and types, whatever wrote the file.
         rows = table.select(SCHEMA.names).cast(SCHEMA)
         return SampleTable(
             rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts]
@@ -152,19 +174,20 @@ def read_samples(path: Path) -> SampleTable:
     except (OSError, pa.ArrowException, ValueError, KeyError, AttributeError, TypeError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SamplesFileError(
-            f"{path}: cannot be read as a step's samples ({problem}); it is damaged or no such file"
+            f"{path}: cannot be read as the samples of a step ({problem}); it is damaged or not a sample file"
         ) from error
 
 
 def remove_samples(output_dir: Path, after: int) -> None:
-    """Of all steps behind `after`."""
+    """Delete the files of all steps after `after`."""
     for step, path in sample_files(output_dir).items():
         if step > after:
             path.unlink()
 
 
 def _thin(output_dir: Path, max_bytes: int) -> None:
-    """The first and the newest file stay longest."""
+    """Delete files until the total size is within `max_bytes`. The first and the newest file are deleted
+    last."""
     files = sample_files(output_dir)
     sizes = {step: path.stat().st_size for step, path in files.items()}
 
@@ -175,13 +198,19 @@ def _thin(output_dir: Path, max_bytes: int) -> None:
 
 
 def _most_crowded(steps: Sequence[int]) -> int:
-    """The step whose neighbours are closest together, the earliest of several; of two steps the first."""
+    """Return the step whose neighbors are closest together, the earliest of several. For two steps, return
+    the first."""
     inner = range(1, len(steps) - 1)
     return steps[min(inner, key=lambda index: steps[index + 1] - steps[index - 1])] if inner else steps[0]
 
 
 def list_column(lengths: Sequence[int], values: Any, kind: pa.DataType) -> pa.Array:
-    """values: of all rows one behind the other, `lengths` of them each; an array or a sequence."""
+    """Build a list column.
+
+    Args:
+        lengths: Number of values in each row.
+        values: Values of all rows, concatenated; an array or a sequence.
+    """
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)

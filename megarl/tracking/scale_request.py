@@ -1,5 +1,7 @@
-"""`scale.json`: how many replicas a running job is asked to have. Written whole by a command, taken by the
-run between two steps."""
+"""Request file for the number of replicas of a running job, `scale.json`.
+
+`megarl scale` writes it atomically; the run takes it between two steps.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,23 @@ MOST_REPLICAS = 10_000
 
 
 def ask_for(run_dir: Path, num_replicas: int) -> None:
-    """In the place of what was asked before. Raises OSError."""
+    """Write the request, replacing an earlier one. Raises OSError."""
     write_whole(run_dir / SCALE_FILE, json.dumps({_KEY: num_replicas}) + "\n")
 
 
 def take_request(run_dir: Path) -> int | None:
-    """What was asked since the last time, which is then no more; None where nothing was. Raises ValueError
-    for another file."""
+    """Return the pending request and delete it, or return None if there is none.
+
+    Raises:
+        ValueError: The file is not a valid request.
+    """
     path = run_dir / SCALE_FILE
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
 
-    # Removed before it is parsed, so that a damaged request is reported once and not at every step.
+    # Delete the file before parsing it, so that a damaged request is reported once and not at every step.
     path.unlink()
     try:
         values = json.loads(content)

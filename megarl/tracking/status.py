@@ -1,5 +1,7 @@
-"""`status.json`: where a run is right now. Written whole every few seconds by the run, and read without its
-help."""
+"""Status of a running job, `status.json`.
+
+The run writes the file atomically every few seconds; readers do not need the run to respond.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ _Part = TypeVar("_Part")
 
 
 class StatusError(ValueError):
-    """There is no status to be read. The message says why in one line."""
+    """The status cannot be read. The message gives the reason in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
-    """state: generating, idle, or starting. in_flight: requests. silent_s: since its last sample."""
+    """Status of one rollout replica.
+
+    Attributes:
+        state: generating, idle, or starting.
+        in_flight: Number of requests in flight.
+        silent_s: Seconds since the replica's last sample.
+    """
 
     state: str
     in_flight: int
@@ -45,8 +53,13 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStatus:
-    """A prompt whose samples are not all there. missing: samples. where: of the oldest of them. seconds:
-    since it was asked for."""
+    """Status of a prompt with missing samples.
+
+    Attributes:
+        missing: Number of missing samples.
+        where: Location of the oldest missing sample.
+        seconds: Time since the prompt was submitted.
+    """
 
     uid: str
     missing: int
@@ -56,15 +69,17 @@ class GroupStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Where a run is.
+    """Status of a run.
 
     Attributes:
         state: running, ended, stopped (by SIGTERM, after a checkpoint), interrupted (by Ctrl-C) or failed.
-        phases: Of the driver, the innermost last; it has been in that one for phase_s.
+        phases: Current phases of the driver, innermost last.
+        phase_s: Seconds since the innermost phase began.
         groups: Number of prompts by state.
-        oldest: At most ten prompts that are not complete.
-        tokens_per_s: Of the last minute or so, as are the shares of time.
-        stalled: What has not moved for long; None if everything moves.
+        oldest: At most ten incomplete prompts.
+        tokens_per_s: Average over about the last minute, as are trainer_idle and engines_idle (shares of
+            time).
+        stalled: Description of what has made no progress for a long time; None if nothing is stalled.
     """
 
     state: str
@@ -86,7 +101,12 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class StatusRecord:
-    """As it is in the file. written_at: seconds since the epoch. pid: of the driver, on `host`."""
+    """Contents of `status.json`.
+
+    Attributes:
+        written_at: Seconds since the epoch.
+        pid: Process id of the driver on `host`.
+    """
 
     format: int
     written_at: float
@@ -96,15 +116,14 @@ class StatusRecord:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the process that wrote it is there; None where this is another machine."""
+        """Whether the process that wrote the status still exists; None if it ran on another machine."""
         return os.path.exists(f"/proc/{self.pid}") if self.host == socket.gethostname() else None
 
 
 class StatusWriter:
-    """Writes the file every few seconds while its block lasts, in a thread, and once more at the end. `look`
-    is asked in that thread.
+    """Write the status file every few seconds in a thread while the block runs, and once more at the end.
 
-    A disk that takes no file is warned of once. What does not move is warned of when it begins to.
+    `look` is called in that thread. A failed write is reported once. A stall is reported when it begins.
     """
 
     def __init__(self, output_dir: Path, look: Callable[[], RunStatus], every_s: float = EVERY_S) -> None:
@@ -146,18 +165,22 @@ class StatusWriter:
         try:
             write_whole(self._path, json.dumps(asdict(record), indent=1) + "\n")
         except OSError as error:
-            # A full disk would otherwise give a warning every few seconds.
+            # A full disk would otherwise produce a warning every few seconds.
             if not self._has_warned:
                 _log.warning("%s: cannot be written (%s); the run continues without it", self._path, error)
             self._has_warned = True
 
 
 def read_status(run_dir: Path) -> StatusRecord:
-    """Raises StatusError: for a folder that is none, or no run's; a run that has written none; a file of
-    another format, or damaged."""
+    """Read the status of a run.
+
+    Raises:
+        StatusError: The folder does not exist, is not a run's folder, or has no status yet; or the file is
+            damaged or has another format.
+    """
     path = run_dir / STATUS_FILE
     if not run_dir.is_dir():
-        raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
+        raise StatusError(f"{run_dir}: no such folder; give a run's trainer.output_dir")
 
     try:
         values = json.loads(path.read_bytes())
@@ -167,29 +190,29 @@ def read_status(run_dir: Path) -> StatusRecord:
         raise StatusError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise StatusError(
-            f"{path}: is damaged: it is not JSON ({error}); a running run rewrites it within seconds"
+            f"{path}: is damaged: it is not JSON ({error}); a running job rewrites it within seconds"
         ) from error
 
-    # The format is compared before the fields, which another version may have changed.
+    # Compare the format first: another version may have changed the fields.
     if isinstance(values, dict) and isinstance(values.get("format"), int) and values["format"] != FORMAT:
         raise StatusError(
-            f"{path}: has the format {values['format']}, this megarl reads {FORMAT}; use the megarl that "
-            f"runs it"
+            f"{path}: has format {values['format']}, but this megarl reads {FORMAT}; use the version of "
+            f"megarl that runs the job"
         )
 
     try:
         return _read(StatusRecord, values, "")
     except _DamageError as error:
-        raise StatusError(f"{path}: is damaged: {error}; a running run rewrites it within seconds") from None
+        raise StatusError(f"{path}: is damaged: {error}; a running job rewrites it within seconds") from None
 
 
 def _why_there_is_none(run_dir: Path) -> str:
     if (run_dir / SUMMARY_FILE).exists() or (run_dir / FAILURE_FILE).exists():
-        return f"{run_dir}: this run has ended, and has left no {STATUS_FILE}; see `megarl report {run_dir}`"
+        return f"{run_dir}: this run has ended and left no {STATUS_FILE}; see `megarl report {run_dir}`"
     if any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
         return (
-            f"{run_dir}: no {STATUS_FILE} yet: it is there when a run of reinforcement learning has "
-            f"started its processes"
+            f"{run_dir}: no {STATUS_FILE} yet: a reinforcement learning run writes it once its processes "
+            f"have started"
         )
 
     return (
@@ -198,7 +221,7 @@ def _why_there_is_none(run_dir: Path) -> str:
     )
 
 
-# ---- from JSON
+# ---- parsing JSON
 
 
 class _DamageError(Exception):
@@ -206,14 +229,14 @@ class _DamageError(Exception):
 
 
 def _read(part: type[_Part], values: Any, where: str) -> _Part:
-    """An instance of a dataclass, each of whose values has its type."""
+    """Build a dataclass instance from JSON, checking the type of every value."""
     if not isinstance(values, dict):
-        raise _DamageError(f"{where or 'the whole'} is no mapping")
+        raise _DamageError(f"{where or 'the top level'} is not a mapping")
     hints = get_type_hints(part)
     names = [entry.name for entry in fields(part)]  # type: ignore[arg-type]
-    # Missing and unknown keys are both damage, since the format is the same.
+    # Missing and unknown keys both mean damage, since the format number matches.
     if set(names) != values.keys():
-        raise _DamageError(f"{where or 'the whole'} has other keys than {', '.join(names)}")
+        raise _DamageError(f"{where or 'the top level'} has other keys than {', '.join(names)}")
 
     return part(
         **{name: _value(hints[name], values[name], f"{where}.{name}" if where else name) for name in names}
@@ -227,8 +250,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return [_value(get_args(hint)[0], item, where) for item in value]
     if get_origin(hint) is dict and isinstance(value, dict):
         return {name: _value(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
-    # JSON writes whole floats as integers.
-    accepted = (float, int) if hint is float else get_args(hint) or (hint,)  # the types of a union
+    # JSON writes integral floats as integers.
+    accepted = (float, int) if hint is float else get_args(hint) or (hint,)  # the members of a union
     if get_origin(hint) in (list, dict) or isinstance(value, bool) or not isinstance(value, accepted):
         raise _DamageError(f"{where} is {str(value)[:40]!r}")
 

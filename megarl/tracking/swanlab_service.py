@@ -1,5 +1,5 @@
-"""SwanLab. SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment say where the run
-goes."""
+"""SwanLab client. SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment select the
+destination."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ID_LENGTH = 21
 
 
 class SwanLabService:
-    """A run of SwanLab with its files in `swanlog/` of the output folder; a resumed run continues in it."""
+    """SwanLab run with its files in `swanlog/` of the output folder. A resumed run continues it."""
 
     def __init__(self, run: TrackedRun) -> None:
         run_id = run.run_id(_NAME) or uuid.uuid4().hex[:_ID_LENGTH]

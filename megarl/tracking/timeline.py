@@ -1,5 +1,4 @@
-"""`timeline.json`: what ran where and when, as a chrome trace (open it in chrome://tracing or
-ui.perfetto.dev)."""
+"""Timeline of a run, `timeline.json`, as a Chrome trace for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from megarl.machine.files import write_whole
 from megarl.tracking.run_files import writing
 
 TIMELINE_FILE = "timeline.json"
-MAX_EVENTS = 200_000  # a browser still opens it; later steps replace the earliest
+MAX_EVENTS = 200_000  # a browser can still open it; later steps replace the earliest
 _MAX_COUNTS = 20_000
-_COUNTERS = "counters"  # the row that they are under
+_COUNTERS = "counters"  # name of the trace process with the counter curves
 
 
 class Span(NamedTuple):
-    """`start_s` and `end_s` are seconds since the epoch on the worker's own clock."""
+    """One timed call. `start_s` and `end_s` are seconds since the epoch on the worker's own clock."""
 
     pool: str
     role: str
@@ -30,8 +29,11 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """One process row per pool, one thread row per rank and role, and one of curves. The file on disk is
-    whole at all times."""
+    """Collect spans and counters and write the trace.
+
+    Each pool is a process of the trace, each rank of a role a thread, and the counters one more process. The
+    file is replaced atomically.
+    """
 
     def __init__(self, output_dir: Path, max_events: int = MAX_EVENTS) -> None:
         self._output_dir = output_dir
@@ -43,7 +45,7 @@ class Timeline:
 
     def add(self, spans: Iterable[Span], step: int) -> None:
         for span in spans:
-            # In the trace format a pool is a process, and a rank of a role is a thread.
+            # The trace format knows processes and threads: a pool is a process, a rank of a role a thread.
             process = self._processes.setdefault(span.pool, len(self._processes))
             thread = self._threads.setdefault((span.pool, span.role, span.rank), len(self._threads))
             start_us = span.start_s * 1e6
@@ -52,15 +54,19 @@ class Timeline:
             self._events.append(
                 {"name": span.name, "ph": "X", **place, "args": {"step": step, "role": span.role}}
             )
-        # The whole file is written each time, so it must not grow without bound.
+        # The whole file is rewritten each time, so it must stay bounded.
         self._events = self._events[-self._max_events :]
 
     def count(self, name: str, values: Mapping[str, float], at_s: float) -> None:
-        """Of a curve for each of `values`. at_s: seconds since the epoch. Any thread may call it."""
+        """Record a point of the curves of `values`. This method is thread-safe.
+
+        Args:
+            at_s: Seconds since the epoch.
+        """
         self._counts.append({"name": name, "ph": "C", "pid": -1, "ts": at_s * 1e6, "args": dict(values)})
 
     def write(self) -> None:
-        """Raises RunError where that cannot be."""
+        """Write the trace. Raises RunError if the file cannot be written."""
         names = [
             {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"pool {pool}"}}
             for pool, process in self._processes.items()

@@ -1,4 +1,4 @@
-"""What a logger knows of the run that it logs, and by what it finds it again when the run is resumed."""
+"""Description of a run for its loggers, and the service run ids by which a resumed run continues its entries."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """config: to be shown beside the metrics; plain values by section. It holds no key of any service: those
-    are in the environment.
+    """Description of the run that loggers receive.
 
-    total_steps: after which it ends, where that is known.
-    resumed_after: the step after which this process continues with the run; what an earlier one logged for
-    later steps is given up.
+    Attributes:
+        config: Plain values by section, shown with the metrics. It contains no credentials; services read
+            those from the environment.
+        total_steps: Last step of the run, if known.
+        resumed_after: Last step of the checkpoint from which this process resumed. Log entries of an earlier
+            process for later steps are discarded.
     """
 
     output_dir: Path
@@ -31,7 +33,7 @@ class TrackedRun:
     resumed_after: int | None = None
 
     def run_id(self, service: str) -> str | None:
-        """That an earlier process of this run has kept."""
+        """Return the run id that an earlier process of this run stored for a service, or None."""
         path = self._path(service)
         return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
@@ -42,5 +44,5 @@ class TrackedRun:
         return self.output_dir / RUN_IDS.replace("*", service)
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Of `config`, by dotted key."""
+        """Yield the values of `config` by dotted key."""
         return flat(self.config)

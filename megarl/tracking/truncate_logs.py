@@ -1,7 +1,7 @@
-"""Cuts the files of a run behind a step, so that a resumed run leaves what one without a stop
-would have left.
+"""Truncate a run's log files after a step, so that a resumed run leaves the same logs as an uninterrupted
+one.
 
-TensorBoard's files stay as they are: the next one says from which step on it replaces them
+TensorBoard files are left as they are: the next event file specifies the step from which it replaces them
 (`TrackedRun.resumed_after`).
 """
 
@@ -21,20 +21,20 @@ _EVENT_FILES = "events.out.tfevents.*"
 
 
 def cut_after(output_dir: Path, step: int) -> None:
-    """Removes what was logged for steps after `step`; each file is replaced at once. A line that a kill has
-    torn goes as well."""
+    """Remove everything logged after `step`, and a partial line left by a kill. Each file is replaced
+    atomically."""
     for name in (METRICS_FILE, GENERATIONS_FILE):
         if (path := output_dir / name).exists():
             content = path.read_bytes()
             kept = b"".join(_lines_until(content, step))
-            # Files without later steps are left alone.
+            # Leave files without later steps untouched.
             if kept != content:
                 write_whole(path, kept)
     remove_samples(output_dir, after=step)
 
 
 def clear(output_dir: Path) -> None:
-    """Removes all that was logged: the run starts over, with services as another one."""
+    """Remove all logs of the run, which starts over. Services treat it as a new run."""
     for name in (METRICS_FILE, GENERATIONS_FILE, STATUS_FILE):
         (output_dir / name).unlink(missing_ok=True)
     for path in (*(output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES), *output_dir.glob(RUN_IDS)):

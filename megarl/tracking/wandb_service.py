@@ -1,5 +1,5 @@
-"""Weights & Biases. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment say
-where the run goes."""
+"""Weights & Biases client. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment
+select the destination."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _INIT_LIMIT_S = 60
 
 
 class WandbService:
-    """A run of W&B with its files in `wandb/` of the output folder; a resumed run continues in it. Steps that
-    it has are not logged again: W&B itself takes none below the last."""
+    """W&B run with its files in `wandb/` of the output folder.
+
+    A resumed run continues it. Steps that it already has are not logged again: W&B ignores steps below its
+    last one.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         run_id = run.run_id(_NAME) or uuid.uuid4().hex[:8]
@@ -55,8 +58,10 @@ def _cell(value: Any) -> Any:
 
 
 def end_process() -> None:
-    """W&B's own, for which this process would wait at its end. What it has not sent is in `wandb/`, for
-    `wandb sync`."""
+    """Kill W&B's own process, for which this process would otherwise wait at exit.
+
+    Data that it has not sent is in `wandb/`; upload it with `wandb sync`.
+    """
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if _SERVICE_PROCESS in " ".join(child.cmdline()):

@@ -1,4 +1,4 @@
-// The page: its head, its tabs, and the look at what is new where it follows runs.
+// The page: header, tabs, and polling for changes in a live report.
 "use strict";
 
 const TABS = {
@@ -13,9 +13,9 @@ const TABS = {
 const ASK_EVERY_MS = 2000;
 
 const app = {
-  signal: null, // ends what a tab listens to when another is shown
+  signal: null, // removes the event listeners of a tab when another is shown
   turn: 0,
-  isBehind: false, // something is new that is not shown yet
+  isBehind: false, // new data is not shown yet
 
   start() {
     report.start();
@@ -52,7 +52,7 @@ const app = {
     return chip;
   },
 
-  // The tab is built beside the old one, and takes its place when it is complete, so that nothing jumps.
+  // The new tab is built off-screen and replaces the old one when it is complete, so that the layout does not jump.
   async show() {
     const name = location.hash.slice(1), turn = ++this.turn;
     this.tab = name in TABS ? name : "summary";
@@ -75,7 +75,7 @@ const app = {
     body.dataset.ready = "true";
   },
 
-  // Who types in a field goes on in the new one.
+  // Typing continues in the same field of the new tab.
   focus(field, typed) {
     if (!field) return;
     field.focus();
@@ -95,7 +95,7 @@ const app = {
         await this.show();
       }
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // fetch's, when nobody answers
+      if (!(error instanceof TypeError)) throw error; // raised by fetch if the server does not respond
       this.status.textContent = "the server has stopped";
       this.status.classList.add("problem");
     }

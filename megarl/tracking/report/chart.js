@@ -1,10 +1,10 @@
-// A chart of one metric, with a curve for each run. All charts share their x axis, its range, and the place under the pointer.
+// A chart of one metric, with a curve for each run. All charts share the x axis, its range, and the hovered position.
 "use strict";
 
 // `axis`: "step" or "time". `range` and `hovered` are values on it: steps, or seconds of wall time.
 const view = { smoothing: 0, isLog: false, axis: "step", range: null, hovered: null };
 
-// The wall time in seconds at the end of each step: the sum of what the steps took. Null if the run logged no durations.
+// The wall time in seconds at the end of each step: the sum of the step durations. Null if the run logged no durations.
 function wallTimes({ steps, values }) {
   const seconds = values["timing_s/step"];
   if (!seconds) return null;
@@ -12,7 +12,7 @@ function wallTimes({ steps, values }) {
   return steps.map((_, index) => (sum += seconds[index] ?? 0));
 }
 
-// The unit in which a range of the x axis is written, and how many of the axis' own units it has.
+// The unit in which a range of the x axis is displayed, and its size in the axis' own units.
 function unitOf([low, high]) {
   if (view.axis === "step") return { name: "step", size: 1 };
   const span = Math.max(Math.abs(low), Math.abs(high));
@@ -77,7 +77,7 @@ class Chart {
     return { left, top, width: Math.max(10, this.canvas.width - left - right), height: this.canvas.height - top - bottom };
   }
 
-  // The curves that have a place on the x axis, each with its places as `xs`.
+  // The curves that can be drawn on the current x axis, each with its positions as `xs`.
   get placed() {
     const placed = this.curves.map((curve) => ({ curve, xs: view.axis === "step" ? curve.steps : curve.times }));
     return placed.filter(({ xs }) => xs !== null);
@@ -91,7 +91,7 @@ class Chart {
     return low === high ? [low - 1, high + 1] : [low, high];
   }
 
-  // The index of the value that a curve shows at `x`: that of the same step, or the one that is closest in time. -1: none.
+  // The index of the value that a curve shows at `x`: of the same step, or the closest in time; -1 if there is none.
   indexAt({ curve, xs }, x) {
     let nearest = -1;
     xs.forEach((each, index) => {
@@ -233,7 +233,7 @@ function setRange(range) {
   Canvas.redrawAll();
 }
 
-// The curves of a metric, one for each run that has it. `metrics`: Run -> its part
+// The curves of a metric, one for each run that has it. `metrics`: Run -> its metrics part
 function curvesOf(name, metrics) {
   const curves = [];
   for (const [run, part] of metrics) {

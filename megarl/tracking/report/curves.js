@@ -1,4 +1,4 @@
-// The tabs of curves: all metrics in groups, and memory.
+// The curves tab, with all metrics in groups, and the memory tab.
 "use strict";
 
 // The charts of the overview, in this order. A pattern stands for every metric that matches it.
@@ -31,10 +31,10 @@ function overviewOf(names) {
 // The training reward. Runs of older versions logged it under its other name only.
 const rewardMetric = (names) => (names.includes("reward/mean") ? "reward/mean" : "critic/score/mean");
 
-// The metrics that tell first how a run goes.
+// The headline metrics of a run.
 const headlineMetrics = (names) => [rewardMetric(names), "val/score/mean", "sft/loss", "val/loss"].filter((name) => names.includes(name));
 
-// Chooses between steps and wall time as the x axis of all charts.
+// Selects steps or wall time as the x axis of all charts.
 function axisSelect(metrics) {
   const untimed = [...metrics].filter(([, part]) => !wallTimes(part)).map(([run]) => run.name);
   if (metrics.size && untimed.length === metrics.size) return null;
@@ -42,7 +42,7 @@ function axisSelect(metrics) {
     view.axis = axis;
     setRange(null);
   }, "X axis");
-  const title = "Wall time is the sum of timing_s/step: start-up and the time between two parts of a resumed run are not in it";
+  const title = "Wall time is the sum of timing_s/step. It excludes startup and the time between the parts of a resumed run.";
   const note = untimed.length ? h("span", { className: "muted hint" }, ` no times in ${untimed.join(", ")}`) : null;
   return h("label", { title }, "x axis ", chosen, note);
 }

@@ -1,4 +1,4 @@
-// The runs' parts, from the page itself or from the server that follows the runs. What is read is kept until its version is another.
+// The parts of the runs, from the page itself or from the live server. A part is cached until its version changes.
 "use strict";
 
 async function unzipped(bytes) {
@@ -37,7 +37,7 @@ class Run {
     this.known = new Map();
   }
 
-  // True where a part is another than it was.
+  // Returns whether any part has changed.
   update(listed) {
     const before = this.versions;
     this.versions = listed.parts;
@@ -69,7 +69,7 @@ class Run {
     let bytes;
     if (report.isLive) {
       const answer = await fetch(`part/${this.number}/${name}`);
-      if (!answer.ok) return null; // it went since it was listed
+      if (!answer.ok) return null; // it was deleted after it was listed
       bytes = new Uint8Array(await answer.arrayBuffer());
     } else bytes = fromBase64(document.getElementById(`part/${this.number}/${name}`).textContent);
     bytes = await unzipped(bytes);
@@ -77,7 +77,7 @@ class Run {
   }
 }
 
-// See sample_part.py.
+// Decodes the format of sample_part.py.
 function readSamples(bytes) {
   const size = new DataView(bytes.buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + size)));

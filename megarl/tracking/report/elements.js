@@ -1,4 +1,4 @@
-// Elements and numbers. Texts become text nodes, never HTML: what a model wrote is shown, and does nothing.
+// Elements and number formats. Text becomes text nodes, never HTML, so that text written by a model is only displayed.
 "use strict";
 
 function h(tag, properties, ...children) {
@@ -14,7 +14,7 @@ function h(tag, properties, ...children) {
 }
 
 const COLORS = ["#2f7ed8", "#e0702a", "#2f9e60", "#9a5fc7", "#c2993a", "#2aa3b0", "#d1488a", "#7d8794"];
-// For what may be more than runs are.
+// For items that may outnumber the runs.
 const MORE_COLORS = [...COLORS, "#8db8ec", "#f0b48c", "#8ccfaa", "#c9abe3", "#e0cb94", "#8fd0d6", "#eaa5c8", "#b6bec8"];
 const runColor = (number) => COLORS[number % COLORS.length];
 
@@ -26,7 +26,7 @@ function formatted(value, digits = 4) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
 
-// For the scale of a chart: short.
+// Short format for the axis of a chart.
 const formattedTick = (value) =>
   Math.abs(value) >= 1e4 ? value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 }) : formatted(Math.abs(value) < 1e-12 ? 0 : value, 3);
 
@@ -38,7 +38,7 @@ function formattedSeconds(seconds) {
   return `${(seconds / 3600).toFixed(1)} h`;
 }
 
-// Minutes and seconds, with as many digits as tell ticks of `step` seconds apart.
+// Minutes and seconds, with enough digits to distinguish ticks that are `step` seconds apart.
 function clock(seconds, step) {
   const digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)), whole = Math.abs(seconds);
   const minutes = Math.floor(whole / 60 + 1e-9), rest = Math.max(0, whole - 60 * minutes).toFixed(digits);
@@ -71,7 +71,7 @@ const tooltip = {
   },
 };
 
-// A canvas that is as sharp as the screen, and drawn anew when its size or the colours change.
+// A canvas at the resolution of the screen, redrawn when its size or the colors change.
 class Canvas {
   constructor(height, draw) {
     this.element = h("canvas", { style: { height: `${height}px` } });
@@ -131,7 +131,7 @@ const cssColor = (name) => getComputedStyle(document.documentElement).getPropert
 function select(options, value, onChange, label) {
   const element = h("select", { "aria-label": label }, options.map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
   element.addEventListener("change", () => {
-    element.blur(); // a live page waits while one chooses
+    element.blur(); // a live page does not refresh while a select has focus
     onChange(element.value);
   });
   return element;

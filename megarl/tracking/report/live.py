@@ -1,5 +1,5 @@
-"""A server on this machine's own address that follows runs: the page asks it what has changed. Who has no key
-gets nothing."""
+"""HTTP server on the loopback address that serves a live report. Requests without the key in the URL are
+refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class LiveReport:
-    """Listens from its construction on; `url` has the key. Raises OSError where the port is not free; 0 takes
-    any that is."""
+    """Server of a live report. The page polls it for changes.
+
+    It listens from construction on, and `url` contains the key.
+
+    Args:
+        port: Port to listen on; 0 selects any free port.
+
+    Raises:
+        OSError: The port is in use.
+    """
 
     def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
         self._runs = runs
         self._key = secrets.token_urlsafe(16)
-        self._known: dict[tuple[int, str], tuple[str, bytes]] = {}  # run and part -> version and content
+        self._known: dict[tuple[int, str], tuple[str, bytes]] = {}  # (run, part) -> version and content
         self._lock = threading.Lock()
         report = self
 
@@ -63,7 +71,7 @@ class LiveReport:
         return f"{_HOST}:{self._server.server_port}"
 
     def serve(self) -> None:
-        """Until `close`, called in another thread, or an exception such as Ctrl-C's."""
+        """Serve until `close` is called in another thread or an exception (such as Ctrl-C) is raised."""
         try:
             self._server.serve_forever()
         finally:
@@ -73,15 +81,19 @@ class LiveReport:
         self._server.shutdown()
 
     def answer(self, path: str, host: str) -> tuple[HTTPStatus, str, bytes]:
-        """Status, type, content. `host`: a name of this machine that others have made point here is none that
-        the page was opened by."""
+        """Return the status, content type and body for a request.
+
+        Args:
+            host: Host header. Host names that others have pointed at this machine are refused, since the page
+                was not opened by such a name.
+        """
         _, key, *rest = (*path.split("/"), "")
-        # The key keeps other users of the machine out; the host check, pages of other sites (DNS rebinding).
+        # The key keeps out other users of the machine; the host check keeps out other sites (DNS rebinding).
         if host != self._address or not secrets.compare_digest(key.encode(), self._key.encode()):
             return (
                 HTTPStatus.FORBIDDEN,
                 _TEXT,
-                b"the address has no key, or another one: use the one that megarl report has printed\n",
+                b"the address has no key or a wrong key: use the address printed by megarl report\n",
             )
 
         match rest[:-1]:
@@ -92,16 +104,16 @@ class LiveReport:
             case ["part", number, *name] if number.isdecimal() and int(number) < len(self._runs):
                 return self._part(int(number), "/".join(name))
 
-        return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
+        return HTTPStatus.NOT_FOUND, _TEXT, b"no such part\n"
 
     def _part(self, number: int, name: str) -> tuple[HTTPStatus, str, bytes]:
         run = self._runs[number]
         version = run.versions().get(name)
         if version is None:
-            return HTTPStatus.NOT_FOUND, _TEXT, b"there is no such part\n"
+            return HTTPStatus.NOT_FOUND, _TEXT, b"no such part\n"
 
         with self._lock:
-            # Parts are compressed once for each version, not for each request.
+            # Compress a part once per version, not per request.
             known = self._known.get((number, name))
             if known is None or known[0] != version:
                 known = self._known[number, name] = (version, compressed_part(run, name))

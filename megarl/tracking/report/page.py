@@ -1,8 +1,8 @@
-"""The page: one file with its style, its program and all data in it, which asks nothing of a network.
+"""Build the report page: one file with its style, script and data, which makes no network requests.
 
-The data are compressed and in base64, so that no text of a model can be read as HTML; the program writes
-texts as texts. The policy in the page's head lets a browser run this program alone, and lets it fetch from
-nowhere, or from the server that follows the run (live.py).
+The data is compressed and base64-encoded, so that text written by a model cannot be parsed as HTML, and the
+script inserts text as text nodes. The content security policy allows only this script to run, and allows it
+to fetch nothing (or, for a live report, only from the server in live.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ _STYLES = ("page.css",)
 
 
 def write_page(runs: Sequence[RunFolder], path: Path) -> int:
-    """Returns the bytes that were written. Raises OSError."""
+    """Write the page and return its size in bytes. Raises OSError."""
     content = page(runs, is_live=False)
     write_whole(path, content)
     return len(content)
 
 
 def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
-    """is_live: the page fetches its data, and again when they are others."""
+    """Return the page as bytes.
+
+    Args:
+        is_live: The page contains no data; it fetches its data and polls for changes.
+    """
     style = _joined(_STYLES)
     script = _joined(_SCRIPTS)
     # Samples are text that a model wrote: only our own script and style may run in the page.
@@ -59,7 +63,7 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
     )
     title = html.escape(", ".join(run.name for run in runs))
     start = manifest(runs) | {"live": is_live, "version": __version__}
-    # A live page fetches its data; a file carries them along.
+    # A live page fetches its data; a static page embeds it.
     blocks = [] if is_live else list(_blocks(runs, start))
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -73,16 +77,16 @@ def page(runs: Sequence[RunFolder], *, is_live: bool) -> bytes:
         f"<script>{script}</script></body></html>",
     ]
 
-    return "\n".join(lines).encode(errors="xmlcharrefreplace")  # a folder's name may be no text
+    return "\n".join(lines).encode(errors="xmlcharrefreplace")  # a folder's name may be invalid UTF-8
 
 
 def manifest(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """The runs, and the parts of each with their versions."""
+    """List the runs, and the parts of each run with their versions."""
     return {"runs": [{"name": run.name, "parts": run.versions()} for run in runs]}
 
 
 def compressed_part(run: RunFolder, name: str) -> bytes:
-    """Raises KeyError for a part that there is not."""
+    """Return a part, compressed. Raises KeyError for an unknown part."""
     return gzip.compress(run.part(name), compresslevel=6, mtime=0)
 
 
@@ -104,5 +108,5 @@ def _hash(text: str) -> str:
 
 
 def _in_script(value: Any) -> str:
-    """JSON that ends no element, whatever texts are in it."""
+    """Encode a value as JSON that cannot close the surrounding element, whatever text it contains."""
     return json.dumps(value).replace("<", "\\u003c")

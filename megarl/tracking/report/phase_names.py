@@ -1,9 +1,8 @@
-"""The names under which the timeline of `megarl report` shows phases of the driver and calls of the
-workers."""
+"""Display names of driver phases and worker calls in the timeline of `megarl report`."""
 
 from __future__ import annotations
 
-# Phase of the driver, or method of a worker -> what the page calls it. Methods that do the same share a name.
+# Phase of the driver or method of a worker -> display name. Methods that do the same work share a name.
 PHASE_NAMES = {
     # Phases of the driver.
     "step": "step",
@@ -17,7 +16,7 @@ PHASE_NAMES = {
     "__init__": "start",
     "visible_gpus": "list GPUs",
     "resident_memory_gb": "measure memory",
-    # Models that are trained or that score.
+    # Models that are trained or that score samples.
     "log_probs": "compute log-probs",
     "values": "compute values",
     "update": "train",

@@ -1,6 +1,6 @@
-"""What the page shows of a run's folder, in parts that are read on request.
+"""Read a run's folder for the report page, in parts that are read on request.
 
-A live run keeps writing, and a damaged file becomes one line of the page.
+A live run keeps writing. A damaged file is shown as one line on the page.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FIL
 from megarl.tracking.samples import sample_files, sample_path
 from megarl.tracking.timeline import TIMELINE_FILE
 
-_MAX_TOKENS = 1_000_000  # of all samples that are in a page
-_MAX_GENERATIONS = 2_000  # the newest
+_MAX_TOKENS = 1_000_000  # over all samples of a page
+_MAX_GENERATIONS = 2_000  # the newest ones
 _ABOUT = "about"
 _METRICS = "metrics"
 _TIMELINE = "timeline"
@@ -37,23 +37,27 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionEr
 
 
 class RunFolderError(ValueError):
-    """It is no run's folder."""
+    """The folder is not a run's folder."""
 
 
 class RunFolder:
-    """Raises RunFolderError for a folder in which a run has written nothing."""
+    """Folder of one run. Raises RunFolderError for a folder to which no run has written."""
 
     def __init__(
         self, path: Path, name: str, plan: Callable[[Path], Any], max_tokens: int = _MAX_TOKENS
     ) -> None:
-        """plan: of a `config.yaml`, the memory that was planned; None where that cannot be known. max_tokens:
-        of its samples."""
+        """Open the folder.
+
+        Args:
+            plan: Returns the planned memory for a `config.yaml`; None if it is unknown.
+            max_tokens: Limit on the number of tokens over all samples of the run.
+        """
         self.path = path
         self.name = name
         self._plan = plan
         self._max_tokens = max_tokens
         if not path.is_dir():
-            raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
+            raise RunFolderError(f"{path}: no such folder; give a run's trainer.output_dir")
 
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
             raise RunFolderError(
@@ -62,8 +66,8 @@ class RunFolder:
             )
 
     def versions(self) -> dict[str, str]:
-        """The parts that there are, each with what is another when the part is."""
-        # A version changes with its file, so that the page fetches only what is new.
+        """Return the version of each available part. The version changes whenever the part does."""
+        # A version is derived from the file's time and size, so that the page fetches only what is new.
         about = ",".join(_version(self.path / name) for name in (CONFIG_FILE, SUMMARY_FILE, FAILURE_FILE))
         files = {_METRICS: METRICS_FILE, _TIMELINE: TIMELINE_FILE, _GENERATIONS: GENERATIONS_FILE}
         found = {
@@ -76,8 +80,13 @@ class RunFolder:
         return {_ABOUT: about, **found}
 
     def part(self, name: str) -> bytes:
-        """Raises KeyError for a part that there is not. JSON, or what sample_part says; with `problem`, a
-        line, where files are damaged."""
+        """Return a part: JSON, or the format of sample_part.py.
+
+        If a file is damaged, the part has a one-line `problem`.
+
+        Raises:
+            KeyError: The part does not exist.
+        """
         if name.startswith(_SAMPLES):
             step = int(name.removeprefix(_SAMPLES))
             return sample_part(sample_path(self.path, step), step, self._share(len(sample_files(self.path))))
@@ -91,13 +100,13 @@ class RunFolder:
         return json.dumps(finite(readers[name]()), separators=(",", ":")).encode()
 
     def _share(self, num_files: int) -> int:
-        """Tokens of each file; a power of two, so that it is seldom another while a run writes more files."""
+        """Return the number of tokens per file. Powers of two rarely change while a run writes more files."""
         return 1 << (max(1, self._max_tokens // max(1, num_files)).bit_length() - 1)
 
     def _about(self) -> dict[str, Any]:
         problems: list[str] = []
 
-        # A damaged file is reported in the page, which shows everything else.
+        # Report a damaged file on the page, which shows everything else.
         def read(name: str, parse: Callable[[str], Any]) -> Any:
             try:
                 return parse((self.path / name).read_text(encoding="utf-8"))
@@ -126,13 +135,13 @@ class RunFolder:
         }
 
     def _metrics(self) -> dict[str, Any]:
-        """steps -> for each metric its values, null where a step has none."""
+        """Return the steps and, for each metric, its values (null at a step without one)."""
         try:
             series = read_metrics(self.path / METRICS_FILE)
         except MetricsFileError as error:
             return {"steps": [], "values": {}, "problem": str(error)}
 
-        # All metrics share one axis of steps; a metric without a value at a step has null there.
+        # All metrics share one list of steps; a metric without a value at a step has null there.
         steps = sorted({step for points in series.values() for step in points.steps})
         place_of = {step: place for place, step in enumerate(steps)}
         values: dict[str, list[float | None]] = {}
@@ -156,7 +165,7 @@ class RunFolder:
         except _DAMAGE as error:
             return {
                 "rows": rows,
-                "problem": f"{path}: cannot be read as samples of validations, a line each ({_line(error)})",
+                "problem": f"{path}: cannot be read as validation samples, one per line ({_line(error)})",
             }
 
         return {"rows": rows}
@@ -185,11 +194,11 @@ def _known_keys(kind: RunKind) -> frozenset[str]:
 
 @cache
 def _can_have(kind: RunKind, key: str) -> bool:
-    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or a list
-    that holds it."""
+    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or list
+    that contains it."""
     known = _known_keys(kind)
     parts = key.split(".")
-    # The longest known prefix decides: a mapping or list may hold any key below it.
+    # The longest known prefix decides: a mapping or list may contain any key below it.
     longest = next(
         (prefix for end in range(len(parts), 0, -1) if (prefix := ".".join(parts[:end])) in known), None
     )
@@ -208,10 +217,11 @@ def _line(error: BaseException) -> str:
 
 
 def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None) -> Iterator[RunFolder]:
-    """Named by their folders, with as much of the path as tells them apart. Raises RunFolderError."""
+    """Open the runs, named by their folders plus as much of the path as makes the names unique. Raises
+    RunFolderError."""
     whole = [path.resolve() for path in paths]
     if twice := next((path for path in whole if whole.count(path) > 1), None):
-        raise RunFolderError(f"{twice}: is given twice; give each run once")
+        raise RunFolderError(f"{twice}: is listed twice; list each run once")
 
     for path, resolved in zip(paths, whole, strict=True):
         others = [other for other in whole if other != resolved]

@@ -1,9 +1,9 @@
-"""A step's samples as the page reads them: a header of JSON, then numbers of all tokens in a few bytes each.
+"""Encode the samples of a step for the page: a JSON header, then compact per-token arrays.
 
     4 bytes: length of the header, little-endian | header | token numbers | log-probs | gaps | advantages
 
-Numbers of tokens are places in the header's list of texts, of two bytes each, or four where `wide`; the
-others are 16-bit floats, a NaN where there is none. All are one sample's behind the other's.
+Token numbers are indices into the header's list of token texts, two bytes each, or four if `wide`. The other
+arrays are 16-bit floats, with NaN for missing values. In each array, the samples are concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from megarl.tracking.samples import OF_EPISODES, SamplesFileError, SampleTable, read_samples
 
-# Columns of the file that the header has as they are, under their names.
+# Columns of the file that are copied to the header under their names.
 _SHOWN = (
     *(
         "uid",
@@ -38,9 +38,11 @@ _WIDE_FROM = 2**16
 
 
 def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
-    """The first prompts of the file with all their samples, as many as `max_tokens` tokens are enough for;
-    where they are not enough for the first one's, some of its samples, and one in any case. Of a file that
-    cannot be read the header says so."""
+    """Encode as many leading prompts of the file, with all their samples, as fit in `max_tokens` tokens.
+
+    If the first prompt does not fit, encode some of its samples, at least one. If the file cannot be read,
+    the header contains a `problem`.
+    """
     try:
         table = read_samples(path)
     except SamplesFileError as error:
@@ -57,7 +59,7 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
     uids, lengths, prompts = (rows[name].to_pylist() for name in ("uid", "response_length", "prompt_length"))
 
     for row, uid in enumerate(uids):
-        # A new prompt begins; samples are cut off between prompts where possible.
+        # A new prompt begins. If possible, the samples are truncated between prompts.
         if row == 0 or uid != uids[row - 1]:
             whole = row
             left = left - prompts[row]
@@ -70,12 +72,12 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
 
 def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np.ndarray]]:
     ids = _flat(rows, "response_ids")
-    # Send each token's text once, and the samples as indices into the list of tokens.
+    # Send each token's text once, and the samples as indices into the list of token texts.
     unique, places = np.unique(ids, return_inverse=True)
     is_wide = len(unique) >= _WIDE_FROM
     rollout = _flat(rows, "rollout_log_probs")
     advantages = _flat(rows, "advantages")
-    # Without log-probs of the trainer, those of the engine are shown, and no gap.
+    # If the trainer computed no log-probs, show those of the engine and no gap.
     own = rollout if rows["log_probs"].null_count else _flat(rows, "log_probs")
     gaps = np.full_like(own, np.nan) if rows["log_probs"].null_count else own - rollout
     prompts = list(dict.fromkeys(rows["prompt"].to_pylist()))
@@ -96,7 +98,7 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
-    # Half precision keeps the page small; 65504 is its largest number.
+    # Half precision keeps the page small; its largest finite number is 65504.
     halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
 
     return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
@@ -105,10 +107,11 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
 def _episode(
     is_model: list[bool] | None, rewards: list[float], num_calls: int, errors: str, end: str
 ) -> dict[str, Any] | None:
-    """lengths: in tokens, of the model's first turn, of the answer to it, of the next turn, and so on."""
+    """Return the episode of a sample. `lengths` counts the tokens of the model's first turn, the result, the
+    next turn, and so on."""
     if is_model is None:
         return None
-    # Turns and answers alternate, so the lengths alone describe them.
+    # Turns and results alternate, so their lengths are sufficient.
     lengths = [len(list(tokens)) for _, tokens in groupby(is_model)]
     return {
         "lengths": lengths,
@@ -141,7 +144,7 @@ def _joined(header: dict[str, Any], arrays: Iterable[np.ndarray]) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """For JSON, which has neither NaN nor infinity: null in their place. Floats keep six digits."""
+    """Replace NaN and infinity, which JSON lacks, with null, and round floats to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):

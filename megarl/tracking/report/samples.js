@@ -1,4 +1,4 @@
-// The tab of samples: a table to filter and sort, and one sample read token by token.
+// The samples tab: a table to filter and sort, and a view of one sample token by token.
 "use strict";
 
 const PAGE_ROWS = 100;
@@ -11,7 +11,7 @@ const ORDERS = {
   long: ["longest first", (a, b) => (b.response_length ?? 0) - (a.response_length ?? 0)],
   short: ["shortest first", (a, b) => (a.response_length ?? 0) - (b.response_length ?? 0)],
 };
-const NUMBERS = new Set(["step", "score", "adv.", "tokens"]); // the columns of numbers, by their heads
+const NUMBERS = new Set(["step", "score", "adv.", "tokens"]); // headings of the numeric columns
 const COLORINGS = { probability: "probability", advantage: "advantage", gap: "log-prob gap", none: "nothing" };
 
 async function allSamples(run) {
@@ -26,10 +26,10 @@ async function allSamples(run) {
   return { rows, problems, kept, all };
 }
 
-// Of an episode all turns and answers; its response is the last turn.
+// An episode's text includes all turns and results; its `response` is only the last turn.
 const wholeText = (row) => row.episode ? [...row.tokens.places].map((place) => row.tokens.header.tokens[place]).join("") : row.response;
 
-// The tokens of calls, as <tool_call> and its end say.
+// Marks the tokens of tool calls, which <tool_call> and its end tag delimit.
 function markCalls(tokens) {
   const text = tokens.map((token) => token.textContent).join("");
   const calls = [...text.matchAll(/<tool_call>[^]*?(<\/tool_call>|$)/g)].map((found) => [found.index, found.index + found[0].length]);
@@ -45,7 +45,7 @@ const samplesTab = {
   filter: { run: "all", step: "all", kind: "training", least: "", most: "", finish: "all", text: "", order: "step" },
   coloring: "probability",
   page: 0,
-  chosen: null, // what tells the sample: a live report reads it again
+  chosen: null, // the key of the chosen sample, since a live report reads the samples again
 
   keyOf: (row) => [row.run.number, row.step, row.uid, row.response, row.isHeldOut].join("\u0000"),
 
@@ -84,9 +84,9 @@ const samplesTab = {
     const number = (name, label) => input("number", { value: this.filter[name], step: "any", className: "short", id: `score-${name}`, "aria-label": label }, set(name));
     const parts = [
       input("search", { placeholder: "Find text", value: this.filter.text, id: "sample-text", "aria-label": "Text" }, set("text")),
-      field("of", select([["training", "training"], ["held-out", "held-out prompts"]], this.filter.kind, (value) => {
+      field("samples", select([["training", "training"], ["held-out", "held-out prompts"]], this.filter.kind, (value) => {
         this.filter.kind = value;
-        app.show(); // its steps are others
+        app.show(); // its steps differ
       }, "Kind of samples")),
       field("step", select([["all", "all"], ...steps.map((step) => [String(step), String(step)])], this.filter.step, set("step"), "Step")),
       h("label", {}, "score ", number("least", "Lowest score"), " to ", number("most", "Highest score")),
@@ -222,7 +222,7 @@ const samplesTab = {
     return [h("div", { className: "toolbar" }, h("label", {}, "color: ", choice), legend), text];
   },
 
-  // A block for each turn of the model, and for each answer to one, whose tokens nobody drew.
+  // Returns a block for each turn of the model and each result, whose tokens were not sampled.
   turns({ lengths, rewards }, tokens) {
     let start = 0;
     return lengths.map((length, number) => {
@@ -239,16 +239,16 @@ const samplesTab = {
     const { header, places, logProbs, gaps, advantages } = row.tokens, own = logProbs[index], gap = gaps[index];
     const line = (name, ...value) => h("div", {}, h("span", { className: "muted" }, `${name} `), ...value);
     const ofLog = (value) => [h("b", {}, formatted(Math.exp(value), 3)), ` (log ${formatted(value, 3)})`];
-    const isOthers = event.target.isOthers; // nobody drew it
+    const isOthers = event.target.isOthers; // not sampled by the model
     const lines = isOthers ? [] : Number.isNaN(gap)
-      ? [line("probability, by the engine", ...ofLog(own))]
+      ? [line("probability, engine", ...ofLog(own))]
       : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
     tooltip.show(event.clientX, event.clientY,
       h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),
       ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not written by the model, excluded from the loss")] : [line("advantage", formatted(advantages[index], 3))]));
   },
 
-  // What colours tokens, and its legend. Two signs have two colours that also eyes without red or green tell apart.
+  // Returns the color of each token, and the legend. The two signs use a color-blind-safe pair of colors.
   scale(row) {
     const { logProbs, gaps, advantages } = row.tokens, strong = 0.75;
     const swatch = (color, text) => [h("i", { className: "swatch", style: { background: color } }), ` ${text} `];

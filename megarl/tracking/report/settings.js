@@ -1,4 +1,4 @@
-// The tabs of the summary, of the configuration and of failures.
+// The summary, configuration and failures tabs.
 "use strict";
 
 const dotOf = (run) => h("i", { className: "dot", style: { background: run.color } });
@@ -58,7 +58,7 @@ const summaryTab = {
   },
 };
 
-// The part that begins with ==== is the page that the run has printed last.
+// The last part that begins with ==== is the failure page that the run printed last.
 function lastPage(text) {
   const start = text.lastIndexOf("\n==== ");
   return start < 0 ? text : text.slice(start + 1);
@@ -70,7 +70,7 @@ const configurationTab = {
 
   kindsDiffer(runs, abouts) {
     const kinds = runs.map((run, number) => `${run.name}: ${abouts[number].kind}`).join(", ");
-    return `The kinds of these runs differ (${kinds}); only keys that all of them can have are compared.`;
+    return `The kinds of these runs differ (${kinds}); only keys that all kinds share are compared.`;
   },
 
   async render(root) {
@@ -88,7 +88,7 @@ const configurationTab = {
         ...(isOne ? [h("td", { className: "muted" }, differs(key) ? abouts[0].defaults[key] : "same")] : []),
       ];
       const rows = shown.map((key) => h("tr", { className: differs(key) ? "differs" : "", data: { key } }, h("th", {}, key), cells(key)));
-      const none = isOne ? "Every key has its default." : "The runs do not differ.";
+      const none = isOne ? "Every key has its default value." : "The runs do not differ.";
       body.replaceChildren(rows.length ? h("table", { className: "plain" }, h("thead", {}, h("tr", {}, head.map((cell) => h("th", {}, cell)))), h("tbody", {}, rows)) : h("p", { className: "muted" }, none));
     };
     root.append(
@@ -100,7 +100,7 @@ const configurationTab = {
         h("label", {}, input("checkbox", { checked: this.all, id: "all-keys" }, (value) => {
           this.all = value;
           fill();
-        }), isOne ? " show keys that have their defaults" : " show keys that are equal in all runs")),
+        }), isOne ? " show keys with default values" : " show keys that are equal in all runs")),
       ...(kinds.length > 1 ? [h("p", { className: "muted", id: "kinds" }, this.kindsDiffer(runs, abouts))] : []),
       body);
     fill();

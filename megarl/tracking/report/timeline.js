@@ -1,4 +1,4 @@
-// The tab of the timeline: what ran where and when. The wheel zooms, dragging moves.
+// The timeline tab: what ran where and when. The mouse wheel zooms, dragging pans.
 "use strict";
 
 const ROW_HEIGHT = 22, LABEL_WIDTH = 150, AXIS_HEIGHT = 24;
@@ -107,7 +107,7 @@ class TimelineView {
         return this.canvas.redraw();
       }
       const row = Math.floor((event.offsetY - AXIS_HEIGHT) / ROW_HEIGHT), at = this.span[0] + secondsOf(event.offsetX - LABEL_WIDTH), slack = secondsOf(2);
-      let found = -1; // the shortest, since phases lie in each other
+      let found = -1; // the shortest, since phases are nested
       this.part.row.forEach((each, index) => {
         const isHit = each === row && at >= this.starts[index] - slack && at <= this.starts[index] + this.lengths[index] + slack;
         if (isHit && (found < 0 || this.lengths[index] < this.lengths[found])) found = index;
@@ -162,7 +162,7 @@ class TimelineView {
       context.fillStyle = this.color.get(name[index]);
       context.fillRect(left, top, size, ROW_HEIGHT - 6);
       const label = names[name[index]], seen = Math.max(left, LABEL_WIDTH), room = Math.min(left + size, width) - seen;
-      if (label !== "step" && room > label.length * 6.5 + 8) { // the phases of a step lie over it
+      if (label !== "step" && room > label.length * 6.5 + 8) { // the phases of a step are drawn over it
         context.fillStyle = COLORS.includes(this.color.get(name[index])) ? "#fff" : "#1b2230";
         context.textAlign = "left";
         context.fillText(label, seen + 4, top + (ROW_HEIGHT - 6) / 2 + 0.5);

@@ -1,4 +1,4 @@
-"""The part of the page that holds `timeline.json`, as columns instead of one mapping per span."""
+"""Encode `timeline.json` for the page, as columns instead of one mapping per span."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.tracking.report.phase_names import phase_name
 
-_MAX_SPANS = 60_000  # the newest
-_UNIT_US = 100.0  # starts and durations are whole numbers of this
+_MAX_SPANS = 60_000  # the newest ones
+_UNIT_US = 100.0  # starts and durations are integer multiples of this
 
 
 def timeline_part(path: Path) -> dict[str, Any]:
@@ -36,17 +36,17 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
         for event in events
         if event["name"] == "thread_name"
     }
-    # Rows of one pool stay together.
+    # Keep the rows of a pool together.
     order = sorted(threads, key=lambda place: (pools[place[0]], threads[place]))
     row_of = {place: number for number, place in enumerate(order)}
-    # A long run has more spans than a page can draw; the latest are kept.
+    # A long run has more spans than a page can draw; keep the latest.
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[
         -_MAX_SPANS:
     ]
     span_names = [phase_name(span["name"]) for span in spans]
     names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}
-    # Starts are rounded before the differences are taken, so that the errors do not add up.
+    # Round the starts before taking differences, so that rounding errors do not accumulate.
     starts = [round(span["ts"] / _UNIT_US) for span in spans]
 
     return {
