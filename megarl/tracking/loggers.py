@@ -97,7 +97,8 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlLogger:
-    """Append each step as a line {"step": ..., "<metric>": ...} to `metrics.jsonl`, readable during the run."""
+    """Append each step to `metrics.jsonl`, readable during the run, as a line {"step": ..., "<metric>":
+    ...}."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.output_dir / METRICS_FILE).open("a", encoding="utf-8")

@@ -34,7 +34,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise MetricsFileError(
-            f"{path}: no such file; give a run's folder (trainer.output_dir) whose "
+            f"{path}: there is no such file; give a run's folder (trainer.output_dir) whose "
             f"tracking.loggers include 'jsonl'"
         ) from error
     except (OSError, UnicodeDecodeError) as error:

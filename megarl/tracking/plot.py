@@ -204,7 +204,7 @@ def moving_average(values: Sequence[float]) -> list[float]:
 
 
 def _phase_timings(series: Series) -> dict[str, Points]:
-    """Return the seconds of each phase per step, longest phases first, without `step` itself and validation."""
+    """Return the seconds of each phase per step, longest phases first, without `step` and validation."""
     phases = {
         name: points
         for name, points in series.items()

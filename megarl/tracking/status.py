@@ -180,7 +180,7 @@ def read_status(run_dir: Path) -> StatusRecord:
     """
     path = run_dir / STATUS_FILE
     if not run_dir.is_dir():
-        raise StatusError(f"{run_dir}: no such folder; give a run's trainer.output_dir")
+        raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
 
     try:
         values = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Description of a run for its loggers, and the service run ids by which a resumed run continues its entries."""
+"""Description of a run for its loggers, and the run ids by which a resumed run continues at a service."""
 
 from __future__ import annotations
 

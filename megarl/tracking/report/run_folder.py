@@ -57,7 +57,7 @@ class RunFolder:
         self._plan = plan
         self._max_tokens = max_tokens
         if not path.is_dir():
-            raise RunFolderError(f"{path}: no such folder; give a run's trainer.output_dir")
+            raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
 
         if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
             raise RunFolderError(

@@ -241,7 +241,7 @@ const samplesTab = {
     const ofLog = (value) => [h("b", {}, formatted(Math.exp(value), 3)), ` (log ${formatted(value, 3)})`];
     const isOthers = event.target.isOthers; // not sampled by the model
     const lines = isOthers ? [] : Number.isNaN(gap)
-      ? [line("probability, engine", ...ofLog(own))]
+      ? [line("probability, by the engine", ...ofLog(own))]
       : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
     tooltip.show(event.clientX, event.clientY,
       h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),

@@ -130,4 +130,4 @@ def test_command_answers_a_mistake_with_one_line(tmp_path, capsys):
     assert error.count("\n") == 1
     _write(tmp_path, {"step": 1, "nothing/known": 2.0})
     assert command.run(str(tmp_path)) == 2
-    assert "no metric that is drawn, only ['nothing/known']" in capsys.readouterr().err
+    assert "only ['nothing/known']" in capsys.readouterr().err

@@ -225,7 +225,7 @@ def test_what_is_no_run_is_refused_in_a_line(
         (
             str(tmp_path / "empty"),
         ): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
-        (str(made), str(made)): f"{made}: is given twice; give each run once",
+        (str(made), str(made)): f"{made}: is listed twice",
         (
             str(made),
             "--output",

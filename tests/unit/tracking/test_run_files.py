@@ -42,9 +42,7 @@ def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: 
     write = WRITERS[name](folder)
     shutil.rmtree(folder)
 
-    with pytest.raises(
-        RunError, match=f"^{folder}: the run's folder was removed, or taken by something else"
-    ):
+    with pytest.raises(RunError, match=f"^{folder}: the run's folder was removed or replaced"):
         write()
 
     assert list(tmp_path.iterdir()) == []

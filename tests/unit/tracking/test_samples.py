@@ -108,9 +108,7 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
     )
 
     for name in (*contents, "other columns", "one column less", "absent"):
-        with pytest.raises(
-            SamplesFileError, match=f"^{tmp_path / name}: cannot be read as a step's samples .*$"
-        ):
+        with pytest.raises(SamplesFileError, match=f"^{tmp_path / name}: cannot be read .*$"):
             read_samples(tmp_path / name)
 
 
@@ -124,7 +122,5 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytes
             tracker.log({"a": 1.0}, step)
         tracker.close()
 
-    assert [record.message.split(":")[1] for record in caplog.records] == [
-        " samples failed and is skipped from now on where it fails"
-    ]
+    assert ["tracking: samples failed" in record.message for record in caplog.records] == [True]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -90,13 +90,13 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
         (None, "no run has written here (no status.json, no config.yaml); give a run's trainer.output_dir"),
         (
             "config.yaml",
-            "no status.json yet: it is there when a run of reinforcement learning has started its processes",
+            "no status.json yet",
         ),
-        ("summary.json", "this run has ended, and has left no status.json; see `megarl report"),
+        ("summary.json", "no status.json; see `megarl report"),
         ('{"format": 1, "wri', "is damaged: it is not JSON"),
-        ('{"format": 2, "else": []}', "has the format 2, this megarl reads 1; use the megarl that runs it"),
-        ("[1]", "is damaged: the whole is no mapping"),
-        ('{"format": 1}', "is damaged: the whole has other keys than format, written_at, host, pid, run"),
+        ('{"format": 2, "else": []}', "has format 2, but this megarl reads 1"),
+        ("[1]", "is damaged: the top level is not a mapping"),
+        ('{"format": 1}', "is damaged: the top level has other keys than format, written_at, host, pid, run"),
     ],
 )
 def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:

@@ -207,7 +207,7 @@ def test_a_run_whose_folder_was_removed_ends_and_does_not_make_it_anew(group: Gr
     tracker = Tracker(["jsonl"], TrackedRun(output_dir=folder))
     progress = ProgressBar("test", 2, Console(file=io.StringIO()))
     monitor = Monitor([group], tracker, Timeline(folder), progress, num_devices=1)  # type: ignore[list-item]
-    said = f"{folder}: the run's folder was removed, or taken by something else, while it was running"
+    said = f"{folder}: the run's folder was removed or replaced"
     with pytest.raises(RunError, match=said), monitor, monitor.step(1):
         shutil.rmtree(folder)
     assert list(tmp_path.iterdir()) == []
