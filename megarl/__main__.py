@@ -1,4 +1,4 @@
-"""`python -m megarl` is the command `megarl`."""
+"""Run the command `megarl` as `python -m megarl`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""megarl from Python: the roles of a run, and a loop around them that you write yourself.
+"""Python API of megarl: the roles of a run, for a training loop that you write yourself.
 
     from megarl import api
 
@@ -12,10 +12,10 @@
             run.push_weights()
             run.log_batch(batch, step)
 
-A batch is a `DataProto` with the keys of docs/concepts.md. What a role is asked for comes as a future:
-`union` waits for it, and so does its `get()`; roles on different pools work at the same time until then.
-Everything else is that of `megarl train`: the checks before a process starts, the run's folder, checkpoints
-and the way they are resumed, validation, `megarl plot` and the other commands.
+A batch is a `DataProto` with the keys listed in docs/concepts.md. Calls of roles return futures. `union` and
+`get()` wait for the result; until then, roles on different pools work concurrently. Everything else is the
+same as in `megarl train`: checks before a process starts, the run's folder, checkpoints and resuming,
+validation, `megarl plot` and the other commands.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ __all__ = ["DataProto", "Run", "start"]
 
 @contextmanager
 def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[Run]:
-    """The roles of a run, on Ray's processes, which end with the block.
+    """Start the roles of a run on Ray processes, which end with the block.
 
-    config: a YAML file as for `megarl train`, or what would stand in one: `{"model": {"path":
-    "models/my-model"}, ...}`.
-    overrides: `key.sub=value`, as on the command line.
+    A run whose folder has a checkpoint resumes from it, as with the command.
 
-    A run whose folder has a checkpoint continues from it, as the command does. Raises ConfigError, before a
-    process is started, with everything that is wrong; ValueError for data, models and functions that cannot
-    be used; RunError for what fails while it runs.
+    Args:
+        config: A YAML file as for `megarl train`, or its contents as a mapping: `{"model": {"path":
+            "models/my-model"}, ...}`.
+        overrides: `key.sub=value`, as on the command line.
+
+    Raises:
+        ConfigError: The configuration is invalid. The error lists every problem, before a process is started.
+        ValueError: Data, models or functions cannot be used.
+        RunError: The run failed.
     """
     checked = load_for_run(PPOConfig, config, overrides)
     context = RunContext(checked)
@@ -63,8 +67,10 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[R
 
 
 class Prompts:
-    """The prompts of a run, which have samples when they are served: `next` waits for those of a step. With
-    `rollout.max_staleness` above 0 the samples of later steps are generated meanwhile."""
+    """Iterator over the prompts of the steps. `next` waits until the prompts of a step have samples.
+
+    With `rollout.max_staleness` above 0, samples of later steps are generated in the meantime.
+    """
 
     def __init__(self, trainer: PPOTrainer) -> None:
         self._trainer = trainer
@@ -73,23 +79,23 @@ class Prompts:
         return self
 
     def __next__(self) -> DataProto:
-        """The prompts of a step; with `algorithm.dynamic_sampling` those whose samples differ in score."""
+        """Return the prompts of a step. With `algorithm.dynamic_sampling`, their samples differ in score."""
         rollout = self._trainer.prompts
         with self._trainer.monitor.phase("gen"):
             prompts = next(rollout)
 
-        # The loop scores its batch itself, whatever it makes of it; these scores have chosen the prompts.
+        # The user's loop scores its batch itself; these scores have only selected the prompts.
         if self._trainer.config.algorithm.dynamic_sampling.enabled:
             self._trainer.roles.reward.forget(rollout.taken.prompts)
         return prompts
 
     def take(self, number: int) -> DataProto:
-        """Further prompts, without samples. A checkpoint knows that they were served."""
+        """Return additional prompts, without samples. Checkpoints record that they were served."""
         return self._trainer.prompts.take(number)
 
 
 class Run:
-    """What `start` gives. Roles that the configuration has no need of, a critic or a reference, add nothing
+    """Handle that `start` yields. Roles that the configuration does not need (critic, reference) add nothing
     to a batch."""
 
     def __init__(self, session: Session, trainer: PPOTrainer) -> None:
@@ -120,44 +126,47 @@ class Run:
         return self._trainer.roles.reward
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left, up to `trainer.total_steps`. Before the first the engines
-        get their weights. When the next is asked for, what is due behind a step is made: validation, a
-        checkpoint, the lines of metrics. A step in which something was raised leaves none of these."""
+        """Yield the numbers of the remaining steps, up to `trainer.total_steps`.
+
+        The engines receive their weights before the first step. When the next number is requested, the work
+        due after a step runs: validation, checkpoint, logging of metrics. If a step raises, none of this
+        runs.
+        """
         with self._trainer.running():
             yield from self._trainer.steps()
 
     def generate(self, prompts: DataProto, step: int) -> DataProto:
-        """`rollout.n` samples of each prompt, as Rollout.generate gives them. Those of prompts that `next`
-        has given are there; others are generated now."""
+        """Return `rollout.n` samples of each prompt; see Rollout.generate. Prompts from `next` already have
+        samples; others are sampled now."""
         with self._trainer.monitor.phase("gen"):
             return self._trainer.prompts.generate(prompts, self.config.rollout.training, step)
 
     def texts(self, batch: DataProto) -> list[str]:
-        """(B,): the responses as text, without special tokens."""
+        """Return the responses (B,) as text, without special tokens."""
         return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """The batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm` says; their
-        metrics are logged."""
+        """Return the batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm`
+        configures. Their metrics are logged."""
         batch, metrics = self._trainer.add_advantages(batch)
         self.log(metrics)
         return batch
 
     def push_weights(self) -> None:
-        """The engines generate with the actor's weights of now, once its update is done."""
+        """Sync the actor's current weights to the engines, once its update is done."""
         self._trainer.roles.weights.push()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of the step, by their full names; a later value of a name wins."""
+        """Log metrics of the step, by their full names. A later value of a name replaces an earlier one."""
         self._trainer.monitor.record(metrics)
 
     def log_batch(self, batch: DataProto, step: int) -> None:
-        """What `megarl train` shows of a step's samples, and of the roles; the samples are kept where that is
-        due. Behind the updates."""
+        """Log the metrics that `megarl train` logs for a step's samples and roles, and store the samples if
+        that is due. Call this after the updates."""
         self.log(self._trainer.record_batch(batch, step) | self._trainer.roles.drain_metrics())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Writes the policy as a Hugging Face folder."""
-        # Only the last folder is created by the save itself.
+        """Save the policy as a Hugging Face folder."""
+        # The save itself creates only the last folder.
         Path(folder).absolute().parent.mkdir(parents=True, exist_ok=True)
         self.actor.save_hf(Path(folder), self.config.model.path)

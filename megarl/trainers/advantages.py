@@ -1,5 +1,4 @@
-"""What happens to a batch between its scores and the updates, on the driver: corrections, penalties,
-advantages."""
+"""Driver-side processing between scores and updates: rollout corrections, reward penalties and advantages."""
 
 from __future__ import annotations
 
@@ -22,13 +21,21 @@ Metrics = dict[str, float]
 
 
 class AdvantageStep:
-    """From scores to advantages and returns: the penalty for long responses, the KL penalty in the reward,
-    then the estimator. Keeps the KL controller."""
+    """Compute advantages and returns from scores.
+
+    The step applies the penalty for long responses and the KL penalty in the reward, then the advantage
+    estimator. It owns the KL controller.
+    """
 
     def __init__(
         self, algorithm: AlgorithmConfig, *, max_response_length: int, score_weights: Sequence[float] = (1.0,)
     ) -> None:
-        """score_weights: of the reward functions, for estimators that take their scores apart."""
+        """Configure the step.
+
+        Args:
+            score_weights: Weights of the reward functions, for estimators that process their scores
+                separately.
+        """
         self._algorithm = algorithm
         self._estimate = estimator_of(algorithm.advantage)
         self._max_response_length = max_response_length
@@ -39,10 +46,13 @@ class AdvantageStep:
         """Add `token_level_rewards`, `advantages`, `returns` (B, R).
 
         A sample whose scoring failed is compared with no other: its advantages are 0, and those of the other
-        samples of its prompt are what they would be without it. Raises ValueError for rewards that are NaN or
-        infinite.
+        samples of its prompt are computed as if it did not exist.
 
-        Metrics: those of `penalise_overlong` where there is such a penalty, and of `kl_metrics`.
+        Returns:
+            The batch, and the metrics of `penalise_overlong` (if that penalty is enabled) and `kl_metrics`.
+
+        Raises:
+            ValueError: Rewards are NaN or infinite.
         """
         tensors = batch.columns
         rewards, metrics = self._rewards(tensors, len(batch))
@@ -81,7 +91,7 @@ class AdvantageStep:
         if not (config := self._algorithm.kl).in_reward:
             return rewards, metrics
 
-        # This batch uses the coefficient from before the update, and its metric shows the same one.
+        # The batch uses the coefficient from before the update, and its metric reports the same value.
         beta = self.kl_controller.coefficient
         rewards, kl = apply_kl_penalty(
             rewards, tensors["old_log_probs"], tensors["ref_log_prob"], mask, beta, config.estimator
@@ -94,8 +104,8 @@ class AdvantageStep:
         """Return `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its
         current coefficient.
 
-        Nothing where no penalty is taken off the reward, or the batch lacks log-probs of one of the two
-        policies.
+        The result is empty if the reward has no KL penalty, or if the batch lacks the log-probs of one of the
+        two policies.
         """
         if not self._algorithm.kl.in_reward or not {"old_log_probs", "ref_log_prob"} <= tensors.keys():
             return {}
@@ -108,7 +118,7 @@ class AdvantageStep:
 
 def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:
     """Return the mask (B, R) without the rows whose sample, or whose prompt's greedy response (ReMax), could
-    not be scored: estimators take a row without a token for one that does not count."""
+    not be scored. Estimators ignore rows without tokens."""
     is_scored = torch.ones(len(mask), dtype=torch.bool)
     for name in ("is_scored", "is_baseline_scored"):
         is_scored = is_scored & tensors.get(name, is_scored)
@@ -123,13 +133,15 @@ def _kl_metrics(kl: float, coefficient: float) -> Metrics:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
-    """Adds `rollout_weights` (B, R) where they are asked for, and `loss_mask` (B, R) where responses are
-    rejected.
+    """Add `rollout_weights` (B, R) if configured, and `loss_mask` (B, R) if responses are rejected.
 
-    In bypass the rollout engine's log-probs become the old ones, and there is nothing to correct: the ratio
-    of the policy loss is the importance weight. Where the update scores the batch there is nothing to be done
-    before it. Metrics: see `correct`. Advantages are of all responses, also of those that the loss then
-    leaves out.
+    With `bypass`, the rollout engine's log-probs become the old log-probs and nothing is corrected: the ratio
+    of the policy loss is the importance weight. If the update itself computes the old log-probs, there is
+    nothing to do before it. Advantages are computed for all responses, including those that the loss later
+    excludes.
+
+    Returns:
+        The batch, and the metrics of `correct`.
     """
     tensors = batch.columns
     if config.bypass:
@@ -139,7 +151,8 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
     if "old_log_probs" not in tensors:
         return batch, {}
 
-    # Compute importance weights and reject samples whose two log-probs differ too much.
+    # Compute importance weights, and reject samples whose log-probs differ too much between trainer and
+    # engine.
     correction = correct(
         tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"], config
     )
@@ -151,15 +164,15 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[
 
 
 def leave_out_late(batch: DataProto, max_age: int) -> tuple[DataProto, Metrics]:
-    """Takes the tokens out of `loss_mask` (B, R) that weights drew which are more than `max_age` versions
-    older than those of now.
+    """Remove tokens from `loss_mask` (B, R) that were sampled by weights more than `max_age` versions old.
 
-    Metrics: `rollout/late`, the share of the loss's tokens that it has taken out.
+    Returns:
+        The batch, and the metric `rollout/late`: the share of the loss tokens that were removed.
     """
     tensors = batch.columns
     version = batch.meta_info["weight_version"]
 
-    # A rejection may have left tokens out before; the age filter takes more out of the same mask.
+    # A rejection may have masked tokens already; the age filter masks more in the same mask.
     mask = tensors.get(LOSS_MASK, tensors["response_mask"])
     kept = map_tokens(
         lambda versions: version - versions <= max_age, mask, tensors["token_versions"], dtype=torch.bool

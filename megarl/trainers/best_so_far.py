@@ -1,5 +1,5 @@
-"""The best value of a validation's metric, which decides what checkpoint is kept and when a run ends early.
-Survives resuming."""
+"""Best validation result so far. It decides which checkpoint is kept and when a run stops early, and survives
+resuming."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class BestSoFar:
-    """step: after which the best validation was, None before there is one; value: its metric's; num_since:
-    validations after it."""
+    """Best value of a validation metric.
+
+    Attributes:
+        step: Step of the best validation; None before the first one.
+        value: Value of the metric in that validation.
+        num_since: Number of validations after it.
+    """
 
     metric: str
     mode: MetricMode
@@ -28,7 +33,7 @@ class BestSoFar:
 
     @classmethod
     def of(cls, config: KeepBestConfig | EarlyStopConfig) -> BestSoFar | None:
-        """None where the configuration names no metric."""
+        """Return a tracker for the configured metric, or None if the configuration names none."""
         if config.metric is None:
             return None
         return cls(
@@ -38,19 +43,19 @@ class BestSoFar:
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record the validation after `step`, and return whether it is the best.
 
-        Equal values are not better, and nan never is. A validation without the metric, where for instance no
-        sample could be scored, is not better either: it must not end a run before the step's checkpoint is
+        Equal values are not better, and nan never is. A validation without the metric (for example if no
+        sample could be scored) is not better either; it must not end a run before the step's checkpoint is
         saved.
         """
         value = metrics.get(self.metric, math.nan)
         if self.metric not in metrics:
             _log.warning(
-                "the validation after step %d has no metric %s, so it does not count as better",
+                "the validation after step %d has no metric %s, so it is not counted as an improvement",
                 step,
                 self.metric,
             )
 
-        # The first value that is a number is the best: nan compares false with everything.
+        # The first number is the best so far: nan compares false with everything.
         gain = value - self.value if self.mode is MetricMode.max else self.value - value
         is_best = gain > self.min_delta or (self.step is None and not math.isnan(value))
 
@@ -64,7 +69,7 @@ class BestSoFar:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the state as JSON-compatible values."""
         value = None if self.step is None else self.value
         return {
             "metric": self.metric,
@@ -75,7 +80,8 @@ class BestSoFar:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Of another metric or mode nothing is taken: its values say nothing about this one's."""
+        """Restore the state. State of another metric or mode is ignored, since its values are not
+        comparable."""
         if state is not None and (state["metric"], state["mode"]) == (self.metric, self.mode.value):
             self.step = state["step"]
             self.num_since = state["num_since"]
@@ -83,7 +89,7 @@ class BestSoFar:
 
 
 def ends_early(config: EarlyStopConfig, state: Mapping[str, Any]) -> str | None:
-    """Why a run whose checkpoint has this state makes no more steps; None where it does."""
+    """Return why a run with this checkpoint state makes no further steps, or None if it continues."""
     best = BestSoFar.of(config)
     if best is None:
         return None
@@ -92,7 +98,7 @@ def ends_early(config: EarlyStopConfig, state: Mapping[str, Any]) -> str | None:
 
 
 def patience_is_over(config: EarlyStopConfig, best: BestSoFar) -> str | None:
-    """In words, where it is."""
+    """Return why patience has run out, or None if it has not."""
     if best.num_since < config.patience:
         return None
     than = "was a number" if best.step is None else f"was better than {best.value:.6g} after step {best.step}"

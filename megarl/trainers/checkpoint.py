@@ -1,11 +1,10 @@
-"""The life of a run's checkpoints: begun after a step, written beside training, committed when all of
-it is on the disk.
+"""Checkpoint saves: started after a step, written in the background, committed once everything is on disk.
 
     models copy their state -> files are written -> models complete their folders -> trainer.json,
     config.yaml, checkpoint.json, all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
 
-The first arrow is all that a step waits for. Only after a step's metrics are in their files can its
-checkpoint become the latest: so a run that continues from it has every line up to that step, and cuts those
+A step waits only for the first stage. A checkpoint becomes the latest only after the metrics of its step are
+in their files. A run that resumes from it therefore has every line up to that step, and removes the lines
 that follow.
 """
 
@@ -40,7 +39,7 @@ State = dict[str, Any]
 
 
 class Models(Protocol):
-    """roles/saved_models.py."""
+    """Interface of roles/saved_models.py."""
 
     @property
     def names(self) -> list[str]: ...
@@ -55,7 +54,7 @@ class Models(Protocol):
 
 
 class RunFiles(Protocol):
-    """What a save needs of the run's monitor (trainers/monitor.py)."""
+    """Interface of the run's monitor (trainers/monitor.py) that a save needs."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -64,7 +63,11 @@ class RunFiles(Protocol):
 
 @dataclass
 class _Save:
-    """One that is under way. sealing: of the driver's part, once the models' parts are complete."""
+    """A save in progress.
+
+    Attributes:
+        sealing: Future of the driver's part, set once the models' parts are complete.
+    """
 
     step: int
     folder: Path
@@ -75,11 +78,11 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves after the steps that the configuration names, after the last one, and after the one in which the
-    run is told to end.
+    """Save checkpoints at the configured steps, after the last step, and after the step in which the run is
+    told to stop.
 
-    It also says which steps there are: a run whose validations get no better makes no more of them
-    (trainer.early_stop).
+    It also yields the step numbers: with `trainer.early_stop`, a run whose validations stop improving makes
+    no further steps.
     """
 
     def __init__(
@@ -94,8 +97,13 @@ class Checkpointer:
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """resumed: what `trainer.json` of the checkpoint holds that is resumed. clock: in seconds,
-        from any moment on; it must not follow the clock of the day, which may be set."""
+        """Create a checkpointer.
+
+        Args:
+            resumed: Contents of the `trainer.json` of the checkpoint that is resumed.
+            clock: Monotonic seconds since any origin; it must not follow the wall clock, which may be
+                changed.
+        """
         self._config = config
         self._folder = folder
         self._models = models
@@ -109,7 +117,7 @@ class Checkpointer:
         self._first_step = resumed["step"] + 1
         self._started_s = clock() - resumed["seconds"]
         self._saved_s = clock()
-        self.last_step: int = resumed["step"]  # that was made
+        self.last_step: int = resumed["step"]  # last completed step
         self._best = BestSoFar.of(config.checkpoint.keep_best)
         self._early_stop = BestSoFar.of(config.trainer.early_stop)
 
@@ -123,17 +131,17 @@ class Checkpointer:
 
     @property
     def is_at_start(self) -> bool:
-        """No step was made before this process."""
+        """Whether no step was made before this process."""
         return self._first_step == 1
 
     @property
     def seconds(self) -> float:
-        """That the run has taken, over all its processes, what they lost apart."""
+        """Run time over all processes of the run, without work that was lost."""
         return self._clock() - self._started_s
 
     @property
     def stopped_early(self) -> str | None:
-        """Why the run makes no more steps, though it has not come to its last; None where it does."""
+        """Why the run stops before its last step; None if it does not."""
         return (
             None
             if self._early_stop is None
@@ -142,14 +150,15 @@ class Checkpointer:
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """The best that has been saved, or is being saved."""
+        """Best checkpoint that has been saved or is being saved."""
         return _as_checkpoint(self._best)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are still to be made. What was begun is committed between them, and
-        awaited at the end."""
+        """Yield the numbers of the remaining steps. Saves in progress are advanced between steps and awaited
+        at the end."""
         for step in range(self._first_step, self._config.trainer.total_steps + 1):
-            # Told to end before the first step: later requests are seen in `save`, within a step.
+            # The run may be told to stop before its first step; later requests are handled in `save`, within
+            # a step.
             if self._is_told_to_end() and step == self._first_step:
                 self.stopped_after = step - 1
             if self.stopped_after is not None or self.stopped_early:
@@ -161,7 +170,7 @@ class Checkpointer:
         self.advance_save(wait=True)
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What the validation after `step` has measured; called within the step, before it is saved."""
+        """Record the validation after `step`. Call this within the step, before `save`."""
         if self._best is not None:
             self._best.see(step, metrics)
         if self._early_stop is not None:
@@ -170,25 +179,29 @@ class Checkpointer:
     def save(
         self, step: int, state: Callable[[], State], files: Callable[[], Mapping[str, bytes]] = dict
     ) -> None:
-        """Called at the end of every step, within it; saves after some. `state`: of the trainer, as JSON can
-        hold it. `files`: what is kept beside it, by name.
+        """Save a checkpoint if one is due. Call this at the end of every step, within it.
 
-        Raises CheckpointError, of this save or of the one before it; then nothing of it is left.
+        Args:
+            state: Returns the trainer's state as JSON-compatible values.
+            files: Returns additional files by name.
+
+        Raises:
+            CheckpointError: This save or the previous one failed. The files of the failed save are removed.
         """
-        # A run that is told to end saves at once, whether or not this step is due.
+        # A run that is told to stop saves at once, whether or not this step is due.
         if self._is_told_to_end():
             self.stopped_after = step
         elif not self._is_due(step):
             return
         with self._monitor.phase("save_checkpoint"):
-            self.advance_save(wait=True)  # one at a time
+            self.advance_save(wait=True)  # one save at a time
             self._begin(step, state(), files())
 
     def close(self) -> None:
-        """At the end of the run, however it ended, when its ranks have gone: what was being sealed becomes a
-        checkpoint, and nothing half written stays."""
+        """Finish at the end of the run, however it ended, after its ranks have exited. A save that is being
+        sealed becomes a checkpoint; partial saves are removed."""
         self._thread.shutdown()
-        with suppress(OSError):  # the next run tries again, and says what it meets
+        with suppress(OSError):  # the next run tries again, and reports the error
             self._folder.remove_leftovers()
 
     def _is_due(self, step: int) -> bool:
@@ -207,7 +220,7 @@ class Checkpointer:
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
 
-        # Everything is read now, since training changes it while the files are written.
+        # Read everything now, since training changes it while the files are written.
         of_run = {
             "step": step,
             "seconds": self.seconds,
@@ -234,13 +247,14 @@ class Checkpointer:
         self._under_way = save
 
     def advance_save(self, wait: bool) -> None:
-        """Takes the save that is under way as far as it goes without waiting, or to its end."""
+        """Advance the save in progress as far as possible without blocking, or to completion if `wait` is
+        true."""
         save = self._under_way
         if save is None:
             return
 
         with self._or_nothing(save):
-            # The models complete their folders, then the driver's part follows in a thread.
+            # The models complete their folders; then the driver's part runs in a thread.
             if save.sealing is None:
                 if not (wait or self._models.is_written()):
                     return
@@ -261,8 +275,8 @@ class Checkpointer:
         )
 
     def _commit(self, save: _Save) -> int:
-        """In a thread of its own: making sure that bytes are on a disk can take long."""
-        # Old checkpoints are removed last, so that a complete one exists at any time.
+        """Commit the checkpoint, in a background thread because syncing to disk can be slow."""
+        # Remove old checkpoints last, so that a complete one exists at all times.
         nbytes = self._folder.seal(save.step, {"roles": self._models.names, "versions": versions()})
         self._folder.commit(save.step)
         self._folder.point_at_best(save.best)
@@ -271,24 +285,24 @@ class Checkpointer:
 
     @contextmanager
     def _or_nothing(self, save: _Save) -> Iterator[None]:
-        """A save that fails leaves nothing half written; the checkpoint before it is still the latest."""
+        """Remove a failed save completely. The previous checkpoint stays the latest."""
         try:
             yield
         except (RunError, OSError) as error:
-            # Remove what was written, and say which file or folder is the cause.
+            # Remove what was written, and report the file or folder that caused the error.
             self._under_way = None
             self._folder.abandon(save.step)
-            # a rank that hangs is a TimeoutError as well
+            # A rank that hangs is also a TimeoutError, which is an OSError.
             is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)
             gone = isinstance(error, (CheckpointError, OSError)) and not self._folder.path.is_dir()
             if is_file_error or gone:
-                # of a copy, the second file is where it was to go
+                # If a copy failed, the second file is its destination.
                 place = error.filename2 or error.filename if isinstance(error, OSError) else None
                 why = (error.strerror if isinstance(error, OSError) else None) or error
                 is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
                 hint = f"{'make room' if is_full else 'make it writable'}, or give another checkpoint.dir"
                 if gone:
-                    hint = "put back the folder that was removed meanwhile"
+                    hint = "restore the folder, which was removed during the run"
                 raise CheckpointError(
                     f"{place or self._folder.path}: the checkpoint of step {save.step} cannot be written "
                     f"({why}); {hint}",
@@ -298,7 +312,7 @@ class Checkpointer:
 
 
 def best_checkpoint(config: RunConfig, state: Mapping[str, Any]) -> BestCheckpoint | None:
-    """The one that a run keeps whose checkpoint has this state; None where it keeps none."""
+    """Return the best checkpoint recorded in the state of a checkpoint, or None if the run keeps none."""
     best = BestSoFar.of(config.checkpoint.keep_best)
     if best is not None:
         best.load_state_dict(state.get("best"))
@@ -310,7 +324,7 @@ def _as_checkpoint(best: BestSoFar | None) -> BestCheckpoint | None:
 
 
 def versions() -> Mapping[str, str]:
-    """Of what wrote a checkpoint."""
+    """Return the versions of the libraries that write a checkpoint."""
     libraries = {
         name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "transformers", "ray")
     }

@@ -1,5 +1,5 @@
-"""Samples for every prompt of a data set, scored by the reward functions of a run: validation while it
-trains, and `megarl eval`."""
+"""Sample and score every prompt of a data set with the reward functions of a run, for validation and `megarl
+eval`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megarl.data.prompts import PromptDataset
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import Rollout
 
-# Validation draws from the same seeds each time, so that two validations differ by the weights alone.
+# Each validation uses the same seeds, so that two validations differ only in the weights.
 _STEP = 0
-_ROUNDING = 1e-6  # of a sum of weighted scores
+_ROUNDING = 1e-6  # rounding error of a sum of weighted scores
 
 
 class ScoredSample(NamedTuple):
     """A sample with its score.
 
     Attributes:
-        uid: The row of its prompt in the data set, the same for all samples of it.
-        answer: What the score is about, where a reward function says so (`has_answer`), in a normal form;
-            None: there is none.
+        uid: Row of the prompt in the data set, the same for all its samples.
+        answer: Normalized answer that was scored, if a reward function returns one (`has_answer`); None if
+            the response contains none.
         num_tokens: Tokens of the response.
-        finish_reason: "stop", or "length" where the response was cut.
-        num_turns: Turns of the model, where the sample is an episode.
+        finish_reason: "stop", or "length" if the response was truncated.
+        num_turns: Turns of the model, if the sample is an episode.
         has_answer: Whether a reward function returns the key "answer".
-        is_scored: False where the scoring failed; the score is 0 and means nothing.
-        reward_numbers: The numbers that reward functions return beside the score, by name.
+        is_scored: False if scoring failed; the score is then 0 and meaningless.
+        reward_numbers: Further numbers returned by reward functions, by name.
     """
 
     uid: str
@@ -50,44 +50,50 @@ class ScoredSample(NamedTuple):
     num_turns: int | None = None
     has_answer: bool = False
     is_scored: bool = True
-    reward_numbers: dict[str, float] = {}  # noqa: RUF012  (nobody changes it)
+    reward_numbers: dict[str, float] = {}  # noqa: RUF012  (never mutated)
 
 
 class ValidationResult(NamedTuple):
-    """`metrics`: `val/<data_source>/score/mean`, and over all sources `val/score/mean`; those of
-    `prompt_values` likewise.
-    `generations`: the first rows, to be read."""
+    """Result of a validation.
+
+    Attributes:
+        metrics: `val/<data_source>/score/mean` per data source and `val/score/mean` over all of them;
+            likewise for the other metrics of `prompt_values`.
+        generations: The first rows, for readers.
+    """
 
     metrics: dict[str, float]
     generations: list[dict[str, Any]]
 
 
 def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, list[float]]:
-    """Return each metric's value for each prompt, in the order of the prompts. Samples whose scoring failed
-    do not count, and a prompt that is left with too few samples for a metric has the value nan.
+    """Return each metric's value for each prompt, in the order of the prompts.
 
-    `score/mean` is the mean score of a prompt's samples. What k of them achieve, for k = 2, 4, ... up to n,
-    is estimated from all without bias: `best@k`, the best score; `pass@k`, whether one of them passes, with a
-    score of `pass_score` or more (None: there is no such metric); `maj@k`, the score of the answer that most
-    of them give, where reward functions return answers. `reward/<name>/mean` is the mean of a number that
-    reward functions return. Episodes also have `turns/mean`.
+    Samples whose scoring failed do not count. A prompt that is left with too few samples for a metric has the
+    value nan.
 
-    The names follow from the arguments and from what reward functions return, as `config.validation_metrics`
-    states.
+    `score/mean` is the mean score of a prompt's samples. Three metrics are unbiased estimates for k samples,
+    with k = 2, 4, ... up to n: `best@k`, the best score; `pass@k`, whether any sample passes with a score of
+    at least `pass_score` (omitted if that is None); `maj@k`, the score of the most frequent answer, if reward
+    functions return answers. `reward/<name>/mean` is the mean of a further number that reward functions
+    return. Episodes also have `turns/mean`.
+
+    The names follow from the arguments and from what reward functions return, as described in
+    `config.validation_metrics`.
     """
     # Samples whose scoring failed count only in the error rate.
     prompts = _by_prompt(samples)
     scored = [[sample for sample in prompt if sample.is_scored] for prompt in prompts]
     values = {"score/mean": [_mean([sample.score for sample in prompt]) for prompt in scored]}
 
-    # Majority voting needs an answer of every sample; otherwise the metric would change its meaning.
+    # Majority voting needs an answer for every sample; otherwise the meaning of the metric would change.
     has_answer = any(scored) and all(sample.has_answer for prompt in scored for sample in prompt)
 
-    # Estimate each metric for all k that every prompt has enough samples for.
+    # Estimate each metric for every k for which every prompt has enough samples.
     for k in sample_counts(min(map(len, prompts))):
         values[f"best@{k}"] = [_of_k(best_at_k, k, [sample.score for sample in prompt]) for prompt in scored]
         if pass_score is not None:
-            # A sum of weighted scores may fall short of the bound by a rounding error.
+            # A sum of weighted scores may be slightly below the bound because of rounding.
             passes = [
                 [float(sample.score >= pass_score - _ROUNDING) for sample in prompt] for prompt in scored
             ]
@@ -103,7 +109,7 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
                 for prompt in scored
             ]
 
-    # Reward functions may return a number only for some samples.
+    # Reward functions may return a number for some samples only.
     for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
         numbers = [
             [sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers]
@@ -128,17 +134,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _of_k(estimate: Callable[..., float], k: int, *values: Sequence[Any]) -> float:
-    """Return the estimate over subsets of k of a prompt's samples, or nan where it has fewer."""
+    """Return the estimate over subsets of k samples of a prompt, or nan if it has fewer."""
     return estimate(*values, k) if len(values[0]) >= k else math.nan
 
 
 def without_nan(values: Sequence[float]) -> list[float]:
-    """Return the values of the prompts that have one."""
+    """Return the values without nan, which marks prompts without a value."""
     return [value for value in values if not math.isnan(value)]
 
 
 def by_data_source(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
-    """Sources in alphabetical order."""
+    """Group the samples by data source, in alphabetical order."""
     return {
         source: [sample for sample in samples if sample.data_source == source]
         for source in sorted({sample.data_source for sample in samples})
@@ -155,7 +161,12 @@ class Evaluation:
         *,
         pass_score: float | None,
     ) -> None:
-        """num_generations: how many of the samples `run` gives back. pass_score: see `prompt_values`."""
+        """Configure the evaluation.
+
+        Args:
+            num_generations: Number of samples that `run` returns.
+            pass_score: See `prompt_values`.
+        """
         self._dataset = dataset
         self._sampling = sampling
         self._batch_size = batch_size
@@ -163,7 +174,7 @@ class Evaluation:
         self._pass_score = pass_score
 
     def samples(self, rollout: Rollout, reward: Reward) -> Iterator[list[ScoredSample]]:
-        """`sampling.n` of each prompt, a batch of prompts at a time."""
+        """Yield `sampling.n` samples of each prompt, one batch of prompts at a time."""
         for prompts in one_pass(self._dataset, self._batch_size):
             batch = rollout.generate(prompts, self._sampling, _STEP)
             batch = batch.union(reward.score(batch, with_texts=True))
@@ -190,8 +201,8 @@ class Evaluation:
             ]
 
     def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
-        """Scores the samples of all prompts; a mean is over the prompts of its source, so over their samples
-        as well."""
+        """Score samples of all prompts. Every prompt has the same number of samples, so means over prompts
+        and over samples are equal."""
         samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
         return ValidationResult(
             _metrics(samples, self._pass_score),

@@ -1,5 +1,5 @@
-"""What an evaluation found: each metric with its standard error, by data source; beside another model's on
-the same prompts."""
+"""Results of an evaluation: each metric with its standard error, by data source, and the comparison with
+another model on the same prompts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import dump_readable
 from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values, without_nan
 
-ALL = "all"  # the sources together
+ALL = "all"  # name for all sources combined
 _UNKNOWN = Estimate(math.nan, None)  # no prompt has a value
 SAMPLES_FILE = "samples.jsonl"
-PARTIAL_FILE = "samples.partial.jsonl"  # while there are more to come
+PARTIAL_FILE = "samples.partial.jsonl"  # used while the evaluation is incomplete
 
 
 class SourceResult(NamedTuple):
-    """Of the prompts of one data source. metrics: those of `prompt_values`; truncated: the share of samples
-    that were cut."""
+    """Results for the prompts of one data source.
+
+    Attributes:
+        metrics: The metrics of `prompt_values`.
+        truncated: Share of samples that were truncated.
+    """
 
     num_prompts: int
     num_samples: int
@@ -41,13 +45,12 @@ class SourceResult(NamedTuple):
 
 
 class SourceComparison(NamedTuple):
-    """How the samples of one data source differ from those of another evaluation.
+    """Comparison with another evaluation for one data source.
 
     Attributes:
-        differences: By metric, the value here less the value there, with its standard error.
-        only_here: Metrics that only this evaluation has, such as `maj@k` where only its reward returns
-            answers.
-        only_there: Metrics that only the other evaluation has, such as `best@8` where it drew more samples.
+        differences: By metric, the value here minus the value there, with its standard error.
+        only_here: Metrics that only this evaluation has, such as `maj@k` if only its reward returns answers.
+        only_there: Metrics that only the other evaluation has, such as `best@8` if it has more samples.
     """
 
     differences: dict[str, Estimate]
@@ -59,7 +62,7 @@ class SourceComparison(NamedTuple):
 
 
 def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceResult]:
-    """Return the results by data source; where there are several, `all` is last. pass_score: see
+    """Return the results by data source, followed by `all` if there are several. pass_score: see
     `prompt_values`."""
     parts = by_data_source(samples)
     if len(parts) > 1:
@@ -80,13 +83,12 @@ def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> Sou
 def compare(
     samples: Sequence[ScoredSample], others: Sequence[ScoredSample], pass_score: float | None
 ) -> dict[str, SourceComparison]:
-    """Return by data source how `samples` differ from `others`, which are of the same prompts in the same
-    order."""
+    """Compare two evaluations by data source. Both must have the same prompts in the same order."""
     found: dict[str, SourceComparison] = {}
     parts = by_data_source(samples)
     of_others = by_data_source(others)
 
-    # With a single source, a total would only repeat it.
+    # With a single source, a total would be redundant.
     if len(parts) > 1:
         parts[ALL] = list(samples)
         of_others[ALL] = list(others)
@@ -94,7 +96,7 @@ def compare(
     for source, part in parts.items():
         values = prompt_values(part, pass_score)
         other_values = prompt_values(of_others[source], pass_score)
-        # Compare prompt by prompt: the standard error of paired differences is smaller.
+        # Compare prompt by prompt, since the standard error of paired differences is smaller.
         pairs = {name: _pairs(values[name], other_values[name]) for name in values if name in other_values}
         found[source] = SourceComparison(
             differences={
@@ -108,7 +110,7 @@ def compare(
 
 
 def _pairs(values: Sequence[float], others: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the values of the prompts that have one on both sides."""
+    """Return the values of the prompts that have a value in both evaluations."""
     pairs = [
         (value, other)
         for value, other in zip(values, others, strict=True)
@@ -125,29 +127,37 @@ def _estimate(values: Sequence[float]) -> Estimate:
 def check_same_prompts(
     name: Path, others: Sequence[ScoredSample], prompts: Mapping[str, tuple[str, list[dict[str, Any]]]]
 ) -> None:
-    """prompts: uid -> data source and messages, of the data set at hand. Raises ConfigError where those of
-    the file `name` are others."""
+    """Check that another evaluation has the same prompts.
+
+    Args:
+        name: File of the other evaluation.
+        prompts: uid -> data source and messages of the current data set.
+
+    Raises:
+        ConfigError: The prompts differ.
+    """
     theirs = {sample.uid: (sample.data_source, sample.messages) for sample in others}
     if theirs != dict(prompts):
         raise ConfigError(
             str(name),
             [
-                f"has samples of {len(theirs)} prompts, which are not the {len(prompts)} that are "
-                f"evaluated; use the same data"
+                f"has samples of {len(theirs)} prompts that differ from the {len(prompts)} evaluated "
+                f"prompts; use the same data"
             ],
         )
 
 
 def sample_lines(samples: Sequence[ScoredSample]) -> str:
-    """A JSON object for each sample, in a line; what JSON does not know is written as Python shows it."""
+    """Encode the samples as JSON lines. Values that JSON does not support are written as strings."""
     return "".join(dump_readable(sample._asdict(), default=repr) + "\n" for sample in samples)
 
 
 def read_chat_time(results: Path) -> datetime | None:
-    """Returns the time that the chat template of an evaluation was told, given its results; None if it read
-    none, or they are absent.
+    """Return the time that the chat template saw in an evaluation, given its results. None if the template
+    does not read the time, or there are no results.
 
-    Raises ConfigError for a file that is damaged.
+    Raises:
+        ConfigError: The file is damaged.
     """
     if not results.is_file():
         return None
@@ -158,7 +168,7 @@ def read_chat_time(results: Path) -> datetime | None:
 
 
 def read_samples(path: Path) -> list[ScoredSample]:
-    """What `sample_lines` gave. Raises ConfigError for a file that is absent or has other lines."""
+    """Read the output of `sample_lines`. Raises ConfigError if the file is missing or has other contents."""
     samples = []
     try:
         with path.open(encoding="utf-8") as lines:

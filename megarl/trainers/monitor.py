@@ -1,5 +1,5 @@
-"""What a run shows and writes: timings by phase, the timeline, metrics, the progress bar. The loop only names
-its phases."""
+"""Monitoring of a run: timings by phase, timeline, metrics and progress bar. The training loop only names its
+phases."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
 from megarl.trainers.evaluation import ValidationResult
 
-WAIT = "gen"  # the phase in which the driver waits for the samples of its step
+WAIT = "gen"  # phase in which the driver waits for the samples of its step
 _DRIVER = "driver"
 _TIMELINE_EVERY_STEPS = 10
 
 
 @dataclass
 class Position:
-    """Where a run is: its step, None outside of one, and the driver's phases, the innermost last. What fails
-    leaves it as it was."""
+    """Position of a run: its step (None outside of steps) and the driver's phases, innermost last. An error
+    leaves the position unchanged."""
 
     step: int | None = None
     phases: list[str] = field(default_factory=list)
-    begun: list[Began] = field(default_factory=list)  # of these phases
-    spent_s: dict[str, float] = field(default_factory=dict)  # in phases that have ended, by name
+    begun: list[Began] = field(default_factory=list)  # start of each of these phases
+    spent_s: dict[str, float] = field(default_factory=dict)  # seconds in completed phases, by name
 
     def seconds_in(self, name: str) -> float:
-        """Return the seconds spent in phases of this name, also in one that is running. Thread-safe."""
+        """Return the seconds spent in phases of this name, including a running one. Thread-safe."""
         going_on = (
             began.seconds()
             for phase, began in zip(self.phases.copy(), self.begun.copy(), strict=False)
@@ -46,17 +46,20 @@ class Position:
 
 
 class Watched(Protocol):
-    """Whose calls are on the timeline: a worker group, or the replicas of the rollout."""
+    """Source of timeline spans: a worker group, or the replicas of the rollout."""
 
     def drain_spans(self) -> list[Span]: ...
 
 
 class Monitor:
-    """Collects what the workers report about their calls. `timing_s/<phase>` runs from the first rank's start
-    to the last one's end within the step, so phases that overlap add up to more than `timing_s/step`;
-    `timing_s/gen` is what the trainer waits for samples. `perf/throughput` is the step's tokens per second of
-    training, validation left out, `perf/throughput_per_device` that by all devices of the run, and
-    `perf/trainer_idle` the share of that time in which the trainer waits for samples."""
+    """Collect the call timings that workers report, and log the metrics of each step.
+
+    `timing_s/<phase>` is the time from the start of the first rank to the end of the last rank within the
+    step, so overlapping phases can sum to more than `timing_s/step`. `timing_s/gen` is the time that the
+    trainer waits for samples. `perf/throughput` is the tokens per second of training in the step, without
+    validation; `perf/throughput_per_device` divides it by the number of devices of the run.
+    `perf/trainer_idle` is the share of that time in which the trainer waits for samples.
+    """
 
     def __init__(
         self,
@@ -87,19 +90,20 @@ class Monitor:
     ) -> None:
         self._progress.__exit__(kind, error, trace)
 
-        # what ended the run is to be told, not what follows from it
+        # Report what ended the run, not the errors that follow from it.
         with suppress(RunError) if kind is not None else nullcontext():
             self._timeline.write()
         self._tracker.close(failed=kind is not None)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Everything recorded within it is logged as one step when it ends without an error."""
+        """Record a step. Everything recorded in the block is logged as one step if the block ends without an
+        error."""
         self.position.step = number
         with self.phase("step"):
             yield
 
-        # Reached only without an error, so that no line is written for a step that failed.
+        # Reached only without an error, so that no line is written for a failed step.
         self._finish(number)
         self.position.step = None
         self._progress.advance(self._metrics)
@@ -107,13 +111,13 @@ class Monitor:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the driver's own, or one that the workers' calls do not name."""
+        """Record a phase of the driver, or one that no worker call is assigned to."""
         position = self.position
         began = Began()
         position.begun.append(began)
         position.phases.append(name)
 
-        # No `finally`: after an error the position still shows the phase that failed.
+        # No `finally`: after an error, the position must still show the phase that failed.
         yield
         position.phases.pop()
         position.begun.pop()
@@ -123,23 +127,23 @@ class Monitor:
 
     @contextmanager
     def testing(self) -> Iterator[None]:
-        """The phase of validation: what the workers do within it is on the timeline, and in no timing but
+        """Record a validation. The workers' calls in the block appear on the timeline, and count only towards
         `timing_s/testing`."""
-        # Sorted by when their calls were waited for: the clocks of workers on other nodes are not the
-        # driver's.
+        # Spans are assigned by when the driver collected them, since clocks of workers on other nodes may
+        # differ from the driver's.
         self._spans += self._drain()
         with self.phase("testing"):
             yield
 
-        # What was recorded meanwhile belongs to the validation alone.
+        # Everything recorded in the meantime belongs to the validation only.
         self._testing_spans += self._drain()
 
     def count(self, name: str, values: Mapping[str, float]) -> None:
-        """Of now, for the timeline. Any thread may call it."""
+        """Record current values on the timeline. Thread-safe."""
         self._timeline.count(name, values, time.time())
 
     def flush(self) -> None:
-        """The metrics of all steps that have ended are in their files."""
+        """Make the metrics of all completed steps durable."""
         self._tracker.flush()
 
     def record(self, metrics: Mapping[str, float]) -> None:
@@ -149,16 +153,16 @@ class Monitor:
         self.record(result.metrics)
         self.validations.append((step, result.metrics["val/score/mean"]))
         self._tracker.log_generations(step, result.generations)
-        if step == 0:  # before the first step: logged by itself
+        if step == 0:  # The validation before the first step is logged by itself.
             self._finish(0)
             self._metrics = {}
 
     def record_samples(self, step: int, make: Callable[[], SampleTable], max_bytes: int) -> None:
-        """See Tracker.log_samples."""
+        """Write the samples of a step; see Tracker.log_samples."""
         self._tracker.log_samples(step, make, max_bytes)
 
     def _finish(self, step: int) -> None:
-        # Take over all spans of the step. Those of the validation go to the timeline only.
+        # Collect all spans of the step. Those of the validation go only to the timeline.
         spans = self._spans + self._drain()
         testing_spans = self._testing_spans
         self._spans = []
@@ -167,7 +171,7 @@ class Monitor:
         timings = phase_timings(spans)
         self._metrics |= timings
 
-        # Only a step that trained has tokens; a validation before the first step has none.
+        # Only training steps have tokens; a validation before the first step has none.
         if "num_tokens" in self._metrics:
             training_s = timings["timing_s/step"] - timings.get("timing_s/testing", 0.0)
             throughput = self._metrics["num_tokens"] / training_s
@@ -180,7 +184,7 @@ class Monitor:
 
         self._tracker.log(self._metrics, step)
 
-        # The whole file is written each time, so not after every step.
+        # The whole file is rewritten each time, so not after every step.
         if step % _TIMELINE_EVERY_STEPS == 0:
             self._timeline.write()
 
@@ -189,18 +193,20 @@ class Monitor:
 
 
 def phases_by_call() -> dict[tuple[str, str], str]:
-    """Returns the phase (`timing_s/<phase>`) of each call, by the role and the method of its worker."""
+    """Return the phase (`timing_s/<phase>`) of each call, by role and worker method."""
     return {(phase.roles[0], call): phase.name for phase in step_phases() for call in phase.calls}
 
 
 def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
-    """`timing_s/<phase>` in seconds: last end minus first start of the spans of a phase. The driver's spans
-    name their phase. What engines do may be of later steps: `timing_s/gen` is what the driver waits for
-    samples."""
+    """Return `timing_s/<phase>` in seconds: last end minus first start over the spans of a phase.
+
+    The driver's spans are named after their phase. Engine calls may belong to later steps, so `timing_s/gen`
+    is the time that the driver waits for samples.
+    """
     edges: dict[str, list[float]] = defaultdict(list)
     phases = phases_by_call()
 
-    # The edges of a phase are those of all its calls, on any rank.
+    # A phase extends over all its calls, on any rank.
     for span in spans:
         name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):

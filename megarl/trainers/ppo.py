@@ -1,4 +1,5 @@
-"""PPO and its kin: the loop. What it does between its phases is in `sampling` and `advantages`."""
+"""Training loop of PPO and related algorithms. The work between its phases is in `sampling` and
+`advantages`."""
 
 from __future__ import annotations
 
@@ -45,11 +46,11 @@ from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import Sampling, group_rules
 
 _log = logging.getLogger(__name__)
-SAMPLES_FILE = "samples_ahead.bin"  # of a checkpoint: the samples that wait to be trained
+SAMPLES_FILE = "samples_ahead.bin"  # checkpoint file with samples that are not trained yet
 
 
 class PPOTrainer:
-    """Reads as the algorithm: `train_step` is one step of PPO."""
+    """Trainer of PPO and related algorithms. `train_step` reads as the algorithm."""
 
     def __init__(
         self,
@@ -62,8 +63,12 @@ class PPOTrainer:
         *,
         own_loop: bool = False,
     ) -> None:
-        """own_loop: the steps are made by a loop of the user's own, which scores the samples, makes baselines
-        and pushes weights when it likes."""
+        """Create a trainer.
+
+        Args:
+            own_loop: Whether a user's own loop runs the steps. It scores the samples, computes baselines and
+                syncs weights itself.
+        """
         self.config = config
         self.roles = roles
 
@@ -85,18 +90,18 @@ class PPOTrainer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """All steps are made within it: the run's files are open, and it says where it is."""
+        """Open the run's files and publish its status while the steps run in the block."""
         with (
             self.monitor,
             StatusWriter(Path(self.config.trainer.output_dir), self._status.snapshot) as status,
         ):
             yield
-            # Reached only without an error: the status then says that the run was told to stop.
+            # Reached only without an error: report that the run was told to stop.
             if self.checkpoints.stopped_after is not None:
                 status.end_state = STOPPED
 
     def fit(self) -> None:
-        """Trains up to `trainer.total_steps`."""
+        """Train up to `trainer.total_steps`."""
         try:
             for step in self.steps():
                 with self.monitor.phase("gen"):  # the trainer waits for the samples of the step
@@ -106,14 +111,16 @@ class PPOTrainer:
             self.prompts.close()
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left; what is between two of them is the step. The first weights
-        are pushed before; behind a step comes what is due: validation, which is also made before the first
-        and behind the last, a checkpoint, and its line."""
+        """Yield the remaining step numbers. The caller runs one training step per yielded number.
+
+        The initial weights are synced first. After each step, this method runs a validation (also before the
+        first and after the last step) and saves a checkpoint if they are due, and logs the metrics.
+        """
         trainer = self.config.trainer
         self.roles.weights.push()
-        self.roles.drain_metrics()  # of the first push, which has waited for processes to start
+        self.roles.drain_metrics()  # metrics of the first sync include process startup
 
-        # A resumed run has had this validation before.
+        # A resumed run has already had this validation.
         if trainer.validate_before and self.checkpoints.is_at_start:
             self._validate(0)
 
@@ -130,19 +137,20 @@ class PPOTrainer:
                 self.checkpoints.save(step, self.state_dict, self._files)
 
     def _scale(self) -> None:
-        """As `megarl scale` has asked for, if it has. What cannot be done is said, and the run goes on as it
-        was."""
+        """Apply a pending request of `megarl scale`. If it cannot be satisfied, log the reason and continue
+        unchanged."""
         try:
-            # The request is a file in the run's folder, which is removed when it is read.
+            # The request is a file in the run's folder, which is deleted when it is read.
             count = take_request(Path(self.config.trainer.output_dir))
             if count is not None and self.roles.scaling is not None:
                 self.roles.scaling.scale(count)
-                _log.warning("there are %d rollout replicas from now on", count)
+                _log.warning("the run now has %d rollout replicas", count)
         except (ValueError, OSError) as error:
-            _log.warning("the number of rollout replicas stays: %s", error)
+            _log.warning("the number of rollout replicas is unchanged: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver knows between two steps, as JSON can hold it; the models' state is theirs."""
+        """Return the driver's state between two steps, as JSON-compatible values. The models save their own
+        state."""
         return {
             "trainer": "ppo",
             "data": self.prompts.state_dict(),
@@ -155,21 +163,28 @@ class PPOTrainer:
         }
 
     def _files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps beside that state."""
+        """Return the additional files of a checkpoint."""
         groups = self.prompts.finished_groups()
         return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Before `fit`; `folder`: the checkpoint. Raises ValueError where the data are others,
-        CheckpointError where its samples cannot be read."""
+        """Restore the state. Call this before `fit`.
+
+        Args:
+            folder: Folder of the checkpoint.
+
+        Raises:
+            ValueError: The data has changed.
+            CheckpointError: The samples in the checkpoint cannot be read.
+        """
         self.prompts.load_state_dict(state["data"])
         controller = self.config.algorithm.kl.controller.kind
 
         if controller is not KLControllerKind.fixed and state["kl_controller"]["kind"] == controller.value:
-            # a fixed one is as the configuration says
+            # A fixed coefficient always comes from the configuration.
             self._advantages.kl_controller.load_state_dict(state["kl_controller"])
 
-        # The first push of the resumed run gets the version that the engines had.
+        # The first weight sync of the resumed run gets the version that the engines had.
         self.roles.weights.resume(state["weight_version"])
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
@@ -183,8 +198,11 @@ class PPOTrainer:
                 ) from error
 
     def train_step(self, prompts: DataProto, step: int) -> Metrics:
-        """One step of PPO. What the roles are asked for comes when it is needed: they work side by side where
-        their pools differ."""
+        """Run one step of PPO.
+
+        Calls of roles return futures, which are awaited when their results are needed. Roles on different
+        pools work concurrently.
+        """
         roles = self.roles
         phase = self.monitor.phase
         weights = self.roles.weights
@@ -193,7 +211,7 @@ class PPOTrainer:
         critic = roles.critic
 
         with phase("gen"):
-            # The samples of these prompts, and the futures of their scores.
+            # Get the samples of these prompts, and futures of their scores.
             batch, scores, of_samples = self._sample(prompts, step)
 
         # Start all models that score the samples; `union` waits for their results.
@@ -204,16 +222,16 @@ class PPOTrainer:
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
 
-        # Queue the updates. The actor's comes only after the critic's warm-up.
+        # Queue the updates. The actor is updated only after the critic's warm-up.
         updates = [critic.update(batch, step)]
         if step > self.config.trainer.critic_warmup_steps:
             updates.append(actor.update(batch, step))
             with phase("update_actor"):
-                weights.await_actor()  # the critic may go on
+                weights.await_actor()  # the critic may still be training
             with phase("update_weights"):
                 weights.push()
 
-        # Wait for the critic as well, and raise the first failure of either.
+        # Wait for the critic too, and raise the first error of either.
         results = gather(*updates)
 
         # Collect the metrics of the step. The batch is complete only after the updates.
@@ -223,8 +241,11 @@ class PPOTrainer:
         return {name: value for part in parts for name, value in part.items()}
 
     def add_advantages(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """See correct_rollout and AdvantageStep. What they show of the actor's log-probs is shown by
-        `record_batch` where the update makes these."""
+        """Apply rollout corrections and compute advantages; see correct_rollout and AdvantageStep.
+
+        If the update itself computes the actor's log-probs, `record_batch` reports the metrics that depend on
+        them.
+        """
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         if (rollout := self.config.rollout).late is Late.mask:
             batch, of_late = leave_out_late(batch, rollout.max_staleness)
@@ -234,27 +255,33 @@ class PPOTrainer:
         return batch, of_correction | of_advantages
 
     def record_batch(self, batch: DataProto, step: int) -> Metrics:
-        """What a step shows of its samples, which are kept where that is due. After the updates: nothing may
-        change the batch while its rows are written in the background."""
+        """Return the metrics of a step's samples, and store the samples if that is due.
+
+        Call this after the updates: the batch must not change while its rows are written in the background.
+        """
         if self._rows.is_due(step):
             self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
         return self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
-        """Return the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
+        """Return the metrics of the step's samples.
 
-        - `actor/entropy`: of the policy that wrote the samples, in nats, the mean over response tokens, where
-          the actor scored them;
-        - `critic/baseline/mean`: the mean score of the greedy responses, over samples.
+        These are the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
+
+        - `actor/entropy`: mean entropy over response tokens, in nats, of the policy that wrote the samples,
+          if the actor scored them;
+        - `critic/baseline/mean`: mean score of the greedy responses, over samples.
         """
         # Metrics of the samples: lengths, ages, scores, groups.
         columns = batch.columns
         arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
-            del columns["old_log_probs"]  # they are the engine's, so that comparing both would say nothing
+            del columns[
+                "old_log_probs"
+            ]  # these are the engine's log-probs, so a comparison would be meaningless
         metrics = data_metrics(columns, self.config.data.max_response_length)
         metrics |= age_metrics(columns, batch.meta_info["weight_version"])
-        is_scored = batch.tensors.get("is_scored")  # a loop of the user's own may score by itself
+        is_scored = batch.tensors.get("is_scored")  # a user's own loop may score the samples itself
         metrics |= group_metrics(
             torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored
         )
@@ -281,11 +308,11 @@ class PPOTrainer:
         return metrics
 
     def _validate(self, step: int) -> Metrics:
-        """Those of the validation; none where there are no held-out prompts."""
+        """Run a validation and return its metrics; none without held-out prompts."""
         if self.evaluation is None:
             return {}
 
-        # Validation time is measured apart, so that it does not count in the throughput.
+        # Validation time is measured separately, so that it does not count in the throughput.
         with self.monitor.testing():
             result = self.evaluation.run(self.roles.rollout, self.roles.reward)
         self.monitor.record_validation(result, step)
@@ -302,13 +329,13 @@ def make_buffered_rollout(
     *,
     own_loop: bool,
 ) -> BufferedRollout:
-    """Builds the rollout of the training loop, synchronous or ahead of training."""
+    """Build the rollout of the training loop, synchronous or asynchronous."""
     trainer = config.trainer
     rollout = config.rollout
 
     def staleness(version: int) -> StalenessController:
-        # This runs when the first step asks for samples, so `last_step` is the step before it. A loop of the
-        # user's own may ask for samples more often than once in a step, and push in any.
+        # This runs when the first step requests samples, so `last_step` is the step before it. A user's own
+        # loop may request samples several times per step, and sync weights in any step.
         return StalenessController(
             max_staleness=rollout.max_staleness,
             prompts_per_step=trainer.prompts_per_step,

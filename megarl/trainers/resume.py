@@ -1,5 +1,5 @@
-"""Which checkpoint a run continues from, whether it may, and what is different now. Reads small files only,
-before anything starts."""
+"""Select the checkpoint a run resumes from, check that it may, and find configuration changes. Only small
+files are read, before any process starts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ from megarl.trainers.checkpoint import STATE_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """checkpoint: its folder. state: of the trainer. is_own: it is in the run's own folder of checkpoints, so
-    that the run's files continue; from another run's checkpoint a new run begins."""
+    """Checkpoint from which a run resumes.
+
+    Attributes:
+        checkpoint: Folder of the checkpoint.
+        state: State of the trainer.
+        is_own: Whether it is in the run's own checkpoint folder, so that the run's files continue. A
+            checkpoint of another run starts a new run.
+    """
 
     checkpoint: Path
     step: int
@@ -42,10 +48,12 @@ def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
 
 
 def find_resume(config: RunConfig) -> Resume | None:
-    """None: the run starts from the beginning.
+    """Find the checkpoint to resume from, or return None if the run starts from the beginning.
 
-    Raises ConfigError where the configuration does not fit the checkpoint, and CheckpointError where that is
-    damaged; it names the file, and the older ones that are whole: none of them is taken silently.
+    Raises:
+        ConfigError: The configuration does not fit the checkpoint.
+        CheckpointError: The checkpoint is damaged. The message names the file and the complete older
+            checkpoints; none of them is used silently.
     """
     folder = checkpoint_folder(config)
 
@@ -54,7 +62,7 @@ def find_resume(config: RunConfig) -> Resume | None:
         if folder.whole():
             raise _problem(
                 "checkpoint.resume",
-                f"is disable, but {folder.path} holds checkpoints of a run; use another trainer.output_dir, "
+                f"is disable, but {folder.path} has checkpoints of a run; use another trainer.output_dir, "
                 f"or auto",
             )
         return None
@@ -67,7 +75,7 @@ def find_resume(config: RunConfig) -> Resume | None:
         if folder.whole() and not _is_in(found, folder):
             raise _problem(
                 "checkpoint.resume",
-                f"is {str(found)!r}, but {folder.path} holds checkpoints of this run; resume from those "
+                f"is {str(found)!r}, but {folder.path} has checkpoints of this run; resume from those "
                 f"with auto, or use another folder",
             )
 
@@ -75,7 +83,7 @@ def find_resume(config: RunConfig) -> Resume | None:
 
 
 def _given(path: Path) -> Path:
-    """A checkpoint, or the latest of a folder of them."""
+    """Resolve a checkpoint path. For a folder of checkpoints, return the latest one."""
     if (path / DESCRIPTION_FILE).is_file():
         return path
     found = CheckpointFolder(path).latest() if path.is_dir() else None
@@ -85,7 +93,7 @@ def _given(path: Path) -> Path:
             "checkpoint.resume",
             f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of "
             f"them (with {LATEST_FILE}); "
-            "give one, or auto, or disable",
+            "use one of these, or auto, or disable",
         )
 
     return found
@@ -105,11 +113,11 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
 
-    # On a CPU the order of sums depends on the number of threads.
+    # On a CPU the order of summation depends on the number of threads.
     if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
         changes.append(
             Difference(
-                "OMP_NUM_THREADS, or cores: the last bits of a CPU's numbers follow from it",
+                "OMP_NUM_THREADS, or cores: the last bits of CPU results depend on it",
                 state["threads"],
                 now,
             )
@@ -117,8 +125,8 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
 
     # Collect all problems, so that the user sees them at once.
     problems = [
-        f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and it "
-        f"decides {FIXED[change.key]}; "
+        f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and this "
+        f"key decides {FIXED[change.key]}; "
         "use the same value, or start again in another folder"
         for change in changes
         if change.is_fixed
@@ -138,16 +146,16 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
 
 
 def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
-    """Each role's folder has its manifest, with which the ranks compare the rest, and is of the checkpoint's
-    own step.
+    """Check that each role's folder has its manifest and belongs to the checkpoint's step.
 
-    A folder that was copied from another step is whole by its own checksums.
+    The ranks check the remaining files against the manifest. A folder copied from another step is consistent
+    in itself, so its checksums do not reveal the mistake.
     """
     for role in description["roles"]:
         step = read_manifest(checkpoint / role).description.step
         if step != description["step"]:
             raise CheckpointError(
-                f"{checkpoint / role}: is of step {step}, and the checkpoint that it lies in is of step "
+                f"{checkpoint / role}: is of step {step}, but it is in the checkpoint of step "
                 f"{description['step']}: "
                 "models of two steps cannot be resumed together; restore the right folder, or use another "
                 "checkpoint"
@@ -155,7 +163,7 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
 
 
 def _state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """`trainer.json` of the checkpoint of `step`."""
+    """Read `trainer.json` of the checkpoint of `step`."""
     path = checkpoint / STATE_FILE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -175,8 +183,8 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
     # A file copied from another checkpoint is valid JSON, so compare the step as well.
     if state["step"] != step:
         raise CheckpointError(
-            f"{path}: is of step {state['step']}, and the checkpoint that it lies in is of step {step}: put "
-            f"the right file back, or use "
+            f"{path}: is of step {state['step']}, but it is in the checkpoint of step {step}; restore the "
+            f"right file, or use "
             "another checkpoint"
         )
 
@@ -193,7 +201,7 @@ def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
 
 
 def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:
-    """Other models than those that the run trains."""
+    """List differences between the models of the checkpoint and those that the run trains."""
     trained = [role.name for role in model_roles(config) if role.optim is not None]
     if sorted(saved) != sorted(trained):
         return [
@@ -213,7 +221,7 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
             wanted = getattr(now[role], field.name)
             if was != wanted:
                 problems.append(
-                    f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; give the "
+                    f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; use the "
                     f"same model"
                 )
 
@@ -226,7 +234,7 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
 
     if state["trainer"] != kind:
         problems.append(
-            f"trainer: the checkpoint was written by {state['trainer']}, this is {kind}; start from its "
+            f"trainer: the checkpoint was written by {state['trainer']}, but this is {kind}; start from its "
             f"Hugging Face folder"
         )
 
@@ -234,15 +242,15 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
         problems.append(
             f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step "
             f"{state['step']}; "
-            f"give more, or an earlier checkpoint as checkpoint.resume=PATH"
+            f"raise it, or resume from an earlier checkpoint with checkpoint.resume=PATH"
         )
 
     return problems
 
 
 def older_ones(damaged: Path) -> str:
-    """What a user can continue from in the place of a checkpoint that is damaged."""
-    # Offer only checkpoints that are whole themselves, so that the next attempt does not fail as well.
+    """List the checkpoints from which a user can resume instead of a damaged one."""
+    # Offer only complete checkpoints, so that the next attempt does not fail as well.
     whole = [
         path
         for path in CheckpointFolder(damaged.parent).whole()

@@ -1,5 +1,5 @@
-"""What `status.json` says of a run of reinforcement learning: step, prompts by state, replicas, idleness, and
-what does not move."""
+"""Contents of `status.json` for a reinforcement learning run: step, prompts by state, replicas, idleness and
+stalls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus,
 from megarl.trainers.monitor import WAIT, Monitor
 
 _MOST_SHOWN = 10
-_WINDOW = round(60 / EVERY_S)  # looks, that shares and speeds are taken over
-_STALLED_SHARE = 0.25  # of the limit after which a replica is taken for hung
+_WINDOW = round(60 / EVERY_S)  # number of samples over which shares and rates are averaged
+_STALLED_SHARE = 0.25  # share of the limit after which a replica is considered hung
 
 
 class _Moment(NamedTuple):
     now_s: float
     scheduler: SchedulerTotals
-    waited_s: float  # by the trainer, for samples
+    waited_s: float  # by the trainer, waiting for samples
 
 
 class StatusOfRun:
-    """Reads what the trainer's threads have. `look` is called by one thread, every few seconds; it holds
-    nobody up. What it sees goes to the timeline too."""
+    """Build the status of a run from state owned by the trainer's threads.
+
+    `look` is called by one thread every few seconds and blocks no other thread. It also records the status on
+    the timeline.
+    """
 
     def __init__(
         self, config: PPOConfig, roles: PPORoles, monitor: Monitor, prompts: BufferedRollout
@@ -50,7 +53,7 @@ class StatusOfRun:
         position = self._position
         requests, replicas = rollout.snapshot()
 
-        # Rates are averages over a sliding window of the last minute.
+        # Rates are averages over a sliding window of about a minute.
         first = self._moments[0]
         now = self._moment()
         self._moments.append(now)
@@ -63,7 +66,7 @@ class StatusOfRun:
         ]
         busy_s = sum(now.scheduler.busy_s) - sum(first.scheduler.busy_s)
 
-        # Copy, because the trainer's thread changes the list.
+        # Copy the list, because the trainer's thread changes it.
         begun = position.begun.copy()
         groups = _by_group(requests)
         num_groups = self._num_groups(groups)
@@ -104,7 +107,7 @@ class StatusOfRun:
         )
 
     def _num_groups(self, groups: dict[str, list[RequestState]]) -> dict[str, int]:
-        # A group waits if no sample of it is at a replica or at a tool.
+        # A group is waiting if none of its samples is at a replica or a tool.
         waiting = [
             all(one.replica is None and not one.waits_for_tools for one in of_group)
             for of_group in groups.values()
@@ -136,7 +139,7 @@ class StatusOfRun:
         which = (
             ""
             if oldest is None
-            else f"; the oldest is of prompt {oldest.uid or '-'}, asked for {oldest.seconds:.0f} s ago"
+            else f"; the oldest is of prompt {oldest.uid or '-'}, submitted {oldest.seconds:.0f} s ago"
         )
 
         return (
@@ -147,7 +150,7 @@ class StatusOfRun:
 
 
 def _by_group(requests: list[RequestState]) -> dict[str, list[RequestState]]:
-    """By the prompt's uid, the oldest first."""
+    """Group the requests by the prompt's uid, oldest first."""
     groups: dict[str, list[RequestState]] = {}
     for request in requests:
         groups.setdefault(request.uid, []).append(request)
@@ -157,10 +160,10 @@ def _by_group(requests: list[RequestState]) -> dict[str, list[RequestState]]:
 def _shown(uid: str, requests: list[RequestState]) -> GroupStatus:
     oldest = requests[0]
     waits_for = "tools" if oldest.waits_for_tools else "a replica"
-    where = f"waits for {waits_for}" if oldest.replica is None else f"replica {oldest.replica}"
+    where = f"waiting for {waits_for}" if oldest.replica is None else f"replica {oldest.replica}"
     return GroupStatus(uid=uid, missing=len(requests), where=where, seconds=oldest.seconds)
 
 
 def _share(part_s: float, whole_s: float) -> float:
-    """In [0, 1]: clocks are read one after the other."""
+    """Return the share, clipped to [0, 1] because the clocks are not read at the same time."""
     return min(1.0, max(0.0, part_s / whole_s))

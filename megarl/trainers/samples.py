@@ -1,4 +1,4 @@
-"""From a step's batch to the rows that are kept of it (tracking/samples.py)."""
+"""Convert a step's batch to the rows of its sample file (tracking/samples.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _REWARD_MODEL = "reward_model"
 
 
 class SampleRows:
-    """Which steps are kept, and their rows. A row's lists are of its response's real tokens, in their order;
-    of an episode's, also those that the model did not write."""
+    """Select the steps to store and build their rows.
+
+    The lists of a row cover the real tokens of its response, in order. For an episode they include tokens
+    that the model did not write.
+    """
 
     def __init__(self, config: PPOConfig) -> None:
         self._model = config.model
@@ -41,7 +44,8 @@ class SampleRows:
         return int(self._tracking.samples_max_gb * 2**30)
 
     def is_due(self, step: int) -> bool:
-        """The first step, each `tracking.samples_every_steps`-th, and the last."""
+        """Whether the samples of a step are stored: the first step, every `tracking.samples_every_steps`-th,
+        and the last."""
         every = self._tracking.samples_every_steps
         return every > 0 and (step % every == 0 or step in (1, self._last_step))
 
@@ -50,9 +54,13 @@ class SampleRows:
         return load_tokenizer(self._model.path, self._model.trust_remote_code)
 
     def table(self, batch: DataProto, step: int) -> SampleTable:
-        """`batch`: as the loss sees it, with scores and advantages. `log_probs` is null where the trainer
-        computed none of its own."""
-        # Keep the tokens that the model wrote; of an episode, those of the environment as well.
+        """Build the table of a step.
+
+        Args:
+            batch: The batch as the loss receives it, with scores and advantages. `log_probs` is null if the
+                trainer computed no log-probs itself.
+        """
+        # Keep the tokens that the model wrote, and for episodes those of the environment as well.
         arrays = batch.non_tensor_batch
         are_episodes = "num_turns" in batch.non_tensor_batch
         rows = batch.ragged
@@ -64,7 +72,9 @@ class SampleRows:
 
         def of_tokens(name: str, kind: pa.DataType) -> pa.Array:
             values = rows[name].flat()
-            if are_episodes and name != "responses":  # what stands where others wrote means nothing
+            if (
+                are_episodes and name != "responses"
+            ):  # values at positions written by the environment are meaningless
                 values = torch.where(mask.flat(), values, 0.0)
             return list_column(lengths, values[is_real].numpy(), kind)
 
@@ -92,7 +102,7 @@ class SampleRows:
             ),
         }
 
-        # All runs share one schema: columns that a run does not have are null.
+        # All runs share one schema; columns that a run does not have are null.
         table = pa.table(
             {name: pa.array(column, SCHEMA.field(name).type) for name, column in columns.items()}, SCHEMA
         )
@@ -103,8 +113,8 @@ class SampleRows:
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
-        """With the template's special tokens; the samples of a prompt stand together, so that each is decoded
-        once."""
+        """Decode the prompts with the special tokens of the chat template. Samples of a prompt are
+        consecutive, so each prompt is decoded once."""
         texts: list[str] = []
         before = None
 
@@ -118,7 +128,7 @@ class SampleRows:
 
 
 def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
-    """Return the columns with one value for each row, whatever its tokens are."""
+    """Return the columns with one value per row."""
     arrays = batch.non_tensor_batch
     parts = batch.tensors["score_parts"]
     return {
@@ -139,7 +149,8 @@ def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
 def _of_episodes(
     arrays: Mapping[str, np.ndarray], lengths: list[int], is_model: RaggedTensor, rewards: RaggedTensor
 ) -> dict[str, Any]:
-    """Turns of the model do not touch: between two of them stands what they were answered."""
+    """Return the columns of episodes. Turns of the model are never adjacent: the environment's result is
+    between two turns."""
     turn_rewards = []
 
     # The reward of a turn is on its last token.

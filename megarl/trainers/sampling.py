@@ -1,5 +1,5 @@
-"""The batch of a step, made from its groups: their samples and scores, without groups that carry no signal
-(DAPO), and with the baselines that an estimator needs (ReMax)."""
+"""Build the batch of a step from its groups: samples and scores, without groups that carry no signal (DAPO),
+and with the baselines that an estimator needs (ReMax)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from megarl.roles.rollout.sample_groups import GREEDY, GroupRules
 
 
 def group_rules(config: PPOConfig) -> GroupRules:
-    """Returns the composition of a group, and when it is dropped, as the configuration says."""
+    """Return the composition of a group and the rule for dropping it, as configured."""
     algorithm = config.algorithm
     dynamic = config.algorithm.dynamic_sampling
 
-    # One generation is needed in any case; as many prompts may lack a signal as the others have.
+    # The first round of generation is always needed; each further round allows one step of prompts without
+    # signal.
     return GroupRules(
         sampling=config.rollout.training,
         max_error_rate=config.rollout.max_error_rate,
@@ -38,7 +39,7 @@ class Samples(NamedTuple):
 
     Attributes:
         batch: The samples.
-        scores: Futures of their scores (RewardWorker.score) and baselines; none if they are in the batch.
+        scores: Futures of their scores (RewardWorker.score) and baselines; empty if they are in the batch.
         metrics: Metrics of the sampling.
     """
 
@@ -48,12 +49,12 @@ class Samples(NamedTuple):
 
 
 class Sampling:
-    """Makes the batch of a step from its groups and has it scored.
+    """Build the batch of a step from its groups and have it scored.
 
     Args:
         rollout: Generates the groups.
         reward: Scores them.
-        rules: The composition of a group.
+        rules: Composition of a group.
     """
 
     def __init__(self, rollout: BufferedRollout, reward: Reward, rules: GroupRules) -> None:
@@ -62,7 +63,7 @@ class Sampling:
         self._rules = rules
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
-        """Returns the samples of the prompts that the rollout returned last."""
+        """Return the samples of the prompts that the rollout returned last."""
         if self._rules.max_without_signal is not None:
             return self._with_signal(step)
 
@@ -73,8 +74,12 @@ class Sampling:
         return Samples(batch, scores, {})
 
     def _baseline(self, prompts: DataProto, step: int) -> DerivedFuture:
-        """Returns `baseline_scores` (B,) float32, for each sample the score of the greedy response to its
-        prompt, and `is_baseline_scored` (B,) bool, False where the scoring of that response failed."""
+        """Score the greedy responses.
+
+        Returns:
+            `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt,
+            and `is_baseline_scored` (B,) bool, False if scoring that response failed.
+        """
         greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
 
         def baseline(results: list[DataProto]) -> DataProto:
@@ -87,11 +92,11 @@ class Sampling:
         return DerivedFuture([greedy], baseline)
 
     def _with_signal(self, step: int) -> Samples:
-        """Returns the groups with a signal, scored.
+        """Return the groups with a signal, scored.
 
-        Metrics of the step: `dynamic_sampling/num_generations`, the rounds of generation; `num_prompts`, that
-        were sampled; `num_without_signal` of these, which were dropped; `num_surplus`, which had a signal but
-        were not needed; `score_mean`, over all that was sampled.
+        The metrics of the step are `dynamic_sampling/num_generations`, the rounds of generation;
+        `num_prompts`, the prompts sampled; `num_without_signal`, those of them that were dropped;
+        `num_surplus`, those that had a signal but were not needed; `score_mean`, the mean over all samples.
         """
         n = self._rules.sampling.n
         groups = self._rollout.taken

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the engine of RL: the likelihood of the answers, with the prompts masked out."""
+"""Supervised fine-tuning on the RL engine: likelihood of the answers, with the prompts masked out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megarl.trainers.monitor import Monitor
 
 
 class SFTTrainer:
-    """Validation is the mean negative log-likelihood per answer token, `val/loss`, over all held-out rows."""
+    """Trainer of supervised fine-tuning. Validation reports `val/loss`, the mean negative log-likelihood per
+    answer token over all held-out rows."""
 
     def __init__(
         self,
@@ -34,11 +35,11 @@ class SFTTrainer:
         self.checkpoints = checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver knows between two steps, as JSON can hold it."""
+        """Return the driver's state between two steps, as JSON-compatible values."""
         return {"trainer": "sft", "data": self.batches.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before `fit`. Raises ValueError where the data are others."""
+        """Restore the state. Call this before `fit`. Raises ValueError if the data has changed."""
         self.batches.load_state_dict(state["data"])
 
     def fit(self) -> None:
@@ -56,7 +57,7 @@ class SFTTrainer:
                 self.checkpoints.save(step, self.state_dict)
 
     def _validate(self) -> Mapping[str, float]:
-        """Its metrics; none where there are no held-out rows."""
+        """Return the metrics of a validation; none without held-out rows."""
         if self.validation is None:
             return {}
         parts = []
@@ -66,7 +67,7 @@ class SFTTrainer:
                 log_probs = self.actor.log_probs(batch).get().ragged["old_log_probs"].flat()
                 parts.append({"val/loss": Metric.mean(-log_probs, batch.ragged["response_mask"].flat())})
 
-        # Merge the batches by their numbers of tokens: the last one may be smaller.
+        # Weight the batches by their token counts, since the last one may be smaller.
         metrics = values_of(merge_metrics(parts))
         self.monitor.record(metrics)
         return metrics
