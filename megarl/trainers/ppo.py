@@ -276,9 +276,8 @@ class PPOTrainer:
         columns = batch.columns
         arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
-            del columns[
-                "old_log_probs"
-            ]  # these are the engine's log-probs, so a comparison would be meaningless
+            # These are the engine's log-probs, so a comparison would be meaningless.
+            del columns["old_log_probs"]
         metrics = data_metrics(columns, self.config.data.max_response_length)
         metrics |= age_metrics(columns, batch.meta_info["weight_version"])
         is_scored = batch.tensors.get("is_scored")  # a user's own loop may score the samples itself

@@ -72,9 +72,8 @@ class SampleRows:
 
         def of_tokens(name: str, kind: pa.DataType) -> pa.Array:
             values = rows[name].flat()
-            if (
-                are_episodes and name != "responses"
-            ):  # values at positions written by the environment are meaningless
+            # Values at positions that the environment wrote are meaningless.
+            if are_episodes and name != "responses":
                 values = torch.where(mask.flat(), values, 0.0)
             return list_column(lengths, values[is_real].numpy(), kind)
 

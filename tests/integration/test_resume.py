@@ -203,11 +203,11 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
         ("trainer.total_steps=8", "trainer.total_steps: is 8, but the checkpoint is of step 16"),
         (
             "data.seed=1",
-            "data.seed: is 1, but the checkpoint was written with 0, and it decides the order of the data",
+            "data.seed: is 1, but the checkpoint was written with 0, and this key decides the order of the data",
         ),
         ("trainer.samples_per_step=8", "trainer.samples_per_step: is 8"),
         ("model.dtype=bfloat16", "model.dtype: is 'bfloat16', but the checkpoint was written with 'float32'"),
-        ("checkpoint.resume=disable", "holds checkpoints of a run; use another trainer.output_dir, or auto"),
+        ("checkpoint.resume=disable", "has checkpoints of a run; use another trainer.output_dir, or auto"),
         (
             "data.train_files=OTHER",
             "cannot resume the data: the checkpoint was written with num_rows=32, this run has 8",
@@ -348,7 +348,7 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
     page = run.disturb(lambda command: run.output_dir.rename(away))
 
     # Which file is missed first depends on how far the save is when the folder goes away.
-    assert "put back the folder" in page or "the run's folder was removed" in page
+    assert "restore the folder" in page or "the run's folder was removed" in page
     assert not run.output_dir.exists()
     away.rename(run.output_dir)
 

@@ -245,7 +245,7 @@ def test_a_metric_that_was_not_measured_loses_no_step(
     assert (case.saved, case.checkpoints.best) == ([1, 2, 3], None)
     assert (
         caplog.messages[0]
-        == "the validation after step 1 has no metric val/score, so it does not count as better"
+        == "the validation after step 1 has no metric val/score, so it is not counted as an improvement"
     )
     case = Case(tmp_path / "early", early_stop=replace(EARLY_STOP, metric="val/score"))
     case.losses = LOSSES
@@ -376,7 +376,7 @@ def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 
     with pytest.raises(
         CheckpointError,
-        match="step 1 cannot be written .No such file or directory.; put back the folder that was removed",
+        match="step 1 cannot be written .No such file or directory.; restore the folder",
     ):
         list(case.train())
 
@@ -399,7 +399,7 @@ def test_a_folder_that_goes_away_under_the_ranks_is_asked_for(tmp_path: Path) ->
     case.models.finish_save = remove_and_finish  # type: ignore[method-assign]
     with pytest.raises(
         CheckpointError,
-        match="written .step_00000001/actor: No such file or directory.; put back the folder that was",
+        match="written .step_00000001/actor: No such file or directory.; restore the folder",
     ):
         next(training)
 

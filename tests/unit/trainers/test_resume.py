@@ -111,9 +111,7 @@ def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(co
     with pytest.raises(CheckpointError) as caught:
         find_resume(config)
     said = str(caught.value)
-    assert said.startswith(
-        f"{latest / 'critic'}: is of step 2, and the checkpoint that it lies in is of step 6: "
-    )
+    assert said.startswith(f"{latest / 'critic'}: is of step 2, but it is in the checkpoint of step 6: ")
     assert "\n" not in said
     assert f"Older complete checkpoints: {older};" in said
 
@@ -129,7 +127,7 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path:
         assert (found.step, found.is_own) == (step, False)
 
     save(config, 6)
-    with pytest.raises(ConfigError, match="holds checkpoints of this run; resume from those with auto"):
+    with pytest.raises(ConfigError, match="has checkpoints of this run; resume from those with auto"):
         find_resume(resuming(config, latest))
     own = find_resume(resuming(config, checkpoint_folder(config).path / "step_00000006"))
     assert own is not None
@@ -141,7 +139,7 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(config: PPOConfig, tmp_path:
 def test_disable_does_not_mix_two_runs(config: PPOConfig) -> None:
     assert find_resume(resuming(config, "disable")) is None
     save(config, 2)
-    with pytest.raises(ConfigError, match="holds checkpoints of a run"):
+    with pytest.raises(ConfigError, match="has checkpoints of a run"):
         find_resume(resuming(config, "disable"))
 
 
@@ -156,7 +154,7 @@ def test_harmless_changes_are_listed(config: PPOConfig) -> None:
 
 
 def test_another_number_of_threads_is_listed(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From it the last bits of a CPU's numbers follow."""
+    """The last bits of CPU results depend on it."""
     save(config, 2, state={"threads": "64 cores"})
     for setting, now in (("3", ["3"]), ("64 cores", [])):
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
@@ -193,7 +191,7 @@ def test_a_state_of_another_step_is_refused(config: PPOConfig) -> None:
     path = save(config, 4, state={"step": 2})
     with pytest.raises(
         CheckpointError,
-        match=f"{path / 'trainer.json'}: is of step 2, and the checkpoint that it lies in is of step 4",
+        match=f"{path / 'trainer.json'}: is of step 2, but it is in the checkpoint of step 4",
     ):
         find_resume(config)
 
