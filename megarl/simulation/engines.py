@@ -1,5 +1,4 @@
-"""Replicas on a clock that runs only where someone waits: they write that many tokens a second, and die when
-they are told to."""
+"""Simulated replicas on a virtual clock. They generate tokens at a fixed rate, and fail on command."""
 
 from __future__ import annotations
 
@@ -19,8 +18,14 @@ from megarl.workers.rollout_worker import RolloutWorker
 
 
 class VirtualClock:
-    """Events happen in the order of their times, and at the same time in the order in which they were set.
-    on_event: called with the number of each, from 0, when it has happened."""
+    """Virtual clock that advances only while someone waits.
+
+    Events run in the order of their times; events at the same time run in the order in which they were
+    scheduled.
+
+    Args:
+        on_event: Called with the number of each event, from 0, after it has happened.
+    """
 
     def __init__(self, on_event: Callable[[int], None] = lambda number: None) -> None:
         self.now_s = 0.0
@@ -34,12 +39,12 @@ class VirtualClock:
 
     @property
     def next_s(self) -> float:
-        """When something happens next."""
+        """Time of the next event."""
         return self._events[0][0] if self._events else float("inf")
 
     def wait(self, futures: Sequence[Any], wait_s: float) -> list[Any]:
-        """As wait_for_any."""
-        # Let events happen until one of the futures ends or the time is over.
+        """Same interface as wait_for_any."""
+        # Process events until one of the futures completes or the time is over.
         until_s = self.now_s + wait_s
         while not any(future.ended for future in futures) and self.next_s <= until_s:
             self._happen()
@@ -49,7 +54,8 @@ class VirtualClock:
         return ended
 
     def pass_by(self, seconds: float) -> None:
-        """Nobody looks meanwhile."""
+        """Advance the clock while the driver is busy. Events that become due in the meantime are handled
+        late."""
         until_s = self.now_s + seconds
         while self.next_s <= until_s:
             self._happen()
@@ -57,14 +63,14 @@ class VirtualClock:
 
     def _happen(self) -> None:
         time_s, _, event = heapq.heappop(self._events)
-        self.now_s = max(self.now_s, time_s)  # what was due while nobody looked happens late
+        self.now_s = max(self.now_s, time_s)  # events that became due while nothing waited happen late
         event()
         self._num_happened += 1
         self._on_event(self._num_happened - 1)
 
 
 class Answer:
-    """A stub for the future of a call."""
+    """Stub for the future of a call."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -86,11 +92,12 @@ class Answer:
 
 
 class ScriptedEngine:
-    """A stub for the group of a replica.
+    """Stub for the worker group of a replica.
 
     Args:
-        length_of: Returns the number of tokens of a request's sample, 0 where the request fails after one.
-        start_s: The time until the engine is ready.
+        length_of: Returns the number of tokens of a request's sample, or 0 if the request fails after one
+            token.
+        start_s: Time until the engine is ready.
     """
 
     def __init__(
@@ -105,7 +112,7 @@ class ScriptedEngine:
         self._generation = SimulatedGeneration(
             lambda: clock.now_s, length_of, token_s=tick_s, version=version
         )
-        self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which
+        self.submitted: list[tuple[float, list[GenerationRequest]]] = []  # when, and which requests
         self.aborted: list[int] = []
         self._call: Answer | None = None
         self._death: WorkerError | None = None
@@ -151,12 +158,12 @@ class ScriptedEngine:
         self._clock.at(self._clock.now_s, lambda: self._end(call))
 
     def push(self, version: int, pause_s: float) -> None:
-        """Weights of `version` are there after the pause; what is in flight continues with them."""
+        """Load the weights of `version` after a pause. Requests in flight continue with them."""
         assert not self.is_at_call
         self._generation.update(version, pause_s)
 
     def die(self) -> None:
-        # The scheduler must not be able to tell this from the death of a real process.
+        # The scheduler must not be able to distinguish this from the death of a real process.
         failure = CallFailure(FailureKind.death, "it was killed", "", self._clock.now_s)
         self._death = WorkerError(
             RankFailure("rollout", 0, "simulated", None, RolloutWorker.submit_and_poll.name, failure)
@@ -173,8 +180,12 @@ class ScriptedEngine:
 
 
 class ScriptedEngines:
-    """A stub for Replicas. version: of the weights that they have. start_s: of one that is started
-    again."""
+    """Stub for Replicas.
+
+    Args:
+        version: Version of the initial weights.
+        start_s: Startup time of a restarted replica.
+    """
 
     def __init__(
         self,
@@ -202,14 +213,14 @@ class ScriptedEngines:
         return len(self.groups)
 
     def push(self, version: int, pause_s: float = 0.0) -> None:
-        """No call is under way at any. Those that are starting get the weights too."""
+        """Sync weights to all replicas, including those that are starting. No call may be in progress."""
         self._version = version
         for engine in self.groups:
             engine.push(version, pause_s)
         self.starting.clear()
 
     def readmit(self, number: int) -> bool:
-        """Gives a restarted engine the current weights."""
+        """Send the current weights to a restarted engine."""
         self.groups[number].push(self._version, 0.0)
         self.starting.discard(number)
         return True

@@ -1,4 +1,4 @@
-"""What a step would take, and who would wait, for several `rollout.max_staleness` and splits of the
+"""Forecast step time and idle time for several values of `rollout.max_staleness` and splits of the
 devices."""
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from megarl.tracking.samples import read_samples, sample_files
 
 STALENESSES = (0, 1, 2, 4)
-# of what is simulated; slots are fewer in the same ratio
+# Limits of the simulated step; slots are scaled down in the same ratio.
 _STEPS = 16
 _MOST_PROMPTS = 32
 _MOST_SPLITS = 5
-_LAST_STEPS = 20  # of a run, that its times are of
-_WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
-_LONGEST_OF = 1000  # samples, of which one is as long as the longest
+_LAST_STEPS = 20  # steps of a run from which its times are taken
+_WITHIN_PROMPT = 0.7  # correlation of log lengths among the samples of a prompt
+_LONGEST_OF = 1000  # one sample in this many is as long as the longest
 
 
 class Times(NamedTuple):
-    """In seconds. training_s: of a step, on the devices of the configuration, without its wait and its push.
-    token_s: until a sample has its next token. push_s: of the weights."""
+    """Measured or assumed times, in seconds.
+
+    Attributes:
+        training_s: Time of a training step on the configured devices, without waiting and weight sync.
+        token_s: Time per token of a sample.
+        push_s: Time of a weight sync.
+    """
 
     training_s: float
     token_s: float
@@ -39,7 +44,11 @@ class Times(NamedTuple):
 
 
 class Split(NamedTuple):
-    """of: the training time of the configuration, that it takes on so many devices."""
+    """A split of the devices between trainer and engines.
+
+    Attributes:
+        of: Training time relative to the configured number of devices.
+    """
 
     trainer_devices: int
     num_engines: int
@@ -47,8 +56,13 @@ class Split(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """trainer_idle: share of the time in which the trainer waits for samples. slots_in_use: of all engines'.
-    mean_age: in versions of the weights."""
+    """Result of one simulated schedule.
+
+    Attributes:
+        trainer_idle: Share of the time in which the trainer waits for samples.
+        slots_in_use: Share of all engines' slots in use.
+        mean_age: Mean age of the samples in weight versions.
+    """
 
     split: Split
     max_staleness: int
@@ -60,8 +74,12 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """lengths: tokens of the samples of each prompt, in the order of the data, which starts again at its end.
-    slots: of an engine."""
+    """Workload of a run.
+
+    Attributes:
+        lengths: Tokens of the samples of each prompt, in data order. The data repeats after its end.
+        slots: Concurrent samples of an engine.
+    """
 
     lengths: Sequence[Sequence[int]]
     prompts_per_step: int
@@ -85,8 +103,8 @@ def forecast(work: Work, times: Times, split: Split, max_staleness: int) -> Fore
 def _simulated(
     work: Work, times: Times, num_engines: int, *, training_s: float, max_staleness: int, steps: int = _STEPS
 ) -> SimulatedRun:
-    """With as many slots for each prompt as there are, but at most 32 prompts a step."""
-    # Simulate a smaller step with proportionally fewer slots: the waiting shares are about the same.
+    """Simulate at most 32 prompts per step, with the configured number of slots per prompt."""
+    # Simulate a smaller step with proportionally fewer slots: the idle shares are about the same.
     prompts = min(work.prompts_per_step, _MOST_PROMPTS)
     slots = max(1, round(work.slots * prompts / work.prompts_per_step))
     script = Script(
@@ -106,14 +124,19 @@ def _simulated(
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
-    """At most five ways to deal the devices of the placement, from few engines to many; that of the
-    configuration is among them. A trainer on half the devices takes twice as long. Raises ValueError where
-    engines and trainer take turns."""
+    """Return at most five splits of the placement's devices, from few engines to many, including the
+    configured split.
+
+    A trainer on half the devices is assumed to take twice as long.
+
+    Raises:
+        ValueError: Engines and trainer share devices.
+    """
     engine = config.rollout.tensor_parallel_size
     if any(plan.share_devices("rollout", role) for role in plan.roles if role != "rollout"):
         raise ValueError(
-            f"placement.strategy={plan.strategy.value}: the engines take turns with others on their "
-            f"devices, so there is nothing to split; "
+            f"placement.strategy={plan.strategy.value}: the engines share their devices with other roles, "
+            f"so there is nothing to split; "
             "simulate placement.strategy=split_collocate"
         )
 
@@ -121,14 +144,14 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
     own = config.rollout.num_replicas * engine
     trainer = plan.num_devices - own
     model = config.actor.parallel.replica_size
-    least = trainer % model  # of devices of other roles, which are no multiple
+    least = trainer % model  # devices of other roles, which are not a multiple of the model's
     possible = [
         number
         for number in range(1, (plan.num_devices - 1) // engine + 1)
         if (left := plan.num_devices - number * engine - least) >= model and left % model == 0
     ]
 
-    # Choose splits evenly among them, and always include that of the configuration.
+    # Choose splits evenly among them, and always include the configured one.
     chosen = {
         config.rollout.num_replicas,
         *(possible[index * (len(possible) - 1) // (_MOST_SPLITS - 1)] for index in range(_MOST_SPLITS)),
@@ -140,20 +163,25 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
     return [Split(left, number, trainer / left) for number, left in devices.items()]
 
 
-# ---- lengths that are given
+# ---- assumed lengths
 
 
 def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[int]]:
-    """Tokens of the samples of each prompt of a simulation: log-normal with this mean, before those are cut
-    that are longer than the longest, of which there is one in a thousand. Raises ValueError where no
-    log-normal distribution is so."""
+    """Draw sample lengths for each prompt of a simulation.
+
+    Lengths are log-normal with this mean before truncation. One in a thousand exceeds `longest` and is
+    truncated.
+
+    Raises:
+        ValueError: No log-normal distribution has this mean and maximum.
+    """
     # Solve for the distribution's parameters from the mean and a quantile.
     reach = NormalDist().inv_cdf(1 - 1 / _LONGEST_OF)
     if not 1 <= mean < longest or (spare := reach**2 - 2 * math.log(longest / mean)) < 0:
         most = math.floor(mean * math.exp(reach**2 / 2)) if mean >= 1 else 0
         raise ValueError(
-            f"a mean of {mean:g} and {longest:,} at most: the mean must be 1 or more, and the most above "
-            f"it, up to {most:,}"
+            f"a mean of {mean:g} and a maximum of {longest:,}: the mean must be at least 1, and the maximum "
+            f"above the mean and at most {most:,}"
         )
 
     sigma = reach - math.sqrt(spare)
@@ -170,29 +198,32 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
     return drawn
 
 
-# ---- a run
+# ---- a measured run
 
 
 def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
-    """Of a run at max_staleness 0 that has kept samples: the lengths of its last ones, by prompt, and its
-    times, medians of its last steps.
+    """Read the workload and times of a run at max_staleness 0 that has kept samples.
 
-    A token takes as long as makes a simulated step generate for as long as the run's have. Raises
-    ConfigError, MetricsFileError, SamplesFileError, and ValueError where the run has not what is needed.
+    The lengths are those of the last kept samples, by prompt. The times are medians over the last steps. The
+    time per token is chosen so that a simulated step generates for as long as the run's steps did.
+
+    Raises:
+        ConfigError, MetricsFileError, SamplesFileError: A file cannot be read.
+        ValueError: The run lacks data that the simulation needs.
     """
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
 
     if config.rollout.max_staleness:
         raise ValueError(
-            f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, and its wait for "
-            f"samples does not say how long "
-            "they take; give a run at 0, of which some steps are enough"
+            f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, so its waiting time "
+            f"does not show how long "
+            "generation takes; give a run at 0 (a few steps are enough)"
         )
 
     if missing := [name for name in ("timing_s/step", "timing_s/gen") if name not in series]:
         raise ValueError(
-            f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give a run of reinforcement "
+            f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give the folder of a reinforcement "
             f"learning"
         )
 
@@ -200,7 +231,7 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     generating_s, push_s = (_median(series.get(name)) for name in ("timing_s/gen", "timing_s/update_weights"))
     other = sum(_mean(series, name) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
 
-    # Training time is what is left of a step without generation, push, validation and checkpoint.
+    # The training time is the rest of a step without generation, weight sync, validation and checkpoint.
     training_s = max(
         0.0,
         _mean(series, "timing_s/step")
@@ -223,7 +254,7 @@ def _median(points: Points | None) -> float:
 
 
 def _mean(series: dict[str, Points], name: str) -> float:
-    """Over the last steps; a step that has no such thing took none."""
+    """Return the mean over the last steps. A step without the metric counts as 0."""
     last = series["timing_s/step"].steps[-_LAST_STEPS:]
     values = dict(zip(series[name].steps, series[name].values, strict=True)) if name in series else {}
     return fmean(values.get(step, 0.0) for step in last)
@@ -232,7 +263,7 @@ def _mean(series: dict[str, Points], name: str) -> float:
 def _kept_lengths(run_dir: Path) -> list[list[int]]:
     groups: dict[tuple[int, str], list[int]] = {}
 
-    # Read the last steps only: lengths change in the course of training.
+    # Read the last steps only: lengths change during training.
     for step, path in sorted(sample_files(run_dir).items())[-_STEPS:]:
         rows = read_samples(path).rows
         for uid, length in zip(rows["uid"].to_pylist(), rows["response_length"].to_pylist(), strict=True):
@@ -240,7 +271,7 @@ def _kept_lengths(run_dir: Path) -> list[list[int]]:
 
     if not groups:
         raise ValueError(
-            f"{run_dir}: has kept no samples, whose lengths are needed; see tracking.samples_every_steps, "
+            f"{run_dir}: has no samples, whose lengths are needed; set tracking.samples_every_steps, "
             f"or give --lengths"
         )
 

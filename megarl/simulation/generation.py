@@ -1,5 +1,5 @@
-"""Samples without a model: each request ends after its number of tokens, which are drawn by whatever weights
-the engine has in the meantime."""
+"""Generation without a model: each request ends after its number of tokens, attributed to the weights loaded
+at the time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
 
 FinishReason = Literal["stop", "length"]
-# that every sample of a simulation consists of
+# the token of which every simulated sample consists
 _TOKEN = 5
 _LOG_PROB = -1.0
 
 
 class WrittenTokens(NamedTuple):
-    """The tokens of a sample, as Sample has them."""
+    """The tokens of a sample, with the same fields as Sample."""
 
     token_ids: np.ndarray
     log_probs: np.ndarray
@@ -35,7 +35,8 @@ def equal_tokens(request: GenerationRequest, length: int) -> WrittenTokens:
 
 
 class _InFlight:
-    """A request, when its sample is ready, and who wrote its tokens before the last update."""
+    """A request in flight: when its sample is ready, and which versions wrote its tokens before the last
+    update."""
 
     def __init__(self, request: GenerationRequest, length: int, ready_s: float) -> None:
         self.request = request
@@ -44,7 +45,7 @@ class _InFlight:
         self.spans: list[VersionSpan] = []
 
     def written_until(self, end: int, version: int) -> None:
-        """Note that `version` drew the tokens up to `end`, except for those before it."""
+        """Record that `version` sampled the tokens up to `end` that were not recorded before."""
         if end > (self.spans[-1].end if self.spans else 0):
             self.spans.append(VersionSpan(version, end))
 
@@ -54,10 +55,11 @@ class SimulatedGeneration:
 
     Args:
         now_s: Returns the time.
-        length_of: Returns the number of tokens of a request's sample, 0 where the request fails after one.
+        length_of: Returns the number of tokens of a request's sample, or 0 if the request fails after one
+            token.
         write: Returns the tokens of a sample that is ready.
-        token_s: The time of a token. At 0 every sample is ready at once.
-        version: The version of the weights.
+        token_s: Time per token. If 0, every sample is ready at once.
+        version: Version of the weights.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class SimulatedGeneration:
         return min((each.ready_s for each in self._requests.values()), default=math.inf)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin to write samples. Each takes the time of its own tokens, whatever is written beside it."""
+        """Start generating samples. Each takes the time of its own tokens, regardless of the number of
+        requests."""
         now_s = self._now_s()
         for request in requests:
             length = self._length_of(request)
@@ -89,18 +92,18 @@ class SimulatedGeneration:
             self._requests[request.request_id] = _InFlight(request, length, ready_s)
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Forget these requests, or all. Some may have ended."""
+        """Drop these requests, or all. Some may have completed already."""
         for number in list(self._requests) if request_ids is None else request_ids:
             self._requests.pop(number, None)
 
     def collect(self, at_most: int | None = None) -> list[FinishedRequest | FailedRequest]:
-        """Return what is ready, in the order in which it was submitted."""
+        """Return completed requests in the order in which they were submitted."""
         now_s = self._now_s()
         ready = [number for number, each in self._requests.items() if each.ready_s <= now_s]
         return [self._end(self._requests.pop(number)) for number in ready[:at_most]]
 
     def update(self, version: int, pause_s: float = 0.0) -> None:
-        """Continue with the weights of `version` after a pause. What has been written stays."""
+        """Continue with the weights of `version` after a pause. Tokens written so far are kept."""
         now_s = self._now_s()
         for each in self._requests.values():
             if self._token_s:

@@ -1,13 +1,13 @@
-"""A run in virtual time, with the rollout buffer, staleness controller, request scheduler and router of a
-run.
+"""Simulate a run in virtual time, with the rollout buffer, staleness controller, request scheduler and router
+of a real run.
 
-Engines, trainer and scoring only take time.
+Engines, trainer and scoring only consume time.
 
     outcome = Simulation(Script(lengths=[[120, 80], [300, 40], ...], prompts_per_step=2, ...)).run()
 
-It says what a schedule gains, not how fast an engine or a trainer is: each of an engine's slots writes a
-token in the same time, whatever the others do, and what a sample has written is not computed again after a
-push.
+The simulation shows what a schedule gains, not how fast an engine or a trainer is. Every slot of an engine
+writes a token in the same time regardless of load, and tokens written before a weight sync are not
+recomputed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from megarl.rollout.interface import GenerationRequest, Sample, SamplingParamete
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 
-_NEVER_S = 1e12  # nobody hangs in a simulation
+_NEVER_S = 1e12  # nothing hangs in a simulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Times are in seconds, or in any other unit.
+    """Inputs of a simulation. Times are in seconds, or in any other unit.
 
-    lengths: tokens of the samples of each prompt, in the order of the data, which starts again at its end.
-    slots: samples that an engine writes at a time, a token of each in token_s. training_s: of a step, from
-    its samples to its push. push_s: for which a push stops engines and trainer. scoring_s: until a group's
-    scores are there, which are waited for where there is a max_without_signal: as in GroupRules.
-    without_signal: prompts whose samples all score the same. failing: prompts whose samples no engine can
-    write. start_s: of an engine that was lost.
+    Attributes:
+        lengths: Tokens of the samples of each prompt, in data order. The data repeats after its end.
+        slots: Samples that an engine writes concurrently, each at one token per `token_s`.
+        training_s: Time of a training step, from its samples to its weight sync.
+        push_s: Duration of a weight sync, during which engines and trainer pause.
+        scoring_s: Time to score a group. The run waits for scores if `max_without_signal` is set, as in
+            GroupRules.
+        without_signal: Prompts whose samples all have the same score.
+        failing: Prompts whose samples no engine can write.
+        start_s: Restart time of an engine that was lost.
     """
 
     lengths: Sequence[Sequence[int]]
@@ -67,9 +71,16 @@ class Script:
 
 
 class Step(NamedTuple):
-    """uids: of its prompts, in order. versions: of each the weights that began it, and trained_version: those
-    that were trained. lengths: of its samples. start_s: when the trainer had them, after waiting_s. age: of
-    the oldest token, in versions."""
+    """Record of a training step.
+
+    Attributes:
+        uids: Its prompts, in order.
+        versions: For each prompt, the weight version that began it.
+        trained_version: Weight version that was trained.
+        lengths: Lengths of its samples.
+        start_s: Time at which the trainer had the samples, after waiting for `waiting_s`.
+        age: Age of the oldest token, in versions.
+    """
 
     number: int
     uids: list[str]
@@ -82,7 +93,7 @@ class Step(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a checkpoint keeps after a step."""
+    """Contents of a checkpoint after a step."""
 
     step: int
     version: int
@@ -91,7 +102,13 @@ class Saved(NamedTuple):
 
 
 class SimulatedRun(NamedTuple):
-    """seconds: in all. busy: share of the engines' slots in use. num_restarts: of engines."""
+    """Result of a simulation.
+
+    Attributes:
+        seconds: Total time.
+        busy: Share of the engines' slots in use.
+        num_restarts: Number of engine restarts.
+    """
 
     steps: list[Step]
     seconds: float
@@ -109,7 +126,7 @@ class SimulatedRun(NamedTuple):
 
     @property
     def ages(self) -> list[int]:
-        """Of each group when it is trained, in versions since it was begun."""
+        """Age of each group when it is trained, in versions since it was begun."""
         return [step.trained_version - version for step in self.steps for version in step.versions]
 
     @property
@@ -118,12 +135,15 @@ class SimulatedRun(NamedTuple):
 
 
 class StalledError(RuntimeError):
-    """Nothing would ever happen again: a mistake of the schedule."""
+    """No event can ever happen again, which means that the schedule is wrong."""
 
 
 class Simulation:
-    """From the first step, or from the one behind `saved`, to the last. on_event: it may lose an engine, or
-    end the run by what it raises."""
+    """Simulation of all steps, or of the steps after `saved`.
+
+    Args:
+        on_event: Called for each event; it may kill an engine, or end the run by raising.
+    """
 
     kind: type[RolloutOutput] = Sample
 
@@ -151,7 +171,7 @@ class Simulation:
             tick_s=script.token_s,
         )
 
-        # Use the scheduler, controller and buffer of a real run; only what takes time is replaced.
+        # Use the scheduler, controller and buffer of a real run; replace only what takes time.
         limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
         self.scheduler = RequestScheduler(
@@ -186,7 +206,7 @@ class Simulation:
             start_s = self.clock.now_s
             self.run_until(lambda: self.buffer.is_ready)
             self._record(number, self.buffer.take(), self.clock.now_s - start_s)
-            # Training takes time, in which the engines generate ahead.
+            # Training takes time, during which the engines generate ahead.
             self.run_until(lambda: False, self._script.training_s, is_awaited=False)
             if number > self._script.critic_warmup_steps:
                 self.push_weights()
@@ -204,7 +224,7 @@ class Simulation:
 
         return SimulatedRun(self.steps, self.clock.now_s, busy, len(self.engines.restarted))
 
-    # ---- what groups need of a rollout
+    # ---- rollout interface used by the groups
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
@@ -236,7 +256,7 @@ class Simulation:
         return self.scheduler.is_at_work
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Scoring reads whose they are alone."""
+        """Return the prompts, since scoring reads only their uids."""
         return prompts
 
     # ---- parts
@@ -244,8 +264,12 @@ class Simulation:
     def run_until(
         self, is_enough: Callable[[], bool], limit_s: float = math.inf, *, is_awaited: bool = True
     ) -> None:
-        """Generate until `is_enough`, or for `limit_s`. is_awaited: The trainer waits, and sends
-        weights to an engine that has started. Without it nothing is begun at staleness 0."""
+        """Generate until `is_enough`, or for `limit_s`.
+
+        Args:
+            is_awaited: Whether the trainer waits, so that it can sync weights to a restarted engine. If
+                false, no group is begun at staleness 0.
+        """
         end_s = self.clock.now_s + limit_s
         self.scheduler.may_readmit = is_awaited
 
@@ -255,14 +279,14 @@ class Simulation:
                 self.buffer.begin()
             if is_enough() or self.clock.now_s >= end_s:
                 return
-            # Advance to the next moment at which something can change.
+            # Advance to the next time at which something can change.
             until_s = min(end_s, self._scoring.next_s)
             if self.scheduler.is_at_work:
                 self.scheduler.poll(until_s - self.clock.now_s)
             elif (until_s := min(until_s, self.clock.next_s)) == math.inf:
                 raise StalledError(
-                    f"at {self.clock.now_s:g}: nobody works, and step {self.buffer.staleness.next_step} "
-                    f"waits for samples"
+                    f"at {self.clock.now_s:g}: no engine is working, and step "
+                    f"{self.buffer.staleness.next_step} waits for samples"
                 )
             else:
                 self.clock.pass_by(until_s - self.clock.now_s)
@@ -275,14 +299,14 @@ class Simulation:
             last = self.steps[-1]
             self.steps[-1] = last._replace(waiting_s=last.waiting_s + self.clock.now_s - start_s)
 
-        # No call may be under way at an engine whose weights change.
+        # No call may be in progress at an engine whose weights change.
         self.scheduler.pause()
         self.version += 1
         self.engines.push(self.version, self._script.push_s)
         self.clock.pass_by(self._script.push_s)
 
     def _record(self, number: int, taken: StepGroups, waiting_s: float) -> None:
-        # Dropped groups are taken with the step, but nothing trains on them.
+        # Dropped groups are taken with the step, but not trained.
         trained = [index for index, is_trained in enumerate(taken.is_trained) if is_trained]
         uids = taken.prompts.non_tensor_batch["uid"]
         samples = [sample for index in trained for sample in taken.samples[index]]
@@ -301,7 +325,7 @@ class Simulation:
 
 
 class _Rows:
-    """Prompts that are nothing but a number."""
+    """Data set whose prompts are only numbers."""
 
     identity = RowIdentity("simulated")
 
@@ -320,7 +344,7 @@ def _number_of(uid: str) -> int:
 
 
 class _Scoring:
-    """A stub for Reward; nobody is scored where that is not waited for."""
+    """Stub for Reward. Scoring is skipped if the run does not wait for it."""
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
         self._clock = clock
@@ -341,7 +365,7 @@ class _Scoring:
         return min((end_s for end_s, *_ in self._under_way), default=math.inf)
 
     def begin(self, groups: DataProto) -> None:
-        # The rows of a prompt are side by side, so every n-th row names the next prompt.
+        # The rows of a prompt are consecutive, so every n-th row names the next prompt.
         n = len(self._script.lengths[0])
         end_s = self._clock.now_s + self._script.scoring_s
 

@@ -1,4 +1,4 @@
-"""Which inference engine a rollout replica runs, built in the replica's own process."""
+"""Inference engines by kind. A rollout replica builds its engine in its own process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ def build_engine(spec: RolloutEngineSpec) -> RolloutEngine:
 
 
 def _hf_engine(spec: RolloutEngineSpec) -> RolloutEngine:
-    # Here, because it imports transformers, which in SGLang's process SGLang's environment must come before.
+    # Imported here because it imports transformers, which must follow SGLang's environment setup in SGLang's
+    # process.
     from megarl.rollout.hf.engine import HFEngine
 
     return HFEngine(spec)
 
 
 def _sglang_engine(spec: RolloutEngineSpec) -> RolloutEngine:
-    # Here, because a run with another engine does without SGLang, and it takes seconds to import.
+    # Imported here because SGLang takes seconds to import and other engines do not need it.
     from megarl.rollout.sglang.engine import SGLangEngine
 
     return SGLangEngine(spec)
@@ -36,8 +37,8 @@ ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec], RolloutEngine]] =
     RolloutEngineKind.hf: _hf_engine,
     RolloutEngineKind.sglang: _sglang_engine,
 }
-# Of those that have a section: raises ConfigError for names in its `server_args` that the engine's library
-# does not know.
+# Checks for engines with a `server_args` section: raise ConfigError for names that the engine's library does
+# not know.
 SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Collection[str]], None]] = {
     RolloutEngineKind.sglang: _refuse_unknown_sglang_args,
 }

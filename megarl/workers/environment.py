@@ -1,4 +1,4 @@
-"""The process in which environments and tools run. It answers turns of many episodes at the same time."""
+"""Worker process for environments and tools. It answers turns of many episodes concurrently."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.rollout.tool_calls import call_parser
 
-_GRACE_S = 5.0  # Calls of tools have the same limit, and their own error says more.
+_GRACE_S = 5.0  # Tool calls have the same limit, and their own error is more informative.
 
 
 class TurnOrder(NamedTuple):
-    """A turn to be answered. `episode` is a number that is used once."""
+    """A turn to answer. `episode` is a number that is used only once."""
 
     episode: int
     task: Task
@@ -33,7 +33,7 @@ class TurnOrder(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """The answer to a turn, None if it took too long."""
+    """The answer to a turn; None if it took too long."""
 
     episode: int
     place: TurnPosition
@@ -41,10 +41,10 @@ class TurnReport(NamedTuple):
 
 
 class EnvironmentServer:
-    """Answers turns of many episodes, at most `max_concurrency` at the same time, each within `limit_s`.
+    """Answer turns of many episodes, at most `max_concurrency` at a time, each within `limit_s`.
 
     The environment of an episode is created for its first turn, and closed after its last answer or when the
-    episode is ended.
+    episode ends.
     """
 
     def __init__(self, make: Callable[[Task], Responder], limit_s: float, max_concurrency: int) -> None:
@@ -55,12 +55,12 @@ class EnvironmentServer:
 
     @property
     def num_open(self) -> int:
-        """The number of environments."""
+        """Number of open environments."""
         return len(self._responders)
 
     async def answer(self, order: TurnOrder) -> TurnReport:
-        """Raises EnvironmentFailedError."""
-        # The time limit starts only when the turn has a place, so waiting for it does not count.
+        """Answer a turn. Raises EnvironmentFailedError."""
+        # The time limit starts once the turn has a slot, so queueing does not count.
         async with self._semaphore:
             answer: TurnAnswer | None = None
             try:
@@ -72,20 +72,20 @@ class EnvironmentServer:
             except TimeoutError:
                 pass
             finally:
-                # No turn can follow, or the answer took too long: the environment is of no use any longer.
+                # No turn can follow, or the answer took too long: the environment is no longer usable.
                 if answer is None or answer.is_done or order.turn.is_last:
                     await self.close(order.episode)
             return TurnReport(order.episode, order.turn.place, answer)
 
     async def close(self, episode: int) -> None:
-        """Closes the environment of an episode, if it has one. Raises EnvironmentFailedError."""
+        """Close the environment of an episode, if it has one. Raises EnvironmentFailedError."""
         responder = self._responders.pop(episode, None)
         if responder is not None:
             await responder.close()
 
 
 class EnvironmentWorker(Worker):
-    """An environment server in a thread of its own. One call exchanges turns and answers of many episodes."""
+    """Environment server in a background thread. One call exchanges turns and answers of many episodes."""
 
     def __init__(
         self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None
@@ -111,7 +111,7 @@ class EnvironmentWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
-        """Takes turns to answer and episodes to end, waits at most `wait_s` for an answer, and returns all
+        """Accept turns to answer and episodes to end, wait at most `wait_s` for an answer, and return all
         answers.
 
         Raises EnvironmentFailedError.
@@ -123,7 +123,7 @@ class EnvironmentWorker(Worker):
             asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
         reports: list[TurnReport] = []
 
-        # Wait for the first report only, then take all that are there.
+        # Wait only for the first report, then take all that are available.
         try:
             heard = self._reports.get(timeout=wait_s)
             while True:
@@ -136,14 +136,14 @@ class EnvironmentWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def interrupt(self) -> None:
-        """Ends the wait of an `exchange` that runs at the same time."""
+        """End the wait of a concurrent `exchange`."""
         self._reports.put(None)
 
     async def _work(self, what: Coroutine[Any, Any, None]) -> None:
         try:
             await what
         except Exception as error:  # noqa: BLE001
-            # The boundary of the thread: the next `exchange` raises it.
+            # Boundary of the thread: the next `exchange` raises the error.
             self._reports.put(error)
 
     async def _answer(self, order: TurnOrder) -> None:

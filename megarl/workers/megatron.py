@@ -1,6 +1,8 @@
-"""The workers of Megatron models: a policy that scores samples, one that is trained besides, and a critic;
-and what every such role has in its process: the process group, the parallel groups, an engine, and its place
-in the mesh."""
+"""Workers of Megatron models: scoring policy, trained policy, and critic.
+
+The base class sets up what each such role needs in its process: process group, parallel groups, engine, and
+its position in the mesh.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from megarl.models.flops import training_flops
 from megarl.weights.shards import Shards
 from megarl.workers.weight_export import WeightExport
 
-if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform to be active
+if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
     from torch import Tensor
 
     from megarl.engine.checkpoint import PendingSave
@@ -36,16 +38,19 @@ if TYPE_CHECKING:  # importing these imports Megatron, which wants the platform 
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.vocab_parallel import Extra
 
-MICRO_BATCHES = "micro_batches"  # meta_info: the row numbers of each micro-batch, planned by the driver
+MICRO_BATCHES = "micro_batches"  # meta_info: row numbers of each micro-batch, planned by the driver
 
 
 class Loss(Protocol):
-    """What an update descends, made on the driver: it travels with the rows, so it is small and can be
-    pickled.
+    """Loss that an update minimizes. The driver creates it and sends it with the rows, so it must be small
+    and picklable.
 
-    name: of what is trained, before the `/` in the names of metrics. extras: the outputs that it reads beside
-    log-probs or values. Called with a micro-batch's outputs and rows, it gives its share of the loss and
-    metrics (see engine/engine.py).
+    Calling it with a micro-batch's outputs and rows returns the micro-batch's contribution to the loss and
+    the metrics (see engine/engine.py).
+
+    Attributes:
+        name: Prefix of the metric names, before the `/`.
+        extras: Outputs that it reads in addition to log-probs or values.
     """
 
     @property
@@ -60,7 +65,8 @@ class Loss(Protocol):
 
 
 class ScoredUpdate(NamedTuple):
-    """Of a replica's rows. scores: as `_forward` gives them, of the weights before the update."""
+    """Result of an update for one replica's rows. `scores` are the outputs of `_forward` with the weights
+    before the update."""
 
     metrics: dict[str, Metric]
     scores: DataProto
@@ -71,19 +77,22 @@ def _on_host(scores: Mapping[str, RaggedTensor]) -> DataProto:
 
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
-    """Where Megatron's ranks stand."""
+    """Return the mesh of Megatron's ranks."""
     return tuple(MeshCoordinate(**parallel.coordinate(rank)._asdict()) for rank in range(parallel.world_size))
 
 
 def speed_metrics(
     spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None
 ) -> dict[str, Metric]:
-    """Of an update that took a replica so long, for each second of each of its devices: `perf/tflops/<name>`,
-    what its rows need (training_flops), and `perf/mfu/<name>`, as a share of what these can do, where that is
-    known or given; `perf/tokens_per_s/<name>`. `perf/computed_tokens_per_s/<name>`, and both of the work, are
-    without the prompts that rows of a micro-batch had from another row. Rows without a token that the loss
-    reads are not counted: they fill a micro-batch, or a correction has left them out."""
-    # Count only rows that the loss reads: fillers and rejected rows are no useful work.
+    """Return the speed metrics of an update that took `seconds` on one replica.
+
+    `perf/tflops/<name>` is the work of its rows (training_flops) per second and device. `perf/mfu/<name>` is
+    the share of the device's peak, if that is known or configured. `perf/tokens_per_s/<name>` counts all
+    tokens. `perf/computed_tokens_per_s/<name>` and both work metrics exclude prompts that rows of a
+    micro-batch shared with another row. Rows without a token that the loss reads do not count: they pad a
+    micro-batch, or a correction has excluded them.
+    """
+    # Count only rows that the loss reads: padding and rejected rows are not useful work.
     prompts = part.ragged["prompts"].lengths.tolist()
     responses = part.ragged["responses"].lengths.tolist()
     is_counted = [bool(scored.any()) for scored in part.ragged["response_mask"].each()]
@@ -113,8 +122,7 @@ def speed_metrics(
 
 
 def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Sequence[bool]) -> list[int]:
-    """Of the rows that are counted: those whose prompt stands in their micro-batch for another of them
-    already."""
+    """Return the counted rows whose prompt another counted row of the same micro-batch already contains."""
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
     prompts = list(part.ragged["prompts"].each())
@@ -128,7 +136,7 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Seq
     return found
 
 
-shared_groups: ParallelGroups | None = None  # roles that are fused in this process share them
+shared_groups: ParallelGroups | None = None  # shared by the roles that are fused in this process
 
 
 def _process_groups(spec: ModelSpec) -> ParallelGroups:
@@ -142,9 +150,8 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
         rank = int(os.environ["RANK"])
         num_ranks = int(os.environ["WORLD_SIZE"])
         store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, num_ranks, limit)
-        # Without a `device_id`: with one, NCCL would create a communicator for each of Megatron's groups at
-        # once, by splits in which all ranks take part. There are hundreds of groups at scale, and most of
-        # them are never used.
+        # No `device_id`: with it, NCCL would eagerly create a communicator for each of Megatron's groups, by
+        # splits in which all ranks take part. There are hundreds of groups at scale, and most are never used.
         dist.init_process_group(
             active.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=limit
         )
@@ -162,7 +169,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
 
 
 class MegatronWorker(WeightExport):
-    """One rank of a role. The engine is built, and its weights read, when the worker is constructed."""
+    """One rank of a role. The constructor builds the engine and loads the weights."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -175,7 +182,7 @@ class MegatronWorker(WeightExport):
         self._spec = spec
         self._engine: MegatronEngine = MegatronEngine(spec, self._groups)
 
-        # Make room at once: the next group on these devices waits for this constructor.
+        # Free memory at once: the next group on these devices waits for this constructor.
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 
@@ -188,8 +195,8 @@ class MegatronWorker(WeightExport):
         return self._groups.pipeline_rank
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
-        """Scores of this replica's rows, as the engine names them; without rows on the ranks that do not hold
-        the last stage."""
+        """Return the scores of this replica's rows, named as in the engine. The result is empty on ranks
+        without the last pipeline stage."""
         return _on_host(self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras) or {})
 
     def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
@@ -198,12 +205,12 @@ class MegatronWorker(WeightExport):
         Args:
             part: This replica's rows.
             loss: The loss.
-            with_scores: Also return what the model made of the rows before the step; otherwise the scores
+            with_scores: Also return the model's outputs for the rows before the step; otherwise the scores
                 are empty.
 
         Returns:
-            The scores and the metrics: the loss's over this replica's rows, `<loss.name>/grad_norm`,
-            `<loss.name>/lr`, what routers have counted, as `<loss.name>/moe/...`, and the update's speed
+            The scores and the metrics: the loss's metrics over this replica's rows, `<loss.name>/grad_norm`,
+            `<loss.name>/lr`, router statistics as `<loss.name>/moe/...`, and the update's speed
             (speed_metrics).
         """
         begin_s = time.monotonic()
@@ -213,7 +220,7 @@ class MegatronWorker(WeightExport):
             of_loss, scores = self._engine.forward_backward_scored(*arguments)
         else:
             of_loss = self._engine.forward_backward(*arguments)
-        step = self._engine.step()  # it reads the gradient's norm, so that the device has come as far
+        step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
         speed = speed_metrics(
             self._spec,
             part,
@@ -235,35 +242,35 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
-        """Moves parts of the model's state out of memory; see MegatronEngine.offload. What weights were sent
-        from goes as well."""
-        # The buffers of the last push take device memory that the next phase needs.
+        """Offload parts of the model's state; see MegatronEngine.offload. The weight-sync buffers are
+        released as well."""
+        # The buffers of the last weight sync occupy device memory that the next phase needs.
         self.release_weight_buffers()
         return self._engine.offload(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
-        """Moves them back."""
+        """Load offloaded parts back to the device."""
         return self._engine.restore(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def begin_save(self, folder: str) -> None:
-        """Copies the model's state of now, and writes it while the worker does other work; see
-        engine/checkpoint.py."""
+        """Copy the model's current state, and write it in the background; see engine/checkpoint.py."""
         from megarl.engine.checkpoint import begin_save
 
-        assert self._pending_save is None, "the save before this one has not been finished"
+        assert self._pending_save is None, "the previous save has not been finished"
         self._pending_save = begin_save(self._engine, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_is_written(self) -> bool:
-        """Of this rank; also where it has failed."""
+        """Return whether this rank's files are written, or writing them has failed."""
         assert self._pending_save is not None, "no save has begun"
         return self._pending_save.is_written()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_save(self) -> dict[str, str]:
-        """Completes the folder but for its manifest; the checksums of what this rank wrote."""
+        """Complete the folder except for its manifest. Returns the checksums of the files that this rank
+        wrote."""
         assert self._pending_save is not None, "no save has begun"
 
         # Cleared first, so that a failed save does not block the next one.
@@ -273,7 +280,7 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
-        """The model's state becomes that of a folder with a manifest, of any layout."""
+        """Load the model's state from a folder with a manifest. Its layout may differ."""
         from megarl.engine.checkpoint import load
 
         load(self._engine, Path(folder))
@@ -288,38 +295,41 @@ class MegatronWorker(WeightExport):
 
 
 class PolicyWorker(MegatronWorker):
-    """A language model that scores: all that a reference does."""
+    """Language model that scores samples. This is everything a reference model needs."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
-        """`log_probs`, and the extras that are asked for (`entropy`, `sum_pi_squared`), rows of tokens; reads
-        `prompts`, `responses`, `response_mask`."""
+        """Return `log_probs` and the requested extras (`entropy`, `sum_pi_squared`) as rows of tokens.
+
+        Reads `prompts`, `responses`, `response_mask`.
+        """
         return self._forward(part, extras)
 
 
 class ActorWorker(PolicyWorker):
-    """The policy that is trained."""
+    """Trained policy."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        """Make one optimizer step on this replica's part of a mini-batch; see `_train`."""
         return self._train(part, loss).metrics
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
-        """As `update`, in whose pass the rows are also scored: `log_probs`, and the extras of the loss."""
+        """Make one optimizer step like `update`, and return the scores that its forward pass computes:
+        `log_probs`, and the extras of the loss."""
         return self._train(part, loss, with_scores=True)
 
 
 class CriticWorker(MegatronWorker):
-    """Values of response tokens, and their training."""
+    """Trained value model."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def values(self, part: DataProto) -> DataProto:
-        """`values`, rows of tokens: V(s_t) before response token t is written."""
+        """Return `values` as rows of tokens: V(s_t) before response token t is written."""
         return self._forward(part)
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch, of which this replica has a part; see `_train`."""
+        """Make one optimizer step on this replica's part of a mini-batch; see `_train`."""
         return self._train(part, loss).metrics

@@ -1,5 +1,4 @@
-"""The reward worker: it decodes responses and has the user's functions score them, in processes of their
-own."""
+"""Reward worker: decodes responses and scores them with the user's functions in separate processes."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
 from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
 
-WROTE = "model_wrote"  # column of episodes, whose `response_mask` is of the last turn alone
+WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only the last turn
 
 
 class RewardWorker(Worker):
-    """One process that decodes responses and has them scored by the functions. Without functions it only
+    """Process that decodes responses and has the reward functions score them. Without functions it only
     decodes."""
 
     def __init__(self, config: RewardConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
@@ -42,13 +41,13 @@ class RewardWorker(Worker):
         self._unreported: set[str] = set()
 
     def close(self) -> None:
-        """End the processes that score."""
+        """End the scoring processes."""
         if self._scorer is not None:
             self._scorer.close()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def begin(self, groups: DataProto) -> None:
-        """Begins to score samples, all of a prompt together, which `finish` waits for."""
+        """Start scoring samples, with all samples of a prompt together. `finish` waits for the scores."""
         if self._scorer is not None:
             for begun in self._scorer.begin(self._requests(groups, self._texts(groups))):
                 self._begun.setdefault(begun.request.uid, []).append(begun)
@@ -56,12 +55,15 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def scored(self, wait_s: float) -> dict[str, list[float]]:
-        """Return by uid the scores of the groups that were begun and have been scored since the last call,
-        without those of samples whose scoring failed. Waits at most `wait_s` for the first group."""
+        """Return, by uid, the scores of groups that completed since the last call, without samples whose
+        scoring failed.
+
+        Waits at most `wait_s` for the first group.
+        """
         if self._scorer is None:
             return {}
 
-        # A pool that broke never completes its samples, so they are submitted again.
+        # A broken pool never completes its samples, so they are submitted again.
         for uid in self._unreported:
             if any(begun.is_lost for begun in self._begun[uid]):
                 self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
@@ -72,7 +74,7 @@ class RewardWorker(Worker):
             return_when=FIRST_COMPLETED,
         )
 
-        # Report whole groups only; the others are reported by a later call.
+        # Report only whole groups; a later call reports the others.
         scores = {
             uid: [score for begun in self._begun[uid] if (score := _score_of(begun)) is not None]
             for uid in sorted(self._unreported)
@@ -84,8 +86,8 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def finish(self, others: DataProto, uids: Sequence[str]) -> DataProto:
-        """What `score` gives, of samples with these uids (B,): those that were begun, and `others`, in order,
-        which were not."""
+        """Return the result of `score` for the samples with these uids (B,): those begun before, and
+        `others`, in order, which were not."""
         # Take each sample from where it was begun, in the order of the batch.
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
@@ -96,16 +98,20 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def forget(self, uids: Sequence[str]) -> None:
-        """Drops groups that were begun and that nobody will ask for."""
+        """Drop groups that were begun and will not be requested."""
         self._drop(uids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
-        """Return `score_parts` (B, K) of the K reward functions before their weights, `is_scored` (B,) bool,
-        False for samples whose scoring failed, and the arrays `score` and `reward_numbers` (see Outcome);
-        with texts also the arrays `response_text`, `answer` and `has_answer`.
+        """Score a batch.
 
-        Raises RewardError above the allowed error rate.
+        Returns:
+            `score_parts` (B, K) of the K reward functions before weighting; `is_scored` (B,) bool, False for
+            samples whose scoring failed; and the arrays `score` and `reward_numbers` (see Outcome). With
+            `with_texts`, also the arrays `response_text`, `answer` and `has_answer`.
+
+        Raises:
+            RewardError: The error rate is above the allowed one.
         """
         texts = self._texts(batch)
         return self._scores(self._requests(batch, texts), texts if with_texts else None)
@@ -145,7 +151,7 @@ class RewardWorker(Worker):
         report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
         arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
 
-        # Texts are sent only on request, because a training step does not read them.
+        # Texts are returned only on request, because a training step does not read them.
         if texts is not None:
             arrays |= {
                 "response_text": list(texts),
@@ -164,7 +170,7 @@ class RewardWorker(Worker):
 
 
 def _score_of(begun: BegunScore) -> float | None:
-    """Return the score of a sample that is done, or None where its scoring failed."""
+    """Return the score of a completed sample, or None if its scoring failed."""
     if begun.outcome.exception() is not None:
         return None
     outcome = begun.outcome.result()
@@ -172,7 +178,7 @@ def _score_of(begun: BegunScore) -> float | None:
 
 
 def _no_scores(num_samples: int) -> ScoreReport:
-    """Return the report of a run that has a reward model and no functions."""
+    """Return the report of a run with a reward model and no reward functions."""
     return ScoreReport(
         scores=[0.0] * num_samples,
         numbers=[{}] * num_samples,

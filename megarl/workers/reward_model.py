@@ -1,5 +1,5 @@
-"""The reward model's worker: a frozen Megatron model that scores conversations, which it encodes itself, with
-its own template."""
+"""Worker of the reward model: a frozen Megatron model that scores conversations, encoded with its own
+template."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from megarl.workers.megatron import MegatronWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How conversations are made: answers are decoded by the policy's tokenizer, then encoded by the model's
-    own.
+    """Rules for building conversations: the policy's tokenizer decodes answers, and the reward model's
+    tokenizer encodes them.
 
-    max_length: tokens of a conversation. micro_batch: how a replica's conversations are cut.
+    Attributes:
+        max_length: Maximum tokens of a conversation.
+        micro_batch: How a replica's conversations are split.
     """
 
     policy_path: str
@@ -41,7 +43,12 @@ class Reading:
 
     @classmethod
     def of(cls, config: PPOConfig, architecture: Architecture, chat_time: datetime | None) -> Reading:
-        """`architecture`: the reward model's. chat_time: see TokenRules."""
+        """Build the rules.
+
+        Args:
+            architecture: Architecture of the reward model.
+            chat_time: See TokenRules.
+        """
         model = config.reward.model
         return cls(
             policy_path=config.model.path,
@@ -54,8 +61,11 @@ class Reading:
 
 
 def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
-    """Of the reward model in the folder `path`. Raises ValueError for a folder without a tokenizer or a chat
-    template."""
+    """Return the conversation encoder of the reward model in the folder `path`.
+
+    Raises:
+        ValueError: The folder lacks a tokenizer or a chat template.
+    """
     tokenizer = load_tokenizer(path, reading.trust_remote_code, key="reward.model.path")
     set_chat_time(tokenizer, reading.chat_time)
     return ConversationEncoder(
@@ -68,8 +78,8 @@ def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> Conver
 
 
 class RewardModelWorker(MegatronWorker):
-    """Every rank of a replica encodes the same conversations and makes the same plan, so nothing has to be
-    sent between them."""
+    """One rank of the reward model. Every rank of a replica encodes the same conversations and computes the
+    same plan, so they need not communicate."""
 
     def __init__(self, spec: ModelSpec, reading: Reading) -> None:
         super().__init__(spec)
@@ -79,9 +89,15 @@ class RewardModelWorker(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def score_conversations(self, part: DataProto) -> DataProto:
-        """`reward_model_scores` (b,) float32, and bools (b,) `reward_model_truncated`,
-        `reward_model_spells_special`; without rows on the ranks that do not hold the last stage. Raises
-        ConversationError."""
+        """Score conversations.
+
+        Returns:
+            `reward_model_scores` (b,) float32 and the bools (b,) `reward_model_truncated`,
+            `reward_model_spells_special`. The result is empty on ranks without the last pipeline stage.
+
+        Raises:
+            ConversationError: A conversation cannot be built.
+        """
         conversations = self._conversations(part)
         scores = self._scores(conversations)
 
@@ -102,7 +118,7 @@ class RewardModelWorker(MegatronWorker):
         )
 
     def _conversations(self, part: DataProto) -> list[Conversation]:
-        # The two models may have different vocabularies, so the answer passes through text.
+        # The two models may have different vocabularies, so the answer is converted to text.
         arrays = part.non_tensor_batch
         answers = decode_rows(self._policy_tokenizer, part.ragged["responses"], part.ragged["response_mask"])
         return [
@@ -111,13 +127,13 @@ class RewardModelWorker(MegatronWorker):
         ]
 
     def _scores(self, conversations: list[Conversation]) -> torch.Tensor | None:
-        """(b,) on the last stage, elsewhere None."""
+        """Return the scores (b,) on the last stage, None elsewhere."""
         parallel = self._spec.parallel
 
-        # The driver could not plan this: the lengths are known only after encoding.
+        # The driver cannot plan this: the lengths are known only after encoding.
         plan = plan_micro_batches(
             [len(conversation.token_ids) for conversation in conversations],
-            dp_size=1,  # this replica's
+            dp_size=1,  # the size of this replica
             sequences=self._reading.micro_batch.sequences,
             max_tokens=self._reading.micro_batch.max_tokens,
             multiple_of=parallel.micro_batch_multiple,

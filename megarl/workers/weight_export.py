@@ -1,5 +1,4 @@
-"""The part of a Megatron worker that sends its weights: its side of the transports, and its share of a pass
-over the weights."""
+"""Weight export of a Megatron worker: its side of the transports, and its part in a weight sync."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from megarl.weights.transports.interface import Sender, SendPass, SendReport
 
 
 class MeetingPoint(NamedTuple):
-    """Where a group of which a rank is rank 0 can be joined, and how its members speak."""
+    """Address at which a group with this rank as rank 0 can be joined, and the group's protocol."""
 
     host: str
     port: int
@@ -34,7 +33,8 @@ class MeetingPoint(NamedTuple):
 
 
 class WeightExport(Worker):
-    """The driver calls each method on the ranks that it is for. Replicas are numbers."""
+    """Mixin for workers that export weights. The driver calls each method on the ranks concerned. Replicas
+    are numbers."""
 
     _sender: Sender | None = None
     _send_pass: SendPass | None = None
@@ -45,30 +45,37 @@ class WeightExport(Worker):
 
     @abstractmethod
     def _shards(self) -> Shards:
-        """The weights as they are now."""
+        """Return the current weight shards."""
 
     @property
     @abstractmethod
     def _stage(self) -> int:
-        """The pipeline stage of this rank."""
+        """Pipeline stage of this rank."""
 
     def _trainers_p2p(self) -> P2PGroup:
-        """Made once: with gloo it has a thread."""
+        """Return the P2P group of the trainers. It is created once, since it owns a thread with gloo."""
         self._trainers = self._trainers or P2PGroup.of_default_group(self._shards().device)
         return self._trainers
 
-    # ---- a pass over the weights
+    # ---- sending weights
 
     @register(blocking=False)
     def send_weights(
         self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
     ) -> SendReport | None:
-        """All weights to these replicas, while they receive them; None where they say nothing for a while, to
-        be called again: it continues without those of `dropped`. is_first: the pass begins.
+        """Send all weights to these replicas while they receive them.
 
-        Raises WeightTransferError where a trainer is gone.
+        Args:
+            dropped: Replicas to drop before continuing.
+            is_first: Whether this call starts the transfer.
+
+        Returns:
+            The report, or None if a peer has been silent for a while. Call again to continue.
+
+        Raises:
+            WeightTransferError: A trainer is gone.
         """
-        # The pass survives several calls, since a call returns when the others are silent for a while.
+        # The transfer spans several calls, since a call returns when the peers are silent for a while.
         if is_first:
             assert self._sender is not None, "no replica was joined"
             self._send_pass = SendPass(self._sender, self._shards(), replicas)
@@ -82,26 +89,30 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def leave_weights(self, replica: int) -> None:
-        """Lets go of a replica, whatever is under way. Nothing where it was not joined."""
+        """Disconnect a replica, whatever is in progress. Does nothing if it was not joined."""
         if self._sender is not None:
             self._sender.leave(replica)
 
     @register(blocking=False)
     def end_weights(self) -> None:
-        """Lets go of all replicas, and gives the memory for messages back."""
+        """Disconnect all replicas and free the message buffers."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def release_weight_buffers(self) -> None:
-        """What is kept for the next pass; replicas stay joined."""
+        """Free the buffers kept for the next transfer. Replicas stay joined."""
         if self._sender is not None:
             self._sender.release()
 
     @register(blocking=False)
     def weight_checksums(self, dense: bool, experts: bool) -> dict[str, int]:
-        """What this rank's shards add to the checksum of each Hugging Face tensor: of experts' tensors, and
-        of others, if asked."""
+        """Return this rank's contribution to the checksum of each Hugging Face tensor.
+
+        Args:
+            dense: Include tensors that are not experts'.
+            experts: Include experts' tensors.
+        """
         shards = self._shards()
         return shard_checksums(shards, shards.dtype, dense=dense, experts=experts)
 
@@ -109,18 +120,22 @@ class WeightExport(Worker):
     def weights_are_on_cuda(self) -> bool:
         return self._shards().device.type == "cuda"
 
-    # ---- the transport `device`
+    # ---- transport `device`
 
     @register(blocking=False)
     def serve_weights(self, replica: int, device: str, sources: Mapping[int, TransferSchedule]) -> IPCAddress:
-        """The rank of `replica` on this rank's device, `device` by name, gets its weights here; `sources`: by
-        trainer rank."""
+        """Serve the weights for the rank of `replica` on this rank's device, named `device`.
+
+        Args:
+            sources: Transfer schedules by trainer rank.
+        """
         shards = self._shards()
         return self._device_sender().serve(replica, device, sources, shards.dtype, shards.device)
 
     @register(blocking=False)
     def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """What ranks of `replica` on other devices get from this one, by the trainer ranks beside them."""
+        """Relay weights to ranks of `replica` on other devices. `schedules` is keyed by the trainer ranks on
+        their devices."""
         self._device_sender().relay(replica, schedules)
 
     def _device_sender(self) -> DeviceSender:
@@ -129,12 +144,12 @@ class WeightExport(Worker):
         assert isinstance(self._sender, DeviceSender)
         return self._sender
 
-    # ---- the transport `group`
+    # ---- transport `group`
 
     @register(blocking=False)
     def reserve_weight_group(self) -> MeetingPoint:
-        """As the rank that will be rank 0 of the next group."""
-        # A reservation that nobody used, because joining failed before.
+        """Reserve an address at which this rank will be rank 0 of the next group."""
+        # An unused reservation remains if joining failed before.
         if self._listener is not None:
             self._listener.close()
         self._listener = reserve_port(self.node)
@@ -144,36 +159,44 @@ class WeightExport(Worker):
     def join_weight_group(
         self, replica: int, place: GroupEndpoint, schedules: Mapping[int, TransferSchedule]
     ) -> None:
-        """Returns when all members are there. `schedules`: by the numbers of the engine's ranks in the
-        group."""
+        """Join the group of a replica. Returns when all members have joined.
+
+        Args:
+            schedules: Transfer schedules by the engine ranks' numbers in the group.
+        """
         if self._sender is None:
             self._sender = GroupSender()
         assert isinstance(self._sender, GroupSender)
         listener = None
 
-        # The listener is handed over to the group, which owns the port from now on.
+        # The group takes over the listener, and owns the port from now on.
         if place.rank == 0:
             listener = self._listener
             self._listener = None
 
-        # A restarted replica has the number of the old one, whose group is of no use now.
+        # A restarted replica has the number of the old one, whose group is unusable.
         self._sender.leave(replica)
         self._sender.join(
             replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
         )
 
-    # ---- files
+    # ---- weight files
 
     @register(blocking=False)
     def write_weight_files(
         self, part: RankExport, folder: str, durable: bool, is_first: bool
     ) -> SendReport | None:
-        """This rank's part in writing all weights into `folder`: its files, and what others need for theirs;
-        every rank is to be asked. None where others say nothing for a while, to be called again. durable: the
-        files are to outlive a power cut.
+        """Write this rank's part of all weights to `folder`: its own files, and the data that other ranks
+        need for theirs. Call this on every rank.
 
-        Raises CheckpointError for a file that could not be written, when this rank has taken and sent all the
-        same.
+        Args:
+            durable: Whether the files must survive a power failure.
+
+        Returns:
+            The report, or None if a peer has been silent for a while. Call again to continue.
+
+        Raises:
+            CheckpointError: A file could not be written. This rank has still received and sent everything.
         """
         if is_first:
             self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
@@ -183,18 +206,18 @@ class WeightExport(Worker):
         assert self._writing is not None, "no folder was begun"
         has_ended = True
 
-        # Write until all is written, or the others are silent for a while.
+        # Write until everything is written, or the peers are silent for a while.
         try:
             report = self._writing.run(())
             has_ended = report is not None
         except OSError as error:
-            if error.filename is None:  # of no file: a connection, say
+            if error.filename is None:  # not a file error, but for example a connection error
                 raise
             raise CheckpointError(
                 f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN
             ) from error
         finally:
-            # A pass that continues in the next call needs its files and connections.
+            # A transfer that continues in the next call needs its files and connections.
             if has_ended:
                 self._files.close()
                 self._files = self._writing = None
