@@ -66,7 +66,7 @@ class RolloutWorker(Worker):
         last joined name."""
         if name != self._joined:
             raise WeightTransferError(
-                "the engine has since joined another trainer; WeightSync.close() of that trainer disconnects it"
+                "the engine has joined another trainer since; that trainer's WeightSync.close() releases it"
             )
 
         # Between begin and end, the engine has mixed weights and refuses to generate.
