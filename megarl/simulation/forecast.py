@@ -223,8 +223,7 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
 
     if missing := [name for name in ("timing_s/step", "timing_s/gen") if name not in series]:
         raise ValueError(
-            f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give the folder of a reinforcement "
-            f"learning"
+            f"{run_dir / METRICS_FILE}: has no {' and no '.join(missing)}; give a reinforcement learning run"
         )
 
     lengths = _kept_lengths(run_dir)
