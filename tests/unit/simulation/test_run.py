@@ -1,5 +1,5 @@
-"""Runs in virtual time with the rollout buffer, staleness controller and scheduler of a run: many scripts,
-and kills at each event."""
+"""Test runs in virtual time with the rollout buffer, staleness controller and scheduler of a run: many
+scripts, and kills at each event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 
 def script(chance: random.Random, total_steps: int, on_update: OnUpdate | None = None) -> Script:
-    """Anything that a run may be, with some prompts without signal where such are dropped."""
+    """Draw any valid run, with some prompts without signal if such prompts are dropped."""
     size = chance.randint(1, 3)
     k = chance.choice([0, 1, 1, 2, 3])
     num_rows = 6 * size * total_steps
@@ -49,8 +49,8 @@ def uids_of(outcome: SimulatedRun) -> list[str]:
 
 
 def check(one: Script, outcome: SimulatedRun) -> None:
-    """Every prompt that can be trained once, in order, with its own samples, and none too old. At staleness 0
-    prompts in surplus are left out."""
+    """Check that every trainable prompt is trained once, in order, with its own samples, and that none is too
+    old. At staleness 0, surplus prompts are left out."""
     size = one.prompts_per_step
     wanted = one.prompts_per_step * one.total_steps
     left_out = one.without_signal | one.failing
@@ -73,7 +73,7 @@ def check(one: Script, outcome: SimulatedRun) -> None:
 
 
 def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
-    """An engine dies at each of these events."""
+    """Run with an engine dying at each of these events."""
 
     def lose(number: int) -> None:
         if number in events:
@@ -85,8 +85,7 @@ def run_with_losses(one: Script, events: set[int]) -> SimulatedRun:
 
 
 def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached() -> None:
-    """Also with engines that are lost, prompts that are dropped or fail, a critic that warms up, and long
-    pushes."""
+    """Includes lost engines, dropped and failing prompts, critic warm-up and long weight syncs."""
     chance = random.Random(0)
     oldest = dict.fromkeys(range(4), 0)
     num_lost = num_dropped = num_failing = 0
@@ -109,11 +108,11 @@ def test_prompts_are_trained_in_order_once_and_within_the_bound_which_is_reached
 
 
 class KilledError(Exception):
-    """The driver is."""
+    """The driver was killed."""
 
 
 def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun, bool]:
-    """Its outcome, of all processes that it took, and whether it came to that event."""
+    """Return the outcome over all processes of the run, and whether the event was reached."""
     killed = False
 
     def kill(number: int) -> None:
@@ -139,7 +138,7 @@ def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun
 
 @pytest.mark.parametrize("kill_driver", [False, True], ids=["engine", "driver"])
 def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> None:
-    """With drain a run that was killed goes on to the same samples, by the same versions."""
+    """With drain, a killed run continues to the same samples, by the same versions."""
     chance = random.Random(1)
     for _ in range(20):
         one = script(chance, total_steps=3)
@@ -157,7 +156,7 @@ def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> No
 
 
 def test_late_samples_let_others_go_first_and_no_prompt_is_lost_or_comes_twice() -> None:
-    """Also where the driver is killed: what was trained before its turn is known."""
+    """Includes kills of the driver: the resumed run knows what was trained out of order."""
     chance = random.Random(4)
     oldest = 0
     num_out_of_order = 0
@@ -242,4 +241,4 @@ def test_who_would_wait_for_ever_is_told() -> None:
     simulation = Simulation(one)
     simulation.run()
     with pytest.raises(StalledError, match="step 3 waits for samples"):
-        simulation.run_until(lambda: simulation.buffer.is_ready)  # there is no such step
+        simulation.run_until(lambda: simulation.buffer.is_ready)  # no such step exists

@@ -1,4 +1,4 @@
-"""Loggers write what they were given, at once, and one that fails never ends a run."""
+"""Test that loggers write metrics immediately, and that a failing logger never ends a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The table of metrics: complete for what runs log, and without rows that nothing logs. Runs of
-tests/integration are held against it."""
+"""Test the metric table: it covers everything that runs log, and has no unused rows.
+
+tests/integration checks real runs against the table.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ UNITS = {
 
 
 def names_in(value: Any) -> Iterator[str]:
-    """The metrics in a golden record."""
+    """Return the metrics in a golden record."""
     if isinstance(value, dict):
         yield from (key for key, inner in value.items() if "/" in key and isinstance(inner, int | float))
         value = list(value.values())
@@ -57,7 +59,7 @@ def test_what_a_golden_run_logs_is_in_the_table() -> None:
     records = list((ROOT / "tests" / "integration" / "golden").glob("*.json"))
     assert records
 
-    for record in records:  # one for each processor whose runs are compared bitwise
+    for record in records:  # one record per CPU type whose runs are compared bitwise
         names = set(names_in(json.loads(record.read_text())))
         assert len(names) > 60
         assert unknown_metrics(names) == []
@@ -82,7 +84,7 @@ def test_other_names_are_unknown(name: str) -> None:
 
 
 def test_every_row_is_of_something_that_the_code_logs() -> None:
-    """Each word of a pattern is in the code that makes metrics."""
+    """Each word of a pattern occurs in the code that computes metrics."""
     sources = "\n".join(
         path.read_text() for path in (ROOT / "megarl").rglob("*.py") if path.name != "metric_table.py"
     )

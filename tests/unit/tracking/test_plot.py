@@ -1,4 +1,4 @@
-"""Reading metrics back with errors that name the line, and drawing them."""
+"""Test plotting, and reading metrics back with errors that name the line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _ppo_line(step):
         "step": step,
         "critic/score/mean": step / 100,
         "actor/entropy": 1.0 / step,
-        "actor/grad_norm": 0.0,  # not positive: a logarithmic axis would lose it
+        "actor/grad_norm": 0.0,  # not positive, so a logarithmic axis would omit it
         "timing_s/step": 2.0,
         "timing_s/gen": 1.5,
     }
@@ -101,8 +101,7 @@ def test_the_png_holds_curves(tmp_path):
     pixels = matplotlib.image.imread(written)[..., :3]
     blue = np.abs(pixels - np.array([0x1F, 0x6F, 0xB4]) / 255).max(axis=-1) < 0.02
 
-    # 5 panels in 3 columns: each third of the upper half has its curve, and so have two thirds of the lower
-    # one
+    # 5 panels in 3 columns: each third of the upper half has a curve, and so do two thirds of the lower half
     height, width = blue.shape
     tiles = [
         [

@@ -1,4 +1,4 @@
-"""The bar on a terminal, and silence where there is none."""
+"""Test the progress bar on a terminal, and that nothing is drawn elsewhere."""
 
 from __future__ import annotations
 

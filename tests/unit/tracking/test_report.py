@@ -1,5 +1,5 @@
-"""The page of `megarl report` without a browser: its size, what is in its parts, damaged files, who may ask
-the live server."""
+"""Test the report page without a browser: its size, its parts, damaged files, and access to the live
+server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def opened(path: Path) -> RunFolder:
 
 
 def problems(path: Path) -> list[str]:
-    """Of all parts."""
+    """Return the problems of all parts."""
     run = opened(path)
     found = []
 
@@ -86,7 +86,7 @@ def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
 def test_of_more_samples_than_a_page_takes_the_first_prompts_are_whole(
     run_dir: Path, max_tokens: int, num_shown: int
 ) -> None:
-    """A file has two prompts of a token with eight samples each."""
+    """A file has two prompts of one token with eight samples each."""
     content = sample_part(sample_path(run_dir, STEPS), STEPS, max_tokens)
     header = json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])
     assert (len(header["uid"]), header["of"]) == (num_shown, SAMPLES // FILES)
@@ -155,7 +155,7 @@ def test_calls_of_one_name_share_it(tmp_path: Path) -> None:
     assert (part["names"], part["name"]) == (["my_own_phase", "train"], [1, 0, 1])
     written = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
-    # the file has the methods
+    # the file contains the methods
     assert [event["name"] for event in written if event["ph"] == "X"] == list(names)
 
 

@@ -1,5 +1,5 @@
-"""A file of a run's folder that cannot be written is one error that names it, or says that the folder has
-gone."""
+"""Test errors for files of a run's folder that cannot be written: one error that names the file, or reports
+that the folder no longer exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> No
     assert [path.name for path in folder.rglob("*.partial")] == []
 
 
-# whose writer makes the folder
+# the writer creates this folder
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "generations.jsonl"])
 def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: str) -> None:
     (folder := tmp_path / "run").mkdir()

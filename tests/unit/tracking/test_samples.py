@@ -1,5 +1,4 @@
-"""Files of samples: what is written is read, the folder keeps below its bound, damage is one line, a run that
-goes on has its own only."""
+"""Test sample files: round trip, the size limit of the folder, errors in one line, and resumed runs."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read.rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(OF_EPISODES)}]
     assert (dict(read.tokens), list(read.score_parts)) == ({7: "é 2", 1: "<end>"}, ["right", "short"])
 
-    # as before there were episodes
+    # as written before episodes existed
     pq.write_table(pq.read_table(path).drop_columns([*OF_EPISODES, "reward_numbers"]), path)
     assert read_samples(path).rows.to_pylist() == [
         {"step": 1, **ROW, "reward_numbers": None, **dict.fromkeys(OF_EPISODES)}
@@ -81,9 +80,10 @@ def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:
     kept = write(tmp_path, range(20, 170, 10), max_bytes=round(5.5 * size))
     assert (len(kept), kept[0], kept[-1]) == (5, 10, 160)
 
-    # twice what even steps would leave
+    # twice what evenly spaced steps would leave
     assert max(later - earlier for earlier, later in pairwise(kept)) <= 2 * 150 / 4
-    assert write(tmp_path, range(170, 171), max_bytes=size // 2) == [170]  # one alone is kept, however large
+    # A single file is kept, however large.
+    assert write(tmp_path, range(170, 171), max_bytes=size // 2) == [170]
 
 
 def test_files_of_steps_that_are_given_up_go(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "samples").touch()  # where the folder would be
+    (tmp_path / "samples").touch()  # a file with the name of the folder
     tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
 
     with caplog.at_level(logging.WARNING):

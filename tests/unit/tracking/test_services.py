@@ -1,5 +1,5 @@
-"""W&B and MLflow, for real and without a server: what was logged is read back with their own formats; a
-silent one holds up nobody."""
+"""Test W&B and MLflow offline: logged data is read back from their own formats, and an unresponsive service
+blocks nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log_steps(logger: str, run: TrackedRun, steps: Sequence[int], failed: bool =
 
 
 def whole_records(path: Path) -> list[Any]:
-    """W&B's own process, which writes the file, may be behind on a busy machine."""
+    """Wait for W&B's own process, which writes the file and may lag on a busy machine."""
     end_s = time.monotonic() + 60
     while True:
         records = read_records(path)
@@ -113,14 +113,14 @@ def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_steps("mlflow", run, [1, 2, 3], failed=True)
-    from mlflow import MlflowClient  # here, as in wandb_files.py
+    from mlflow import MlflowClient  # imported here, as in wandb_files.py
 
     client = MlflowClient(tracking_uri=(run.output_dir / "mlruns").as_uri())
     run_id = run.run_id("mlflow")
     assert run_id is not None
     assert client.get_run(run_id).info.status == "FAILED"
 
-    # from a checkpoint of step 1
+    # resumed from a checkpoint of step 1
     log_steps("mlflow", replace(run, config={"trainer": {"seed": 4}}), [2, 3, 4])
     read = client.get_run(run_id)
     assert (read.info.run_name, read.info.status) == ("first", "FINISHED")
@@ -133,11 +133,11 @@ def test_mlflow_has_a_run_and_goes_on_behind_its_last_step(
     (table,) = run.output_dir.glob("mlruns/**/generations/step_00000002.json")
     assert json.loads(table.read_text())["data"][0] == ["48−61", 1.0, "{'index': 3}"]
     clear(run.output_dir)
-    assert run.run_id("mlflow") is None  # a run that starts over is another one
+    assert run.run_id("mlflow") is None  # a run that starts over is a new run
 
 
 def test_services_that_never_answer_hold_up_neither_training_nor_the_end(tmp_path: Path) -> None:
-    """The whole process ends; W&B alone would wait for a minute and more."""
+    """The whole process ends; W&B alone would wait for more than a minute."""
     command = [sys.executable, "-m", "tests.unit.tracking.unanswered", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     logging_s, closing_s = map(float, ended.stdout.split())
@@ -149,7 +149,7 @@ def test_services_that_never_answer_hold_up_neither_training_nor_the_end(tmp_pat
 
 
 class Blocked:
-    """A service that takes a call and keeps it."""
+    """Service that accepts a call and never returns."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -171,7 +171,7 @@ def test_a_service_that_falls_behind_loses_the_newest_and_says_so() -> None:
     logger = BackgroundLogger(lambda: service)
     for step in range(1_000):
         logger.log({}, step)
-    with pytest.raises(ServiceError, match="1000 calls are queued"):  # it has taken one at most
+    with pytest.raises(ServiceError, match="1000 calls are queued"):  # the thread has taken at most one
         any(logger.log({}, step) for step in (1_000, 1_001))
     service.go_on.set()
     logger.close(failed=False)

@@ -1,4 +1,4 @@
-"""`status.json`: written whole while a run goes on, and read back; what a user can meet in its place."""
+"""Test `status.json`: atomic writes while a run is active, reading, and the errors that a user can meet."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_it_is_written_until_the_end_and_read_back(tmp_path: Path, caplog: pytes
     record = read_status(tmp_path)
     assert record.run == replace(STATUS, state=ENDED)
     assert (record.format, record.host, record.is_alive) == (FORMAT, socket.gethostname(), True)
-    assert [message for message in caplog.messages if "silent" in message] == ["replica 0 is silent"]  # once
+    # Only once.
+    assert [message for message in caplog.messages if "silent" in message] == ["replica 0 is silent"]
 
     for error, state in ((KeyError("broken"), FAILED), (KeyboardInterrupt(), INTERRUPTED)):
         with pytest.raises(type(error)), StatusWriter(tmp_path, look):

@@ -1,4 +1,5 @@
-"""The chrome trace: pools are processes, ranks are threads, and the file is whole whenever it is read."""
+"""Test the Chrome trace: pools are processes, ranks are threads, and the file is complete whenever it is
+read."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_counts_become_curves_of_a_row_of_their_own(tmp_path):
     )
     assert count["pid"] not in {event["pid"] for event in events if event["ph"] == "X"}
 
-    # of the report
+    # of the report page
     assert [row["label"] for row in timeline_part(tmp_path / "timeline.json")["rows"]] == ["actor rank 0"]
 
 
@@ -72,7 +73,7 @@ def test_roles_that_share_a_pool_and_rank_have_rows_of_their_own(tmp_path):
     spans, _ = _read(tmp_path / "timeline.json")
     assert spans[0]["pid"] == spans[1]["pid"]
 
-    # overlapping spans on one row would be drawn as a nesting that is not there
+    # overlapping spans on one row would be drawn as nested
     assert spans[0]["tid"] != spans[1]["tid"]
 
 

@@ -1,5 +1,5 @@
-"""What a run logged after a step goes, also the half of a line that a kill has left; what it logged before
-stays as it is."""
+"""Test that everything logged after a step is removed, including a partial line left by a kill, and that
+earlier logs are unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megarl.tracking.truncate_logs import clear, cut_after
 
 
 def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:
-    """By a process of its own: the files of TensorBoard are named after the second in which they were
-    made."""
+    """Log in a separate process: TensorBoard names files by the second in which they were created."""
     for number, path in enumerate(sorted((folder / "tensorboard").glob("*"))):
         os.rename(path, path.with_name(f"events.out.tfevents.{number:010d}.host"))
     tracker = Tracker(["jsonl", "tensorboard"], TrackedRun(output_dir=folder, resumed_after=resumed_after))
@@ -29,7 +28,7 @@ def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard shows."""
+    """Return the curve that TensorBoard shows."""
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return [(event.step, round(3 * event.value)) for event in events.Scalars("a")]

@@ -1,7 +1,7 @@
-"""A run that logs to services that accept connections and never answer: python -m
+"""Run that logs to services that accept connections and never respond: python -m
 tests.unit.tracking.unanswered OUTPUT_DIR
 
-Prints the seconds that logging took, and then those that closing took.
+It prints the seconds that logging took, then the seconds that closing took.
 """
 
 from __future__ import annotations

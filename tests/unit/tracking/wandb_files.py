@@ -1,4 +1,4 @@
-"""Reads what W&B wrote offline: a log of records in LevelDB's format, each a message of W&B's own
+"""Read the files that W&B wrote offline: a log of records in LevelDB's format, each a message of W&B's own
 protocol."""
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _LAST = 4
 
 
 def read_records(path: Path) -> list[Record]:
-    # here: every worker of pytest-xdist reads all modules of tests
+    # imported here, since every worker of pytest-xdist imports all test modules
     from wandb.proto.wandb_internal_pb2 import Record
 
     return [Record.FromString(content) for content in _contents(path.read_bytes())]
 
 
 def _contents(data: bytes) -> Iterator[bytes]:
-    """A record may be cut into fragments; a block ends with zeros where no header fits."""
+    """Yield the fragments of records. A record may span fragments; a block ends with zeros where no header
+    fits."""
     position = _FILE_HEADER
     parts = b""
 
@@ -38,7 +39,7 @@ def _contents(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
         fragment = data[position + _HEADER : position + _HEADER + length]
-        if len(fragment) < length:  # it is being written
+        if len(fragment) < length:  # still being written
             return
         position += _HEADER + length
         parts = fragment if kind in (_FULL, _FIRST) else parts + fragment

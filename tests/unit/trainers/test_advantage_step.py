@@ -1,4 +1,4 @@
-"""From scores to advantages, with numbers worked out by hand."""
+"""Test the computation of advantages from scores, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megarl.trainers.advantages import AdvantageStep, correct_rollout, leave_out
 
 MASK = torch.tensor([[True, True], [True, False]])
 _OF_TOKENS = ("token_level_scores", "response_mask")
-NAN = float("nan")  # what stands outside the mask must not count
+NAN = float("nan")  # values outside the mask must not count
 
 
 def batch(**tensors: Tensor) -> DataProto:
@@ -40,7 +40,7 @@ def batch(**tensors: Tensor) -> DataProto:
 
 
 def log_probs() -> dict[str, Tensor]:
-    """KL (k1) per token: 0.1, 0.3 | 0.4: row means 0.2 and 0.4, of which the mean is 0.3."""
+    """KL (k1) per token: 0.1, 0.3 | 0.4. Row means: 0.2 and 0.4, with mean 0.3."""
     return {
         "old_log_probs": torch.tensor([[-1.0, -1.0], [-1.0, NAN]]),
         "ref_log_prob": torch.tensor([[-1.1, -1.3], [-1.4, NAN]]),
@@ -52,8 +52,8 @@ def gae_config(kl: KLConfig) -> AlgorithmConfig:
 
 
 def test_the_penalty_is_in_the_rewards() -> None:
-    """beta 0.5: rewards -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1 returns are sums of what is to
-    come."""
+    """With beta 0.5, the rewards are -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1, returns are sums
+    of future rewards."""
     values = torch.tensor([[0.1, 0.2], [0.3, NAN]])
     result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)), max_response_length=2)(
         batch(**log_probs(), values=values)
@@ -62,15 +62,16 @@ def test_the_penalty_is_in_the_rewards() -> None:
     assert torch.allclose(tensors["token_level_rewards"], torch.tensor([[-0.05, 0.85], [0.3, 0.0]]))
     assert torch.allclose(tensors["returns"], torch.tensor([[0.8, 0.85], [0.3, 0.0]]))
 
-    # before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 +
-    # 0.2025) / 2
+    # Before whitening: 0.7, 0.65 | 0.0; mean 0.45, deviations 0.25, 0.2, -0.45, variance (0.0625 + 0.04 +
+    # 0.2025) / 2.
     deviation = 0.1525**0.5
     assert torch.allclose(tensors["advantages"], torch.tensor([[0.25, 0.2], [-0.45, 0.0]]) / deviation)
     assert metrics == pytest.approx({"actor/reward_kl_penalty": 0.3, "actor/reward_kl_penalty_coeff": 0.5})
 
 
 def test_the_controller_moves_after_the_step() -> None:
-    """KL 0.3 is 50 % over the target, cut to 20 %; two samples of a horizon of ten: beta * 1.04."""
+    """A KL of 0.3 is 50 % over the target, clipped to 20 %; two samples of a horizon of ten give beta *
+    1.04."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.2, horizon=10)
     step = AdvantageStep(gae_config(KLConfig(coefficient=0.5, controller=controller)), max_response_length=2)
     coefficients = [
@@ -93,10 +94,10 @@ def test_a_penalty_in_the_loss_leaves_rewards_and_controller_alone() -> None:
 
 
 def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
-    """Prompt a: outcomes 1, 0.5 and one that failed; without it the mean is 0.75 and the deviation 0.5 / sqrt
-    2, so that the advantages are +-0.25 / 0.35355 = +-0.7071. Of prompt b one sample is left, which has
-    nothing to compare. Were the failed ones worth 0, a's first would have 1 - 0.5 over a deviation of 0.5,
-    and b's +-0.7071."""
+    """Prompt a has outcomes 1, 0.5 and one that failed. Without the failed one, the mean is 0.75 and the
+    deviation 0.5 / sqrt 2, so the advantages are +-0.25 / 0.35355 = +-0.7071. Prompt b has one sample left,
+    and nothing to compare it with. If failed samples counted as 0, a's first advantage would be 1 - 0.5 over
+    a deviation of 0.5, and b's would be +-0.7071."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
     )
@@ -115,7 +116,7 @@ def test_a_sample_whose_scoring_failed_is_compared_with_no_other() -> None:
 
 
 def test_samples_whose_greedy_baseline_failed_get_no_advantage() -> None:
-    """Prompt a: 1 - 0.25; prompt b's greedy response could not be scored, so that its score of 0 is no
+    """Prompt a: 1 - 0.25. The greedy response of prompt b could not be scored, so its score of 0 is not a
     baseline."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.remax), kl=KLConfig(where=KLWhere.none)
@@ -135,7 +136,7 @@ def test_samples_whose_greedy_baseline_failed_get_no_advantage() -> None:
 
 
 def of_tokens(made: DataProto) -> DataProto:
-    """The same batch with rows of tokens, all of whose slots are valid."""
+    """Return the same batch with rows of tokens, all of whose slots are valid."""
     rows = {
         name: RaggedTensor.of_rows(list(made.tensors[name].numpy()), made.tensors[name].dtype)
         for name in _OF_TOKENS
@@ -162,8 +163,8 @@ def test_gae_without_values_is_an_error() -> None:
 
 
 def test_a_response_near_the_limit_is_penalised_in_the_reward() -> None:
-    """A buffer of one token of two: the first response fills it, the second is out of it. The scores stay as
-    they were given."""
+    """The buffer covers one token of two: the first response fills it, the second is outside. The scores are
+    unchanged."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo),
         kl=KLConfig(where=KLWhere.none),
@@ -176,8 +177,8 @@ def test_a_response_near_the_limit_is_penalised_in_the_reward() -> None:
 
 
 def test_several_rewards_are_normalised_apart_and_weighted() -> None:
-    """Functions of 0 and 10, and of 1 and 0: each is +-1 / sqrt 2 of its group; with weights 1 and 3 the
-    second wins."""
+    """One function returns 0 and 10, the other 1 and 0: each is +-1 / sqrt 2 of its group. With weights 1 and
+    3 the second wins."""
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.gdpo), kl=KLConfig(where=KLWhere.none)
     )
@@ -218,8 +219,8 @@ def test_a_correction_that_is_off_only_shows_its_diagnostics() -> None:
 
 
 def test_weights_and_rejections_are_for_the_update() -> None:
-    """Truncated at 2; the first response has k1 = -ln 4 over its tokens, below the limit of -1, and is left
-    out of the loss alone."""
+    """Truncated at 2. The first response has k1 = -ln 4 over its tokens, below the limit of -1, and is
+    excluded from the loss only."""
     rejection = RejectionConfig(
         estimator=RejectionEstimator.k1, level=RejectionLevel.sequence, low=-1.0, high=1.0
     )
@@ -237,7 +238,7 @@ def test_in_bypass_the_rollout_engine_has_the_old_log_probs() -> None:
 
 
 def test_tokens_that_are_too_old_are_left_out_of_the_loss() -> None:
-    """Of three tokens one is of version 3, two older than 5; another is rejected already."""
+    """One of three tokens is of version 3, two versions older than 5; another is already rejected."""
     versions = torch.tensor([[3, 4], [5, -1]])
     given = batch(token_versions=versions)
     given.meta_info["weight_version"] = 5

@@ -1,4 +1,4 @@
-"""The life of a save, with models that are written when the test says so."""
+"""Test checkpoint saves, with fake models that are written when the test says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 
 
 class FakeModels:
-    """Stands for the worker groups: says what it was asked, and is written when `written` is set."""
+    """Stub for the worker groups. It records calls, and is written when `written` is set."""
 
     names = ["actor"]
 
@@ -95,7 +95,7 @@ class Case:
         self.monitor = FakeMonitor()
         self.folder.prepare()
         self.said: list[str] = []
-        self.losses: dict[int, float] = {}  # of the steps after which there is a validation
+        self.losses: dict[int, float] = {}  # of the steps with a validation
         self.clock_s = 0.0
         self.is_told_to_end = False
         self.checkpoints = Checkpointer(
@@ -111,7 +111,7 @@ class Case:
         self.models.written = True
 
     def train(self) -> Iterator[int]:
-        """As the trainers' loops do it; yields within each step, before it may be saved."""
+        """Run steps like the trainers' loops; yields within each step, before it may be saved."""
         for step in self.checkpoints.steps():
             yield step
             if step in self.losses:
@@ -184,7 +184,7 @@ def test_the_best_stays_beside_the_newest_and_is_known_after_resuming(tmp_path: 
     resumed = Case(tmp_path, total_steps=7, every_steps=1, keep=1, keep_best=best, resumed=state)
     resumed.losses = {6: 0.3, 7: 0.2}
     assert list(resumed.train()) == [5, 6, 7]
-    assert resumed.saved == [7]  # the best itself
+    assert resumed.saved == [7]  # the best checkpoint itself
     assert json.loads(pointer.read_text())["step"] == 7
 
 
@@ -228,7 +228,7 @@ def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
     assert list(case.train()) == [4]
     assert case.checkpoints.seconds == 7.0
 
-    # of which the values say nothing
+    # whose values are not comparable
     other = Case(tmp_path, early_stop=replace(EARLY_STOP, mode=MetricMode.max), resumed=state)
     other.losses = LOSSES
     assert list(other.train()) == [4, 5]
@@ -237,7 +237,7 @@ def test_patience_goes_on_where_a_resumed_run_was(tmp_path: Path) -> None:
 def test_a_metric_that_was_not_measured_loses_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every step is saved, and a validation without the metric is no better one."""
+    """Every step is saved, and a validation without the metric is never better."""
     best = KeepBestConfig(metric="val/score", mode=MetricMode.max)
     case = Case(tmp_path, total_steps=3, every_steps=1, keep=0, keep_best=best)
     case.losses = LOSSES
@@ -249,7 +249,7 @@ def test_a_metric_that_was_not_measured_loses_no_step(
     )
     case = Case(tmp_path / "early", early_stop=replace(EARLY_STOP, metric="val/score"))
     case.losses = LOSSES
-    assert list(case.train()) == [1, 2]  # the end of its patience
+    assert list(case.train()) == [1, 2]  # patience has run out
     assert case.saved == [2]
 
 
@@ -314,7 +314,7 @@ def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> Non
     for step in case.checkpoints.steps():
         steps.append(step)
         case.checkpoints.save(step, dict)
-        case.is_told_to_end = step >= 2  # between the steps
+        case.is_told_to_end = step >= 2  # between steps
 
     assert steps == [1, 2, 3]
     assert case.saved == [3]
@@ -364,8 +364,8 @@ def test_what_is_half_written_goes_with_the_run_and_what_is_written_stays(tmp_pa
     training = case.train()
     assert [next(training) for _ in range(3)] == [1, 2, 3]
     case.models.written = False
-    next(training)  # the save of step 2 has ended, that of step 3 is under way
-    case.checkpoints.close()  # something has ended the run
+    next(training)  # the save of step 2 has ended, that of step 3 is in progress
+    case.checkpoints.close()  # as if the run had failed
     assert case.saved == [1, 2]
     assert list(case.folder.path.glob(".*")) == []
 
@@ -384,7 +384,7 @@ def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_goes_away_under_the_ranks_is_asked_for(tmp_path: Path) -> None:
-    """A rank does not make it again, and says what it could not open."""
+    """A rank does not create it again, and reports which file it could not open."""
     case = Case(tmp_path, every_steps=1, asynchronous=False)
     training = case.train()
     next(training)

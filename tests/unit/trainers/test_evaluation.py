@@ -1,4 +1,4 @@
-"""Validation over a small data set, with a rollout and a reward that are made up."""
+"""Test validation on a small data set, with a fake rollout and reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = ["sums", "sums", "words", "sums", "words"]
 
 
 class Rows:
-    """Five prompts of two sources."""
+    """Data set of five prompts from two sources."""
 
     def __len__(self) -> int:
         return len(SOURCES)
@@ -52,7 +52,7 @@ class FakeRollout:
 
 
 class FakeReward:
-    """Sample k of prompt i scores i + k / 2."""
+    """Reward whose score for sample k of prompt i is i + k / 2."""
 
     def score(self, batch: DataProto, with_texts: bool) -> DataProto:
         assert with_texts
@@ -79,7 +79,7 @@ def run(num_generations: int) -> tuple[Any, FakeRollout]:
 
 
 def test_means_are_over_all_samples_of_a_source() -> None:
-    """sums: prompts 0, 1, 3; words: prompts 2, 4; each prompt's two samples average to its number + 0.25."""
+    """sums: prompts 0, 1, 3; words: prompts 2, 4. Each prompt's two samples average to its number + 0.25."""
     result, rollout = run(num_generations=0)
     assert result.metrics == pytest.approx(
         {
@@ -91,7 +91,7 @@ def test_means_are_over_all_samples_of_a_source() -> None:
             "val/best@2": 2.5,  # the better of the two
             "val/sums/maj@2": 4 / 3 + 0.25,
             "val/words/maj@2": 3.25,
-            "val/maj@2": 2.25,  # both give the same answer
+            "val/maj@2": 2.25,  # both have the same answer
             "val/sums/pass@2": 2 / 3,  # all but prompt 0, whose samples score 0 and 0.5
             "val/words/pass@2": 1,
             "val/pass@2": 4 / 5,
@@ -109,7 +109,7 @@ def test_means_are_over_all_samples_of_a_source() -> None:
 
 
 def test_the_first_rows_are_kept_to_be_read() -> None:
-    result, _ = run(num_generations=5)  # one of them is of the second batch
+    result, _ = run(num_generations=5)  # one of them is in the second batch
     assert [row["uid"] for row in result.generations] == ["0", "0", "1", "1", "2"]
     assert result.generations[1] == {
         "uid": "0",
@@ -127,8 +127,8 @@ def sample(uid: str, score: float, answer: str) -> ScoredSample:
 
 
 def test_what_k_of_four_samples_achieve() -> None:
-    """Right are 2 of 4: of the 6 pairs one has none right. Answers 7 7 8 9: the pair of sevens wins itself,
-    every other pair by lot.
+    """2 of 4 samples are right, so one of the 6 pairs has no right sample. The answers are 7 7 8 9: the pair
+    of sevens has a majority, every other pair is a tie.
 
     maj@2: the pair (7, 7) scores 1; (7, 8) and (7, 9), two each, 1/2; (8, 9) scores 0: (1 + 4 / 2) / 6.
     maj@4: 7.
@@ -157,8 +157,8 @@ def test_what_k_of_four_samples_achieve() -> None:
 
 
 def test_names_of_metrics_do_not_depend_on_scores() -> None:
-    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5: best of pairs 0.5,
-    1, 1."""
+    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5. The best of pairs is
+    0.5, 1, 1."""
     partial = [
         sample("0", *given) for given in zip([0.5, 0.0, 0.1 + 0.1 + 0.1 + 0.7 - 1e-9], "abc", strict=True)
     ]
@@ -171,7 +171,7 @@ def test_names_of_metrics_do_not_depend_on_scores() -> None:
 
 
 def test_answers_are_compared_only_where_the_reward_returns_them() -> None:
-    """Whole responses never stand in for answers. Samples without an answer (None) agree with each other."""
+    """Whole responses never replace answers. Samples without an answer (None) agree with each other."""
     texts = [
         sample("0", *given)._replace(has_answer=False)
         for given in ((1.0, "so 18"), (1.0, "18!"), (1.0, "it is 18"), (0.0, "7"))
@@ -191,7 +191,7 @@ def test_answers_are_compared_only_where_the_reward_returns_them() -> None:
 
 
 def test_samples_whose_scoring_failed_do_not_count() -> None:
-    """Prompt 0 is left with 1, 0 and 0 of four, prompt 1 with none: 1 of the 3 pairs has no 1 in it."""
+    """Prompt 0 is left with 1, 0 and 0 of four samples, prompt 1 with none. One of the 3 pairs has no 1."""
     samples = [sample("0", *given) for given in ((1.0, "7"), (0.0, "8"), (0.0, "9"), (0.0, "failed"))]
     samples += [sample("1", 0.0, "failed") for _ in range(4)]
     samples = [
@@ -221,7 +221,8 @@ def test_samples_whose_scoring_failed_do_not_count() -> None:
 
 
 def test_a_comparison_names_what_only_one_side_has() -> None:
-    """Here 4 samples without answers, there 2 with: the difference of the only prompt's means is 0.25 - 1."""
+    """This evaluation has 4 samples without answers, the other has 2 with answers. The only prompt's means
+    differ by 0.25 - 1."""
     here = [
         sample("0", score, "7")._replace(has_answer=False, reward_numbers={"length": 1.0})
         for score in (1.0, 0.0, 0.0, 0.0)
@@ -234,8 +235,7 @@ def test_a_comparison_names_what_only_one_side_has() -> None:
 
 
 def test_names_of_metrics_are_known_before_a_run() -> None:
-    """The names that follow from a configuration are those that a validation measures, in every
-    combination."""
+    """The names derived from a configuration are those that a validation measures, in every combination."""
     for n, pass_score, has_answer in itertools.product((1, 2, 5), (None, 0.5), (False, True)):
         config = PPOConfig(
             rollout=RolloutConfig(validation=SamplingConfig(n=n)), reward=RewardConfig(pass_score=pass_score)
@@ -281,7 +281,7 @@ def test_each_sample_has_what_is_kept_of_it() -> None:
 
 
 def test_samples_are_written_and_read_again_whatever_their_text(tmp_path):
-    """A reward function may give any text as the answer that it found."""
+    """A reward function may return any text as the answer that it found."""
     sample = ScoredSample(
         uid="0",
         data_source="sums",

@@ -1,4 +1,4 @@
-"""Timings of phases from made-up spans, and what the monitor makes of steps and validations."""
+"""Test phase timings from synthetic spans, and how the monitor handles steps and validations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> No
 
 @pytest.mark.parametrize("role", ["reward", "reward_model", "actor", "reference", "critic"])
 def test_what_such_a_worker_computes_is_of_a_phase(role: str) -> None:
-    """Else it would be in no timing, and would compute with the threads of the phase before."""
+    """Otherwise it would be in no timing, and would compute with the threads of the previous phase."""
     own = vars(WORKERS[role]).keys() & registered_methods(WORKERS[role])
     assert {(role, call) for call in own} <= phases_by_call().keys()
     assert own or role == "reference"
@@ -58,14 +58,14 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
     spans = [
         span("rollout", 0, "submit_and_poll", 10.0, 14.0),
         span("rollout", 1, "submit_and_poll", 10.5, 15.5),
-        span("critic", 0, "update", 20.0, 21.0),  # two mini-batches, side by side with the actor's
+        span("critic", 0, "update", 20.0, 21.0),  # two mini-batches, concurrent with the actor's
         span("critic", 0, "update", 22.0, 23.0),
         span("actor", 0, "update", 20.5, 26.0),
-        span("actor", 0, "log_probs", 16.0, 17.0),  # of two roles with one method: a phase for each
+        span("actor", 0, "log_probs", 16.0, 17.0),  # two roles with one method: one phase for each
         span("reference", 0, "log_probs", 17.0, 19.5),
-        span("actor", 0, "begin_weight_export", 27.0, 28.0),  # no phase of its own
+        span("actor", 0, "begin_weight_export", 27.0, 28.0),  # not a phase of its own
         span("driver", 0, "update_weights", 26.5, 29.0),
-        span("driver", 0, "gen", 9.0, 12.5),  # the engines went on, for the next step
+        span("driver", 0, "gen", 9.0, 12.5),  # the engines continued, for the next step
         span("driver", 0, "step", 10.0, 30.0),
     ]
     assert phase_timings(spans) == {
@@ -80,7 +80,7 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
 
 
 class Group:
-    """A stub for a worker group: its calls are on clocks of their own."""
+    """Stub for a worker group, whose calls use other clocks."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -92,8 +92,11 @@ class Group:
 
 
 class Clock:
-    """Every look at the steady one is a second later. set_s: by which the clock of the day is set at every
-    look at it."""
+    """Clock whose monotonic time advances by a second at every reading.
+
+    Attributes:
+        set_s: Offset added to the wall clock at every reading.
+    """
 
     def __init__(self) -> None:
         self.now_s = 100.0

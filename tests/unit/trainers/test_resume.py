@@ -1,5 +1,5 @@
-"""Which checkpoint is found, from small made-up ones; what they hold is read and refused as a real one's
-would be."""
+"""Test the selection of checkpoints, with small synthetic ones that are read and refused as real ones would
+be."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def save(
 
 
 def write_models(checkpoint: Path, step: int) -> None:
-    """What PyTorch writes, so that every byte can be compared."""
+    """Write files as PyTorch does, so that every byte can be compared."""
     layout = Layout(**MANIFEST["layout"])
     for folder in (checkpoint / "actor", checkpoint / "critic"):
         dcp.save(
@@ -102,7 +102,7 @@ def test_auto_finds_the_latest_or_starts_from_the_beginning(config: PPOConfig) -
 
 
 def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(config: PPOConfig) -> None:
-    """By its own checksums each folder is whole."""
+    """By its own checksums, each folder is complete."""
     older, mixed, latest = (save(config, step) for step in (2, 4, 6))
     for checkpoint, step in ((older, 2), (mixed, 4), (latest, 6)):
         write_models(checkpoint, step)
@@ -197,7 +197,7 @@ def test_a_state_of_another_step_is_refused(config: PPOConfig) -> None:
 
 
 def resealed(path: Path, name: str, content: str) -> None:
-    """With a file that is as its checksum says, and not as any run writes it."""
+    """Reseal the folder with a file that matches its checksum but that no run would write."""
     (path / name).write_text(content)
     description = json.loads((path / "checkpoint.json").read_text())
     description["files"][name] = {"nbytes": len(content), "checksum": file_checksum(path / name)}

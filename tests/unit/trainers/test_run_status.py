@@ -1,4 +1,4 @@
-"""What a run says of where it is, over replicas that are made up, on a clock of their own."""
+"""Test the status of a run, with fake replicas and a fake clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
 class Scene:
-    """Two replicas of two requests each; prompt `a` has three samples, `b` two."""
+    """Two replicas with two requests each; prompt `a` has three samples, `b` two."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = VirtualClock()
@@ -61,7 +61,7 @@ class Scene:
 
 def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    status = scene.look_at(10)  # a request waits, as each replica has two
+    status = scene.look_at(10)  # one request waits, since each replica has two
     assert status.groups == {"waiting": 0, "generating": 2, "finished": 3, "training": 0}
     assert status.oldest == [
         GroupStatus(uid="a", missing=3, where="replica 0", seconds=10.0),

@@ -1,5 +1,5 @@
-"""How the batch of a step comes about at staleness 0, with a rollout and a reward that are made up: dynamic
-sampling and its budget, greedy baselines."""
+"""Test building the batch of a step at staleness 0, with a fake rollout and reward: dynamic sampling and its
+budget, greedy baselines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLING = SamplingConfig(n=NUM_SAMPLES, temperature=0.7)
 
 
 class Rows:
-    """Prompt i is the token i + 1."""
+    """Data set in which prompt i is the token i + 1."""
 
     identity = RowIdentity("rows")
 
@@ -48,7 +48,7 @@ class Rows:
 
 
 class FakeRollout:
-    """The response to a prompt has as many tokens as there were rounds before in the step, and one more."""
+    """Rollout whose responses have one token more than the number of earlier rounds in the step."""
 
     kind: type[RolloutOutput] = Sample
 
@@ -93,15 +93,19 @@ class FakeRollout:
 
 
 class FakeReward:
-    """The samples of a prompt whose number is in `mixed` score 1 and 0, those of the others all 1; greedy
-    ones score their number."""
+    """Reward that scores the samples of prompts in `mixed` as 1 and 0, all others as 1, and greedy samples as
+    their prompt's number."""
 
     may_begin = True
 
     def __init__(
         self, mixed: Sequence[int], failed: tuple[int, int] | None = None, *, scores_rounds: bool = False
     ) -> None:
-        """failed: the number of a prompt, and which of its samples could not be scored."""
+        """Configure the scores.
+
+        Args:
+            failed: The number of a prompt, and which of its samples could not be scored.
+        """
         self._mixed = mixed
         self._failed = failed
         self._begun: dict[str, list[float]] = {}
@@ -154,7 +158,7 @@ class FakeReward:
 
 
 class Scene:
-    """A run from `step` on, whose weights stay the same."""
+    """A run from `step` on, whose weights do not change."""
 
     def __init__(
         self,
@@ -209,9 +213,9 @@ def prompts_of(batch: DataProto) -> list[int]:
 
 @pytest.mark.parametrize("scores_rounds", [False, True])
 def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
-    """Of 0 to 3 only 1 and 2 have one: two more are wanted where half have one, so that four are drawn, and
-    of these 4 is kept; the last one is expected among 8 to 10, and with the margin of a fifth 11 is drawn
-    too."""
+    """Of prompts 0 to 3 only 1 and 2 have a signal. Two more are needed and half have a signal, so four
+    are drawn, and of these 4 is kept. The last one is expected among 8 to 10, and the margin of a fifth
+    adds 11."""
     scene = dynamic([1, 2, 4, 9, 8], max_generations=3, scores_rounds=scores_rounds, step=5)
     samples = scene.sample(5)
     assert prompts_of(samples.batch) == [1, 1, 2, 2, 4, 4, 8, 8]
@@ -220,7 +224,8 @@ def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
         (4, 5, 1),
         (4, 5, 2),
     ]
-    assert scene.loader.state_dict()["num_served"] == [12]  # a resumed run goes on behind all that was drawn
+    # A resumed run continues after everything that was drawn.
+    assert scene.loader.state_dict()["num_served"] == [12]
     assert samples.scores == []
     assert samples.metrics == pytest.approx(
         {
@@ -235,8 +240,8 @@ def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
 
 
 def test_a_sample_that_failed_makes_no_signal() -> None:
-    """Prompt 1's second sample scores 0 for its scoring failed: its first has nothing to be compared with,
-    and 5 takes its place."""
+    """Prompt 1's second sample scores 0 because its scoring failed. Its first sample has nothing to be
+    compared with, and 5 takes its place."""
     scene = dynamic([0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
     assert prompts_of(scene.sample(1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
 
@@ -286,7 +291,7 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
 
 
 class Done(RemoteFuture):
-    """A call that has ended."""
+    """Call that has completed."""
 
     calls = ()
 
@@ -298,7 +303,8 @@ class Done(RemoteFuture):
 
 
 def test_the_greedy_baseline_is_generated_and_scored() -> None:
-    """Greedy responses score the numbers of their prompts, and every sample of a prompt has its prompt's."""
+    """Greedy responses score the numbers of their prompts, and every sample of a prompt has its prompt's
+    baseline."""
 
     class ByTemperature(FakeReward):
         def score(self, batch: DataProto) -> Any:

@@ -1,4 +1,4 @@
-"""Every kind of engine that a configuration can name can be built, and what it declares is there."""
+"""Test that every kind of engine that a configuration can name can be built and has what it declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh that the driver works out is the one in which Megatron's ranks stand."""
+"""Test that the mesh computed by the driver matches the positions of Megatron's ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_is_megatrons(rank_pool: RankPool, layout: str) -> None:
 
 
 def test_three_axes() -> None:
-    """Worked out by hand: with tp=2, dp=2, pp=2 rank 5 is tp 1 of replica 0 in stage 1."""
+    """Worked out by hand: with tp=2, dp=2, pp=2, rank 5 is tp 1 of replica 0 in stage 1."""
     mesh = megatron_mesh(
         ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     )

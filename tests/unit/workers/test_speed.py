@@ -1,5 +1,5 @@
-"""The speed of an update: by hand, over replicas of unlike work, and without rows that only fill a
-micro-batch."""
+"""Test the speed metrics of an update against numbers worked out by hand, with unequal replicas and with
+padding rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part_of(rows: list[tuple[int, int]], filler: int | None = None) -> DataProto
 
 
 def speed(spec: ModelSpec, part: DataProto) -> dict[str, float]:
-    """Of an update that took 2 seconds."""
+    """Return the metrics of an update that took 2 seconds."""
     return values_of(merge_metrics([speed_metrics(spec, part, 2.0, "actor", None)]))
 
 
@@ -75,7 +75,7 @@ def test_it_is_the_work_of_all_replicas_by_the_time_of_their_devices(spec: Model
 
 
 def test_a_prompt_that_rows_share_is_computed_once(spec: ModelSpec) -> None:
-    """Rows 0 and 1 have one prompt, and are together; row 2 has it too, in another micro-batch."""
+    """Rows 0 and 1 share a prompt and a micro-batch; row 2 has the same prompt in another micro-batch."""
     rows = [(3, 5), (3, 2), (3, 4)]
     part = part_of(rows)
     part.meta_info = {MICRO_BATCHES: [[0, 1], [2]]}
@@ -93,7 +93,7 @@ def test_a_prompt_that_rows_share_is_computed_once(spec: ModelSpec) -> None:
 
 
 def test_a_prompt_is_counted_with_a_row_that_is(spec: ModelSpec) -> None:
-    """Row 0, which stands first with the prompt of rows 1 and 2, has no token that the loss reads."""
+    """Row 0 comes first with the prompt of rows 1 and 2, and has no token that the loss reads."""
     part = part_of([(3, 5), (3, 2), (3, 4)], filler=0)
     part.meta_info = {MICRO_BATCHES: [[0, 1, 2]]}
     found = speed(spec, part)
