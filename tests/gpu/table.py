@@ -1,11 +1,11 @@
-"""Runs all that a machine with a GPU is for, and prints one table of it: `make gpu`.
+"""Run everything that needs a GPU, and print one table of it: `make gpu`.
 
     python -m tests.gpu.table               # on a GPU
-    python -m tests.gpu.table --rehearse    # what a CPU can do of it, with tiny shapes
+    python -m tests.gpu.table --rehearse    # the part that a CPU can run, with tiny shapes
 
-Each file of tests/gpu and each script of benchmarks/gpu runs in a process of its own, so that one that breaks
-its GPU's context breaks nothing else. The numbers of a test are its properties (`record_property`), those of
-a benchmark the last lines that it prints, behind the last empty one.
+Each file of tests/gpu and each script of benchmarks/gpu runs in a separate process, so that one that corrupts
+its GPU context affects no other. The numbers of a test are its properties (`record_property`); those of a
+benchmark are the last lines that it prints, after the last empty one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = "torch sees no GPU"
-LIMIT_S = 300  # of a file or script: all of them together are to end in ten minutes
+LIMIT_S = 300  # per file or script; all of them together should end in ten minutes
 
 
-# What a CPU can do of tests/gpu and benchmarks/gpu: the same code over gloo.
+# The part of tests/gpu and benchmarks/gpu that a CPU can run: the same code over gloo.
 REHEARSALS = (
     "engine/test_one_device.py",
     "weights/test_shared_device.py",
@@ -35,7 +35,12 @@ REHEARSALS = (
 
 
 class Row(NamedTuple):
-    """numbers, left_out: a line each."""
+    """One row of the table.
+
+    Attributes:
+        numbers: One line each.
+        left_out: One line each.
+    """
 
     what: str
     passed: int = 0
@@ -102,7 +107,7 @@ def run_benchmark(file: Path) -> Row:
 
 
 def _status(command: Sequence[str], output: object) -> int | str:
-    """The exit code, or in words that there is none."""
+    """Return the exit code, or a description if there is none."""
     print("$", " ".join(command), flush=True)
     try:
         return subprocess.run(command, cwd=ROOT, stdout=output, timeout=LIMIT_S, check=False).returncode  # type: ignore[call-overload]
@@ -115,7 +120,7 @@ def _name(file: Path) -> str:
 
 
 def show(rows: Sequence[Row]) -> str:
-    """A line for each, and below it its numbers and what was left out."""
+    """Return a line for each row, followed by its numbers and what was skipped."""
     width = max(len(row.what) for row in rows)
     lines = [f"{'':<{width}}  passed  failed  skipped"]
 
@@ -128,7 +133,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def main(options: Sequence[str] | None = None) -> int:
-    """Returns 1 where something failed. Without a GPU everything is left out, and that is no failure."""
+    """Return 1 if something failed. Without a GPU everything is skipped, which is not a failure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

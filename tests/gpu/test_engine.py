@@ -1,6 +1,7 @@
-"""The engine on one GPU beside Hugging Face: the same code as on the CPU, over NCCL, of both kinds of layers.
+"""Test the engine on one GPU against Hugging Face: the same code as on the CPU, over NCCL, with both kinds of
+layers.
 
-tests/unit/engine/test_one_device.py runs these tests on the CPU, so that they cannot rot.
+tests/unit/engine/test_one_device.py runs these tests on the CPU, so that they stay valid.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ from tests.unit.engine.rank_side import Tensors, build, hf_gradients, unpadded, 
 KEYS = ("log_probs", "entropy")
 MICRO_BATCHES = [[0, 3, 2], [1, 4], [5], [6]]
 OUTPUT_TOLERANCE = 1e-4  # absolute, in float32
-GRADIENT_TOLERANCE = 1e-3  # of the tensor's norm, in float32
-GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
-# in bfloat16 the engine may be so many times as far from float32 as Hugging Face is on the same device
+GRADIENT_TOLERANCE = 1e-3  # relative to the tensor's norm, in float32
+GRADIENT_FLOOR = 1e-5  # relative to the whole gradient's norm: a tensor below it is noise
+# In bfloat16, the engine's error relative to float32 may be this many times Hugging Face's on the same
+# device.
 ROUNDING = 1.5
 
-# run(function, **arguments): what function(groups=..., **arguments) returns in a process on the device
+# run(function, **arguments): result of function(groups=..., **arguments) in a process on the device
 Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def run(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """In this process."""
+    """Run in this process."""
     platform.activate(Device.cuda)
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
@@ -58,7 +60,7 @@ def run(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 class Compared(NamedTuple):
-    """Outputs (B, R), and the gradients of a weighted sum of them by Hugging Face's names: float32, on the
+    """Outputs (B, R), and the gradients of a weighted sum of them by Hugging Face's names, float32 on the
     host."""
 
     outputs: Tensors
@@ -70,8 +72,8 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry. Of some micro-batches
-    rows share a prompt."""
+    """Return a batch with a weight per token and output, so that no two gradients are equal by symmetry. In
+    some micro-batches rows share a prompt."""
     batch = with_one_prompt(make_batch(), (0, 2), (1, 4))
     generator = torch.Generator().manual_seed(2)
 
@@ -129,7 +131,7 @@ def need(layers: Layers, device: torch.device) -> None:
 
 
 def make_family(name: str, folder: Path) -> tuple[Path, Compared]:
-    """The folder of a model, and what Hugging Face makes of it on the host in float32."""
+    """Return the folder of a model, and Hugging Face's results on the host in float32."""
     save_model(name, folder)
     return folder, run_hugging_face(folder, torch.float32, torch.device("cpu"))
 
@@ -145,7 +147,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         (Layers.local, True, Recompute.none),
         (Layers.local, True, Recompute.full),
         (Layers.local, False, Recompute.selective),
-        (Layers.transformer_engine, False, Recompute.none),  # it has no attention of packed rows for float32
+        (Layers.transformer_engine, False, Recompute.none),  # has no attention of packed rows for float32
     ],
 )
 def test_log_probs_and_gradients_are_those_of_hugging_face(
@@ -200,8 +202,8 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
 
 
 def distances(got: Compared, want: Compared) -> dict[str, float]:
-    """Of each output the mean of absolute differences over response tokens; of all gradients the norm of
-    differences, to their norm."""
+    """Return, for each output, the mean absolute difference over response tokens; for all gradients, the norm
+    of the difference relative to their norm."""
     mask = weighted_batch()["response_mask"]
     means = {key: float((got.outputs[key] - want.outputs[key])[mask].abs().mean()) for key in KEYS}
     norms = torch.stack(
@@ -222,11 +224,11 @@ class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
     weights: Tensors
-    given_back: list[float]  # of what an offload says, the part by which the GPU's memory is less
+    given_back: list[float]  # share of the reported offload by which GPU memory decreased
 
 
 def train(folder: Path, layers: Layers, away: tuple[StatePart, ...], num_steps: int, groups: Any) -> Trained:
-    """away: parts of the state that leave the device after each step, and come back."""
+    """Train. `away` lists the parts of the state that are offloaded after each step and restored."""
     engine = build(groups, str(folder), dtype=torch.bfloat16, layers=layers, optim=OptimConfig(lr=1e-3))
     on_cuda = platform.current().is_cuda
     batch = unpadded(make_batch())
@@ -265,7 +267,7 @@ def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(run: Run, tmp_
         for away in ((), tuple(StatePart))
     )
 
-    # what a GPU adds in another order each time, rounded to bfloat16
+    # sums that a GPU orders differently each time, rounded to bfloat16
     assert moved.norms == pytest.approx(stayed.norms, rel=1e-2)
     assert all(part >= 0.9 for part in moved.given_back)
     for name, weight in stayed.weights.items():
@@ -273,7 +275,7 @@ def test_what_is_offloaded_leaves_the_gpu_and_comes_back_the_same(run: Run, tmp_
 
 
 def test_torch_has_what_the_layers_for_cuda_call() -> None:
-    """Alike in torch 2.11 and 2.13, but for `enable_gqa`, which 2.11 does not ask for."""
+    """Torch 2.11 and 2.13 agree, except for `enable_gqa`, which 2.11 does not need."""
     from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
     from torch.nn.attention.varlen import varlen_attn
 

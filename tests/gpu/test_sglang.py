@@ -1,6 +1,8 @@
-"""SGLang on one GPU: weights by CUDA IPC from this process, memory given back and taken again by its tags,
-log-probs against transformers. It needs SGLang's own packages: CUDA graphs, flash attention and
-torch_memory_saver are in use."""
+"""Test SGLang on one GPU: weights by CUDA IPC from this process, memory released and reallocated by its tags,
+log-probs against transformers.
+
+The test needs SGLang's own packages: it uses CUDA graphs, flash attention and torch_memory_saver.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ def cuda_model(seed: int) -> PreTrainedModel:
 
 
 def server_args() -> dict[str, float | str]:
-    """The library of flash attention in sgl_kernel takes a GB and may be left out where little can be carried
-    to a machine; then attention is Triton's and sampling PyTorch's."""
+    """Return the server arguments. The flash-attention library in sgl_kernel takes a GB and may be left out
+    where uploads are limited; attention is then Triton's and sampling PyTorch's."""
     arguments: dict[str, float | str] = {"mem_fraction_static": 0.3}
     (folder,) = find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr, misc]
     if not list(Path(folder).glob("flash_ops*")):
@@ -73,7 +75,7 @@ def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> It
     engine = SGLangEngine(
         RolloutEngineSpec(model=policy, rollout=rollout, device=Device.cuda, release_memory=True)
     )
-    engine.wake_cache()  # it starts without
+    engine.wake_cache()  # it starts without the cache
     yield engine
     engine.close()
 

@@ -1,6 +1,8 @@
-"""Weights from a trainer process to an engine process on one GPU, by CUDA IPC, and what is left when the
-engine is killed; between two GPUs, where they are there, by NCCL. tests/unit/weights/test_shared_device.py
-runs these tests on the CPU, so that they cannot rot."""
+"""Test weight transfer from a trainer process to an engine process on one GPU, by CUDA IPC, and the memory
+left after the engine is killed; between two GPUs, if present, by NCCL.
+
+tests/unit/weights/test_shared_device.py runs these tests on the CPU, so that they stay valid.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,18 @@ def spec_of(folder: Path, *devices: torch.device) -> SharedSpec:
 
 
 def slack(device: torch.device) -> int:
-    """Bytes that something else may take: on a CPU the interpreter is counted too."""
+    """Return the bytes that something else may use: on a CPU the interpreter counts too."""
     return MB if device.type == "cuda" else 8 * MB
 
 
 def is_counted(device: torch.device, seed: int) -> bool:
-    """Whether a push takes no more than its messages: on a CPU a model's memory is taken when it is first
-    written to."""
+    """Return whether a transfer may use memory only for its messages: on a CPU, a model's memory is allocated
+    at the first write."""
     return device.type == "cuda" or seed > 1
 
 
 def push(trainer: MortalRank, engine: MortalRank, seed: int, replica: int = 0):
-    """The trainer's report, and the extra bytes of the engine."""
+    """Return the trainer's report, and the extra bytes of the engine."""
     ask(trainer, "change", seed)
     engine.tell(("receive", seed))
     report = ask(trainer, "send", [replica])
@@ -71,7 +73,7 @@ def test_ipc_buffers_carry_weights_to_the_bit_in_the_memory_of_two_buckets(
             if is_counted(device, seed):
                 assert report.measured_extra_bytes <= 2 * spec.bucket_bytes + slack(device)
                 assert engine_bytes <= 2 * spec.bucket_bytes + slack(device)
-            # it would be seen if all were there at once
+            # it would show if all were allocated at once
             assert report.nbytes > 2 * spec.bucket_bytes + slack(device)
             check_weights(trainer, engine, seed)
             seen.add(tuple(ask(engine, "checksums").values()))
@@ -96,14 +98,14 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
 
     with mortal_ranks(tmp_path, [partial(serve_trainer, spec), serve]) as (trainer, first):
         ask(first, "join", ask(trainer, "serve", 0, ask(first, "start")))
-        # what the device keeps from its first use on, as kernels, is there from now on
+        # memory that the device keeps from its first use, such as kernels, is allocated from here on
         push(trainer, first, 1)
         ask(first, "close")
         ask(trainer, "leave", 0)
         end(first, device)
         before = ask(trainer, "held")
 
-        # These start now, so that what their contexts take of the device is not in `before`.
+        # These start now, so that their contexts on the device are not in `before`.
         with mortal_ranks(tmp_path, [serve, serve]) as (doomed, spare):
             ask(doomed, "join", ask(trainer, "serve", 1, ask(doomed, "start")))
             ask(doomed, "doom", 20)  # of about 50 parts
@@ -131,12 +133,12 @@ def test_an_engine_that_is_killed_in_a_push_is_reported_and_leaves_no_memory_beh
 
 
 def end(rank: MortalRank, device: torch.device) -> None:
-    """When its process is gone, and with it what it had of the device."""
+    """Wait until the process has ended and its device memory is free."""
     rank.tell(None)
     assert rank.connection.poll(LIMIT_S)
     with pytest.raises(EOFError):
         rank.connection.recv()
-    time.sleep(1.0 if device.type == "cuda" else 0.0)  # the driver takes a moment to clear up behind it
+    time.sleep(1.0 if device.type == "cuda" else 0.0)  # the GPU driver takes a moment to release its memory
 
 
 def test_two_ranks_on_one_device_are_refused_within_the_limit(
@@ -147,7 +149,7 @@ def test_two_ranks_on_one_device_are_refused_within_the_limit(
         address = P2PAddress(
             "replica-0", "127.0.0.1", ask(ranks[0], "reserve"), 2, one_device_backend, MEETING_LIMIT_S
         )
-        start_s = time.monotonic()  # of two processes that have started
+        start_s = time.monotonic()  # time of two processes that have started
         for number, rank in enumerate(ranks):
             rank.tell(("meet", address, number))
         reasons = []
@@ -157,7 +159,7 @@ def test_two_ranks_on_one_device_are_refused_within_the_limit(
             ) as caught:
                 answer(rank)
             reasons.append(str(caught.value))
-        # who comes second may find the first gone
+        # the second may find that the first has gone
         assert re.search("Duplicate GPU|invalid usage", "\n".join(reasons)), reasons
         assert time.monotonic() - start_s < MEETING_LIMIT_S
 
@@ -183,7 +185,7 @@ def test_a_group_carries_weights_to_another_device(
                 assert engine_bytes <= 2 * spec.buffer_bytes + slack(two_devices[1])
             check_weights(trainer, engine, seed)
         closing = [(engine, "close"), (trainer, "close")]
-        for rank, name in closing:  # both at once: a communicator ends when all its ranks say so
+        for rank, name in closing:  # both at once: a communicator ends when all its ranks close it
             rank.tell((name,))
         for rank, _ in closing:
             answer(rank)
@@ -230,6 +232,6 @@ def test_a_stopwatch_measures_the_device_and_not_its_host(device: torch.device) 
 
 def work(device: torch.device, seconds: float) -> None:
     if device.type == "cuda":
-        torch.cuda._sleep(int(seconds * 2e9))  # cycles, of which a GPU has between 1.2e9 and 2.6e9 a second
+        torch.cuda._sleep(int(seconds * 2e9))  # cycles, of which a GPU has between 1.2e9 and 2.6e9 per second
     else:
         time.sleep(seconds)

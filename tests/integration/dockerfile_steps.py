@@ -1,9 +1,9 @@
-"""Runs the instructions of a Dockerfile in a folder, without Docker: what an image would hold, and what its
-command does.
+"""Run the instructions of a Dockerfile in a folder, without Docker, to check what an image would contain and
+what its command does.
 
-The folder stands for the image's WORKDIR, wherever the Dockerfile names it. What would change the whole
-system is not done: users, and packages of the distribution. An instruction that is not known here is an
-error, so that no step is left out in silence.
+The folder replaces the image's WORKDIR wherever the Dockerfile names it. Instructions that would change the
+whole system (users, distribution packages) are skipped. An unknown instruction is an error, so that no step
+is skipped silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dockerfile_parse import DockerfileParser
 ROOT = Path(__file__).parents[2]
 _FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
 _OF_THE_SYSTEM = ("apt-get", "install", "rm", "useradd", "userdel")
-# Where pip finds packages and certificates on this machine; and its home, which has pip's own files.
+# pip's indexes and certificates on this machine, and its home, which contains pip's own files.
 _FROM_OUTSIDE = (
     "HOME",
     "LANG",
@@ -40,8 +40,8 @@ _FROM_OUTSIDE = (
 
 
 def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
-    """docker/Dockerfile.cpu, in `folder`/image. `python` of the image's base is this machine's, of the same
-    version."""
+    """Return docker/Dockerfile.cpu in `folder`/image. The base image's `python` is this machine's, of the
+    same version."""
     for name in ("image", "programs"):
         (folder / name).mkdir()
     (folder / "programs" / "python").symlink_to(Path(sys.executable).resolve())
@@ -51,8 +51,12 @@ def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
 
 
 class DockerfileSteps:
-    """`folder` must be empty. `build_args` override the ARGs of the file, as `docker build --build-arg`
-    does."""
+    """Dockerfile whose instructions run in a folder.
+
+    Args:
+        folder: Must be empty.
+        build_args: Override the ARGs of the file, like `docker build --build-arg`.
+    """
 
     def __init__(
         self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str
@@ -73,7 +77,7 @@ class DockerfileSteps:
         self.seconds: dict[str, float] = {}
 
     def build(self) -> None:
-        """All instructions in their order."""
+        """Run all instructions in order."""
         for step in self._steps:
             kind = step["instruction"]
             value = step["value"]
@@ -100,11 +104,11 @@ class DockerfileSteps:
             self.seconds[f"{step['startline'] + 1} {kind}"] = time.monotonic() - started
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """The image's CMD with more arguments, as the image's user would run it."""
+        """Run the image's CMD with more arguments, as the image's user would."""
         return self._process([*self.command, *arguments], self._environment, shell=False)
 
     def type(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """What a user types in a shell in the image, with more variables; standard error is in the output."""
+        """Run a shell command in the image with additional variables. The output includes standard error."""
         return self._process(f"exec 2>&1; {text}", {**self._environment, **more}, shell=True)
 
     def _here(self, text: str) -> str:
@@ -118,7 +122,7 @@ class DockerfileSteps:
             )
             return
 
-        # a build argument is a variable of RUN, not of what the image starts
+        # a build argument is a variable of RUN, not of the image's processes
         environment = {**self._arguments, **self._environment}
         ended = self._process(self._here(command), environment, shell=True)
         assert ended.returncode == 0, f"RUN {command}\n{ended.stdout}\n{ended.stderr}"
@@ -126,7 +130,7 @@ class DockerfileSteps:
     def _process(
         self, command: str | Sequence[str], environment: Mapping[str, str], shell: bool
     ) -> subprocess.CompletedProcess[str]:
-        if not shell:  # found as the image finds it, by its own PATH
+        if not shell:  # found by the image's own PATH
             program = shutil.which(command[0], path=environment["PATH"])
             assert program is not None, f"{command[0]} is not on the image's PATH"
             command = [program, *command[1:]]
@@ -153,7 +157,7 @@ class DockerfileSteps:
                 shutil.copy2(self._context / source, place)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        """What .dockerignore leaves out: names at the top, and names anywhere (`**/`)."""
+        """Return the names that .dockerignore excludes: top-level names, and names anywhere (`**/`)."""
         lines = (line.strip() for line in (self._context / ".dockerignore").read_text().splitlines())
         patterns = [line for line in lines if line and not line.startswith("#")]
         assert not any(

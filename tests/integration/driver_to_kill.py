@@ -1,5 +1,5 @@
-"""A driver for test_failures.py: starts a worker with a child and a grandchild, says who is there, and then
-waits or ends.
+"""Driver for test_failures.py: it starts a worker with a child and a grandchild, prints the processes, and
+then waits or ends.
 
 python driver_to_kill.py wait|end
 """

@@ -1,4 +1,4 @@
-"""`megarl` with a clock of the day that is set by hours, back and forth: python driver_with_a_set_clock.py
+"""Run `megarl` with a wall clock that jumps by hours, back and forth: python driver_with_a_set_clock.py
 ARGUMENTS"""
 
 import itertools

@@ -1,12 +1,12 @@
-"""Golden runs: three short trainings whose batches, metrics and final states are compared with a record, bit
-for bit.
+"""Golden runs: three short trainings whose batches, metrics and final states are compared bitwise with a
+record.
 
 python -m tests.integration.golden [--write] [--tensors FOLDER]
 
-Says what differs from the record of this platform; `--write` makes that record anew. `--tensors` keeps the
-tensors themselves, one safetensors file a run, so that two versions of the code can be compared element by
-element. A record holds for one platform (`platform_key`): another processor rounds otherwise, so that only
-metrics can be compared there, and loosely.
+It prints the differences from the record of this platform; `--write` rewrites that record. `--tensors` keeps
+the tensors themselves, one safetensors file per run, so that two versions of the code can be compared element
+by element. A record is valid for one platform (`platform_key`): another processor rounds differently, so
+there only metrics can be compared, with a tolerance.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LAYOUTS = {
     "grpo": ParallelConfig(tensor_parallel_size=2),
     "dapo": ParallelConfig(pipeline_parallel_size=2),
 }
-# This one's samples are episodes of one turn, which are to the last bit those without an environment, of
-# which the record is.
+# The samples of this run are episodes of one turn, bitwise identical to those without an environment, which
+# the record contains.
 OF_EPISODES = "grpo"
 ENVIRONMENT = """
 from megarl.agents.protocol import Reply
@@ -65,7 +65,7 @@ SAMPLES_PER_PROMPT = 4
 UPDATES_PER_STEP = 2
 RESPONSE_LENGTH = 8
 _CONFIGS = Path(__file__).parents[2] / "configs"
-# What a clock says, and no computation; and what is of episodes alone.
+# Metrics of clocks rather than computations, and metrics of episodes only.
 _TIMED = re.compile(
     r"(timing_s|perf|memory|resharding|agent)/.*|rollout/replica_\d+/tokens_per_s|val/(.+/)?turns/mean"
 )
@@ -75,24 +75,28 @@ See = Callable[[int, DataProto], None]  # step and batch
 
 
 class Observed(NamedTuple):
-    """What a run has computed. metrics: the lines of metrics.jsonl, timings left out. tensors: `step_N/KEY`
-    is a column of the batch that the updates of step N were given, in its order of rows; `policy/NAME` a
-    weight of the Hugging Face folder; `actor/NAME` and `critic/NAME` a weight, a master or a moment of the
-    last checkpoint."""
+    """Results of a run.
+
+    Attributes:
+        metrics: Lines of metrics.jsonl, without timings.
+        tensors: `step_N/KEY` is a column of the batch for the updates of step N, in its row order;
+            `policy/NAME` is a weight of the Hugging Face folder; `actor/NAME` and `critic/NAME` are weights,
+            master weights or moments of the last checkpoint.
+    """
 
     metrics: list[dict[str, float]]
     tensors: dict[str, torch.Tensor]
 
 
 class Recorded(NamedTuple):
-    """The same as a record has it. tensors: by name, what `digest` says."""
+    """Results as stored in a record. `tensors` contains the output of `digest` by name."""
 
     metrics: list[dict[str, float]]
     tensors: dict[str, str]
 
 
 def watch_updates(roles: PPORoles, see: See) -> None:
-    """Shows each batch that the actor is given to learn from, advantages and all."""
+    """Call `see` with each batch that the actor is trained on, including advantages."""
     update = roles.actor.update
 
     def watched(batch: DataProto, step: int) -> Any:
@@ -103,7 +107,7 @@ def watch_updates(roles: PPORoles, see: See) -> None:
 
 
 def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
-    """Runs a preset on the Ray that is there. inputs: as `save_inputs` leaves them."""
+    """Run a preset on the current Ray cluster. `inputs` is a folder written by `save_inputs`."""
     tensors: dict[str, torch.Tensor] = {}
 
     def see(step: int, batch: DataProto) -> None:
@@ -153,7 +157,7 @@ def _preset(name: str) -> AlgorithmConfig:
 
 
 def _checkpointed(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a role's distributed checkpoint, whole, as torch itself reads it."""
+    """Yield every tensor of a role's distributed checkpoint, unsharded, read by torch itself."""
     items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(item.size, dtype=item.properties.dtype)
@@ -162,20 +166,20 @@ def _checkpointed(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     }
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
     return iter(sorted(tensors.items()))
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Its dtype and shape, and the SHA-256 of its elements in C order."""
+    """Return the dtype, shape and SHA-256 of the elements in C order."""
     elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {sha256(elements).hexdigest()}"
 
 
 def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
-    """One line for each metric and tensor that is not the recorded one to the last bit."""
+    """Return one line for each metric and tensor that is not bitwise identical to the record."""
     before = {
         f"metrics/{line['step']}/{key}": value for line in recorded.metrics for key, value in line.items()
     }
@@ -199,8 +203,8 @@ def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
 
 
 def platform_key() -> str:
-    """What the bits of a run depend on but the code: torch, the kernels that it has chosen, and the
-    processor, by which the libraries of matrix products choose theirs."""
+    """Return what the bits of a run depend on other than the code: torch, the kernels that it selects, and
+    the processor, by which matrix libraries select theirs."""
     facts: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -213,12 +217,12 @@ def platform_key() -> str:
 
 
 def read_record(file: Path) -> dict[str, Recorded]:
-    """By run."""
+    """Return the record by run."""
     return {name: Recorded(**run) for name, run in json.loads(file.read_text()).items()}
 
 
 def own_record() -> Path:
-    """Where the record of this platform is, or would be."""
+    """Return the path of this platform's record."""
     return RECORDS / f"{platform_key()}.json"
 
 
@@ -238,7 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="make the record of this platform anew")
+    parser.add_argument("--write", action="store_true", help="rewrite the record of this platform")
     parser.add_argument("--tensors", type=Path, metavar="FOLDER", help="keep the tensors in this folder")
     arguments = parser.parse_args()
     start_ray(num_cpus=12, object_store_mb=256)

@@ -1,4 +1,4 @@
-"""What the launchers' tests start: runs as files, and two Ray nodes on loopback with a job server."""
+"""Fixtures of the launcher tests: runs as files, and two Ray nodes on loopback with a job server."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _STORE_BYTES = str(100 * 2**20)
 
 
 def save_ppo_run(folder: Path) -> Path:
-    """Actor and rollout on one node, the critic on another. The run's own folder is `folder/run`;
-    `failing.py` is a reward that raises."""
+    """Save a run with actor and rollout on one node and the critic on another. The run's own folder is
+    `folder/run`; `failing.py` is a reward that raises."""
     save_inputs(folder)
     (folder / "failing.py").write_text(FAILING_REWARD)
     config = tiny_config(
@@ -50,7 +50,8 @@ def save_ppo_run(folder: Path) -> Path:
 
 
 def save_sft_run(folder: Path) -> Path:
-    """Two replicas, each on a node of its own; an odd number of samples, validation and checkpoints."""
+    """Save a run with two replicas on separate nodes, an odd number of samples, validation and
+    checkpoints."""
     save_inputs(folder)
     config = tiny_sft_config(
         folder,
@@ -65,7 +66,7 @@ def save_sft_run(folder: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of this repository's code, and of its interpreter: what runs elsewhere starts `python`."""
+    """Return an environment with this repository's code and interpreter, for commands that start `python`."""
     own = {
         "PATH": fork_server.search_path(),
         "PYTHONPATH": str(ROOT),
@@ -75,7 +76,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Below those that the system hands to whoever asks for any: it must still be free seconds later."""
+    """Return a free port below the ephemeral range, so that it is still free seconds later."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -84,8 +85,8 @@ def free_port() -> int:
 
 
 class ClusterAddress(NamedTuple):
-    gcs: str  # what RAY_ADDRESS takes
-    jobs: str  # of its job server
+    gcs: str  # value for RAY_ADDRESS
+    jobs: str  # address of its job server
 
 
 @contextmanager
@@ -108,8 +109,8 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
         assert nodes[-1].stdout is not None
         return nodes[-1].stdout.readline().strip()
 
-    # Of each node its own: the agent of one node removes a job's files when its own node has no more use for
-    # them. Short: for sockets.
+    # Separate per node: the agent of one node removes a job's files when its own node no longer needs them.
+    # Short, because it contains sockets.
     with (
         tempfile.TemporaryDirectory(prefix="ray") as first,
         tempfile.TemporaryDirectory(prefix="ray") as second,
@@ -123,5 +124,5 @@ def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
             daemons = [child for process in alive for child in process.children(recursive=True)]
             for process in reversed(nodes):
                 process.communicate(timeout=60)
-            # One that outlives its node for a moment would write into a folder that is being removed.
+            # A process that outlives its node for a moment would write to a folder that is being removed.
             psutil.wait_procs(daemons, timeout=60)

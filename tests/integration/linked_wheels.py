@@ -1,9 +1,9 @@
-"""Wheels of what is installed here, by reference: pip resolves and installs them as it would the real ones,
+"""Build wheels that link to the packages installed here: pip resolves and installs them like the real ones,
 in seconds and without copies.
 
-A wheel has the name, version, requirements and entry points of an installed distribution; in the place of its
-files it holds a `.pth` that leads to a folder of links to them. So an environment that pip makes of such
-wheels has what its requirements name, and nothing else.
+A wheel has the name, version, requirements and entry points of an installed distribution. Instead of its
+files it contains a `.pth` that points to a folder of links. An environment that pip creates from such wheels
+contains exactly what its requirements name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-n
 
 
 def make_wheels(folder: Path, without: str) -> Path:
-    """Of all distributions of this environment but `without`; the folder with the wheels, which is in
-    `folder` as the links are."""
+    """Build wheels of all distributions of this environment except `without`. Returns the folder of the
+    wheels; they and the links are in `folder`."""
     found = {name_of(each): each for each in distributions() if each.metadata["Name"] != without}
     owners: defaultdict[PurePath, set[str]] = defaultdict(set)
 
@@ -41,19 +41,20 @@ def make_wheels(folder: Path, without: str) -> Path:
 
 
 def name_of(distribution: Distribution) -> str:
-    """As it stands in the name of a wheel."""
+    """Return the name as it appears in the file name of a wheel."""
     return re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
 
 
 def _files(distribution: Distribution) -> Iterator[PurePath]:
-    """What can be imported, and lies beside it: not scripts, nor what is written about the distribution."""
+    """Yield the importable files and their data, without scripts and metadata."""
     for file in distribution.files or ():
         if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith((".dist-info", ".pth")):
             yield PurePath(file)
 
 
 def _top(file: PurePath, owners: dict[PurePath, set[str]]) -> PurePath:
-    """The highest folder above the file that no other distribution has a part in; else the file."""
+    """Return the highest folder above the file to which no other distribution contributes; otherwise the
+    file."""
     alone = [path for path in file.parents if path.parts and len(owners[path]) == 1]
     return alone[-1] if alone else file
 

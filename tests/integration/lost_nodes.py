@@ -1,6 +1,6 @@
-"""Loses processes and a node of a cluster of two nodes, and prints as JSON what the driver is told of each.
+"""Kill processes and a node of a two-node cluster, and print as JSON what the driver is told about each.
 
-Ray has one cluster per process, so this is a program of its own: `python -m tests.integration.lost_nodes`.
+Ray has one cluster per process, so this is a separate program: `python -m tests.integration.lost_nodes`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
-# A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, of which none
-# is slow here: they are asked, and answer, in threads of their own.
+# A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, none of which
+# is slow here: they are polled, and respond, in threads of their own.
 NOTICED_SOON = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
@@ -47,7 +47,7 @@ class MortalWorker(Worker):
 
     @register(blocking=False)
     def end(self, how: str) -> None:
-        """By the signal of this name."""
+        """End this process by the signal of this name."""
         signal.raise_signal(getattr(signal, how))
 
     @register(blocking=False)
@@ -56,7 +56,8 @@ class MortalWorker(Worker):
 
     @register(blocking=False)
     def large(self) -> np.ndarray:
-        """Too large to travel with the answer: it is kept on this node until somebody asks for it."""
+        """Return a value that is too large to be inlined in the reply, so that it stays on this node until it
+        is fetched."""
         return np.zeros(1_000_000)
 
 
@@ -93,7 +94,7 @@ def main() -> None:
         pool = pools.resource_pools["pool"]
 
         def end(group: RayWorkerGroup, how: str) -> None:
-            """After SIGTERM a process may answer calls until it has ended."""
+            """End a process. After SIGTERM it may answer calls until it has ended."""
             group.call_rank(1, MortalWorker.end, how).get()
             while True:
                 group.call(MortalWorker.pid)

@@ -1,4 +1,4 @@
-"""Losses that wait for each other: actor's and critic's updates that meet have run at the same time, however
+"""Losses that wait for each other: if the updates of actor and critic meet, they ran concurrently, however
 slow the machine is."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _meet(folder: Path, me: str, other: str) -> None:
 def meeting_in_step(
     step: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[int, PPORoles], None]:
-    """What `run_ppo` looks at. In `step`, the first that trains both, neither's update ends before the
-    other's has begun."""
+    """Return a `look` function for `run_ppo`. In `step`, the first that trains both, neither update ends
+    before the other has begun."""
 
     def look(current: int, roles: PPORoles) -> None:
         if current == step:

@@ -1,7 +1,7 @@
-"""A worker that Ray's memory monitor ends, by a threshold that any machine is above: python -m
+"""Worker that Ray's memory monitor kills, by a threshold that any machine exceeds: python -m
 tests.integration.memory_monitor
 
-Prints the page that a run would end with.
+It prints the failure page that a run would end with.
 """
 
 from __future__ import annotations

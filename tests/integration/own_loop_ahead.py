@@ -1,8 +1,7 @@
-"""A loop of the user's own that generates ahead of training: python -m tests.integration.own_loop_ahead
-CONFIG OVERRIDES
+"""User loop that generates ahead of training: python -m tests.integration.own_loop_ahead CONFIG OVERRIDES
 
-Prints, as JSON, of each step the uids and the versions of the weights that have drawn its tokens, less that of
-the newest weights; and uids that were taken without samples.
+It prints as JSON, for each step, the uids and the versions of the weights that sampled its tokens relative to
+the newest weights, and uids that were taken without samples.
 """
 
 import json

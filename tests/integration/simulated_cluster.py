@@ -1,8 +1,8 @@
-"""Starts a run's worker groups, of workers that only say where they are, on a simulated cluster of 4 nodes
-with 2 devices each.
+"""Start a run's worker groups, with workers that only report their location, on a simulated cluster of 4
+nodes with 2 devices each.
 
-Ray has one cluster per process, so this is a program of its own: `python -m
-tests.integration.simulated_cluster` prints as JSON, for each strategy, where the plan has each process and
+Ray has one cluster per process, so this is a separate program: `python -m
+tests.integration.simulated_cluster` prints as JSON, for each strategy, where the plan places each process and
 where it is: [[group, rank, node of the plan, devices, Ray's node, its devices]].
 """
 
@@ -58,7 +58,8 @@ def config(strategy: PlacementStrategy, num_nodes: int = NUM_NODES, data_paralle
 
 
 def found(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> list[list[Any]]:
-    """Of one group, whose processes end again: a small machine does not hold all at once."""
+    """Return the locations of one group, whose processes end afterwards: a small machine cannot hold all
+    groups at once."""
     workers = RayWorkerGroup(
         group_pool(plan, pools, group), RayClassWithInitArgs(WhereWorker), role=group.name
     )

@@ -1,5 +1,5 @@
-"""A run whose samples are episodes, on real Ray: a model that calls a tool is trained on what it wrote
-itself, whoever dies meanwhile."""
+"""Test a run on real Ray whose samples are episodes: a model that calls a tool is trained on its own tokens,
+even if processes die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integration.tiny_run import run_ppo
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-# The example's tool, but every third item is sold out. The first call of all does not end; a file says which
+# The example's tool, with every third item sold out. The first call never returns; a file records which
 # processes were called.
 TOOLS = """
 import os, time
@@ -49,7 +49,7 @@ NUM_ROWS = 12
 
 
 def save_policy(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """The example's model, which knows by heart what the right teacher says to these prompts. It computes for
+    """Save the example's model, which has memorized the teacher's responses to these prompts. It computes for
     some seconds."""
     prepare.save_model(folder, seed=0)
     tokenizer = load_tokenizer(str(folder))
@@ -88,12 +88,13 @@ def inputs(tmp_path: Path) -> Path:
 def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_killed_process_is_lost(
     inputs: Path,
 ) -> None:
-    """Generation is a step ahead of training; validation's episodes are generated between."""
+    """Generation is a step ahead of training; episodes of validation are generated in between."""
     called = inputs / "called"
     killed = list[int]()
 
     def kill_who_hangs(step: int, roles: PPORoles) -> None:
-        """Then kills the only replica, when an episode that has called asks for its next turn."""
+        """Kill the hanging process, then the only replica, when an episode with a call requests its next
+        turn."""
         if step > 1:
             return
         assert isinstance(roles.rollout, EpisodeRollout)
@@ -113,7 +114,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
             numbers = add(*requests, **options)
             if len(killed) == 1 and len(called.read_text().split()) > 3:
                 killed.append(replica)
-                os.kill(replica, signal.SIGKILL)  # what was just added cannot have been generated yet
+                os.kill(replica, signal.SIGKILL)  # the newest requests cannot have completed yet
             return numbers
 
         environments.poll = turn_and_kill  # type: ignore[method-assign]
@@ -155,29 +156,29 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
     finished = run_ppo(config, kill_who_hangs)
     line, second = finished.metrics
 
-    # what is trained second was begun with the first
+    # the second step's samples were begun with the first's
     assert (line["rollout/age/max"], second["rollout/age/max"]) == (0, 1)
     assert second["agent/calls/mean"] > 0
     assert second["agent/num_restarts"] == line["rollout/num_restarts"] + second["rollout/num_restarts"] == 1
-    assert len(set(called.read_text().split())) == 3  # two, and the one that took the place of the killed
+    assert len(set(called.read_text().split())) == 3  # two, and the replacement of the killed one
     assert 1 < line["agent/turns/mean"] <= 4
     assert line["agent/calls/mean"] > 0
     assert line["agent/errors/raised"] > 0
     assert line["agent/ended/done"] > 0
     assert line["actor/grad_norm"] > 0
-    assert 2 < line["val/turns/mean"] < 3  # some are busy at first
+    assert 2 < line["val/turns/mean"] < 3  # some items are busy at first
 
-    # greedily it calls, reads and answers; functions are given the answer alone
+    # greedily it calls, reads and answers; functions receive only the answer
     assert line["val/score/mean"] == 1
 
-    # The engine's log-probs are the trainer's, of each token that the model wrote, behind what tools said
-    # too.
+    # The engine's log-probs match the trainer's for each token that the model wrote, including those after
+    # tool results.
     assert line["training/rollout_log_probs_diff_max"] < 1e-3
     samples = read_samples(sample_files(finished.output_dir)[1])
     rows = samples.rows.to_pylist()
     assert len(rows) == 24
 
-    # told to call again, it has
+    # told to call again, it did
     assert any(row["score"] == 1 and row["turn_rewards"] == [0, 0, 0] for row in rows)
     assert sum(len(row["turn_rewards"]) for row in rows) / 24 == pytest.approx(line["agent/turns/mean"])
     assert sum(row["num_calls"] for row in rows) / 24 == pytest.approx(line["agent/calls/mean"])
@@ -188,7 +189,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
             "".join(text for _, text in of_it)
             for _, of_it in groupby(zip(row["is_model"], texts, strict=True), itemgetter(0))
         ]
-        assert re.sub("<[a-z]+>", "", turns[-1]) == row["response"]  # that was scored
+        assert re.sub("<[a-z]+>", "", turns[-1]) == row["response"]  # this text was scored
         assert len(row["turn_rewards"]) == (len(turns) + 1) // 2
         for answer in turns[1::2]:
             assert re.fullmatch(r"<tool>([0-9]{2}|busy|error)<assistant>", answer)

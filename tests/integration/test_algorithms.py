@@ -1,4 +1,4 @@
-"""What the other algorithms add to the loop, end to end on real Ray: greedy baselines, dynamic sampling,
+"""Test what the other algorithms add to the loop, end to end on real Ray: greedy baselines, dynamic sampling,
 corrections, bypass."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def assert_healthy(finished: Finished, num_steps: int) -> None:
 def test_remax_generates_a_greedy_response_to_each_prompt(
     inputs: Path, tmp_path: Path, max_staleness: int
 ) -> None:
-    """Its scores are those that a validation of the same weights on the same prompts would give, so that the
-    mean is known to be on a grid of quarters over four prompts; and they are not the samples'."""
+    """The greedy scores are those that a validation of the same weights and prompts would give, so the mean
+    is on a grid of quarters over four prompts; they differ from the samples' scores."""
     correction = RolloutCorrectionConfig(
         level=CorrectionLevel.token if max_staleness else CorrectionLevel.none
     )
@@ -71,7 +71,7 @@ def test_remax_generates_a_greedy_response_to_each_prompt(
     for line in finished.metrics:
         baseline = line["critic/baseline/mean"]
         assert baseline * 4 * NUM_PROMPTS == pytest.approx(round(baseline * 4 * NUM_PROMPTS))
-        # The advantage is the sample's score less its prompt's greedy one, on each token.
+        # The advantage is the sample's score minus its prompt's greedy score, on each token.
         assert line["critic/advantages/max"] <= line["critic/score/max"] + 1e-6
 
     assert {"val/count/best@2", "val/count/best@4", "val/count/pass@4"} <= finished.metrics[-1].keys()
@@ -79,8 +79,8 @@ def test_remax_generates_a_greedy_response_to_each_prompt(
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
-    """One update: every ratio is exactly 1, whatever the engine's log-probs are. Each step has only groups
-    with a signal."""
+    """With one update, every ratio is exactly 1, whatever the engine's log-probs are. Each step contains only
+    groups with a signal."""
     dapo = algorithm(
         AdvantageEstimator.grpo,
         dynamic_sampling=DynamicSamplingConfig(enabled=True, max_generations=20),
@@ -113,7 +113,7 @@ def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int
 
 
 def test_bypass_scores_the_first_batch_alone(inputs: Path, tmp_path: Path) -> None:
-    """Then the ratio is of the trainer's log-probs to the engine's, which differ by rounding."""
+    """The ratio is then between the trainer's and the engine's log-probs, which differ by rounding."""
     bypass = algorithm(AdvantageEstimator.grpo, rollout_correction=RolloutCorrectionConfig(bypass=True))
     finished = run_ppo(
         config(inputs, tmp_path, bypass, updates_per_step=1, total_steps=2, validate_before=False)
@@ -135,4 +135,4 @@ def test_the_optimal_token_baseline_has_the_probabilities_that_it_needs(inputs: 
     assert_healthy(finished, 1)
     (line,) = finished.metrics
     assert line["critic/advantages/std"] > 0
-    assert line["actor/ratio_max"] != 1.0  # two updates: the second is of a policy that has moved
+    assert line["actor/ratio_max"] != 1.0  # two updates: the second is of a policy that has changed

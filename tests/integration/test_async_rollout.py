@@ -1,5 +1,5 @@
-"""Generation ahead of training, in whole runs: what waits to be trained survives a kill, and how old it is
-shows."""
+"""Test generation ahead of training in whole runs: queued samples survive a kill, and their age is
+reported."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_kills_of_a_replica_a_process_that_scores_and_the_driver_lose_and_double
 def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goes_on_to_the_bit(
     ray_cluster: None, inputs: Path, tmp_path: Path
 ) -> None:
-    """One sample at a time and no cache of prompts: else the last bits follow from what an engine writes
-    beside a sample."""
+    """One sample at a time and no prompt cache; otherwise the last bits depend on what an engine batches with
+    a sample."""
     steps = 4
     begun = 2
     config = ahead_config(inputs, DType.float32, steps, every_steps=1)
@@ -104,7 +104,7 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
     lines = [line for line in straight.metrics if line["step"]]
     assert [line["rollout/age/max"] for line in lines] == [0, 1, 1, 1]
 
-    # to what the trainer finds
+    # compared with what the trainer computes
     differences = [value for key, value in lines[0].items() if key.startswith("training/rollout_")]
     assert len(differences) == 4
     assert max(differences) < AGREEMENT
@@ -145,7 +145,7 @@ def test_sglang_one_step_ahead_and_drained_writes_by_the_weights_it_says_and_goe
 
 
 def assert_written_by(model: Path, samples: Path, temperature: float) -> None:
-    """The log-prob of each token is that of a plain forward."""
+    """Check that the log-prob of each token is that of a plain forward pass."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for row in read_samples(samples).rows.to_pylist():
         prompt = row["prompt_ids"]

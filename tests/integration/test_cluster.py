@@ -1,4 +1,4 @@
-"""Several nodes: the processes of a run are where the plan has them, in every placement."""
+"""Test several nodes: the processes of a run are where the plan places them, in every placement."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`megarl doctor` as a command: good for the quickstart on this machine, and with twelve faults at once, each
-found with its hint."""
+"""Test the command `megarl doctor`: it passes for the quickstart on this machine, and finds twelve
+simultaneous faults, each with its hint."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Answer(NamedTuple):
 
 
 def quickstart(inputs: Path, output: Path) -> list[str]:
-    """The quickstart's configuration on the tests' model, data and reward, so that it need not be run
-    before."""
+    """Return the quickstart's configuration with the tests' model, data and reward, so that it need not be
+    run first."""
     return [
         "configs/quickstart.yaml",
         f"model.path={inputs / 'policy'}",
@@ -86,15 +86,15 @@ def test_the_quickstart_is_good_on_this_machine(tmp_path: Path, forked_processes
             "resources",
         ),
     }
-    assert found["ranks"]["facts"]["ranks"] == 2  # as the quickstart's actor has
+    assert found["ranks"]["facts"]["ranks"] == 2  # as in the quickstart's actor
     assert found["resources"]["facts"]["needed"] == [{"CPU": 5.0}]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture(scope="module")
 def small_mounts() -> list[str]:
-    """A command's beginning that gives it a /dev/shm of 64 MiB, as in a container, and a disk of 8 MiB at
-    $DISK, without any right."""
+    """Return the prefix of a command that gives it, without privileges, a /dev/shm of 64 MiB as in a
+    container, and a disk of 8 MiB at $DISK."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mounts = "mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=8m tmpfs $DISK"
     if shutil.which("unshare") is None:
@@ -109,8 +109,8 @@ def small_mounts() -> list[str]:
 
 
 def damage(folder: Path) -> None:
-    """A model that is cut off, data without a column, a reward function that is no Python, and an old Ray on
-    the path."""
+    """Damage the inputs: a truncated model, data without a column, a reward function that is not Python, and
+    an old Ray on the path."""
     save_inputs(folder)
     weights = folder / "policy" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -135,7 +135,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, small_mounts: list[str]) ->
     with socket.socket() as taken, socket.socket() as dead:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        dead.bind(("127.0.0.1", 0))  # and does not listen
+        dead.bind(("127.0.0.1", 0))  # bound, but not listening
         environment = {
             **os.environ,
             "PYTHONPATH": f"{folder / 'site'}:{ROOT}",

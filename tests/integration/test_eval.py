@@ -1,4 +1,5 @@
-"""`megarl eval` of a run's checkpoints and models: what it finds is what the run's own validation found."""
+"""Test `megarl eval` of a run's checkpoints and models: it finds the same results as the run's own
+validation."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from tests.integration.tiny_run import Finished, placed_pools, run_ppo, save_inp
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-# Responses of any kind differ in it, so that no score is as another by chance.
+# Scores that differ for all kinds of responses, so that no two are equal by chance.
 REWARD = """
 import zlib
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -54,8 +55,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Without a critic or a reference; two samples of a prompt in validation, whose last batch is smaller
-    than the others."""
+    """Run without a critic or a reference. Validation has two samples per prompt, and its last batch is
+    smaller."""
     config = tiny_config(
         inputs,
         tmp_path_factory.mktemp("run"),
@@ -73,7 +74,7 @@ def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
 
 @pytest.fixture(autouse=True)
 def on_the_ray_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of starting and ending one for each command."""
+    """Use the current Ray cluster instead of starting one per command."""
 
     @contextmanager
     def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
@@ -84,7 +85,7 @@ def on_the_ray_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(output: Path) -> dict[str, float]:
-    """As a run's metrics name them."""
+    """Return the values under the names of a run's metrics."""
     report = json.loads((output / "results.json").read_text())
     return {
         f"val/count/{name}": estimate["value"]
@@ -99,7 +100,7 @@ def of_count(line: dict[str, Any]) -> dict[str, float]:
 def test_a_checkpoint_has_the_score_that_validation_found(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last one, and with a table for people the one before it, compared with the last."""
+    """Evaluate the last checkpoint, then the previous one, with a table and a comparison with the last."""
     run_dir = finished.output_dir
     assert main(["eval", str(run_dir), "--json"]) == 0
     last = run_dir / "evaluations" / "step-2-validation"
@@ -107,7 +108,7 @@ def test_a_checkpoint_has_the_score_that_validation_found(
     assert report == json.loads((last / "results.json").read_text())
     assert report["step"] == 2
 
-    # A logger of the run need not be installed where it is evaluated.
+    # A logger of the run need not be installed where the run is evaluated.
     assert (
         main(["eval", str(run_dir), "--step", "1", "--against", str(last), "tracking.loggers=[swanlab]"]) == 0
     )
@@ -122,7 +123,7 @@ def test_a_checkpoint_has_the_score_that_validation_found(
     assert f"{of_mean['value']:+.4f}" in said.out
     assert "count: 8 prompts, 16 samples of" in said.out
     assert "6 of 8 prompts, score" in said.err
-    assert not list(run_dir.rglob(".model-*"))  # what was converted is gone
+    assert not list(run_dir.rglob(".model-*"))  # the converted model is deleted
     better = max((1, 2), key=lambda step: finished.metrics[step]["val/score/mean"])
     best = find_model(run_dir, "best")
     assert (best.source.step, best.run_dir) == (better, run_dir)
@@ -135,8 +136,8 @@ def test_a_model_of_no_run_is_sampled_alike(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trained model as Hugging Face has it, with what the run's configuration says as options, on the
-    run's rows as the tutorial writes them. Its samples are kept, also before all are there."""
+    """Evaluate the trained model as a Hugging Face folder, with the run's configuration as options, on the
+    run's rows in the tutorial's format. Its samples are kept even while the evaluation is incomplete."""
     output = tmp_path / "results"
     kept = []
     rows = pq.read_table(inputs / "validation.parquet").to_pylist()

@@ -1,4 +1,4 @@
-"""Every example runs, on a tiny model: its command to exit status 0, and what it is for has happened."""
+"""Test that every example runs on a tiny model with exit status 0, and that its purpose is achieved."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> str:
-    """A program that starts a run."""
+    """Run a program that starts a run."""
     ended = subprocess.run(
         [*fork_server.PYTHON, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -66,7 +66,7 @@ def run(*arguments: str) -> str:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """As `run`, of one that starts nothing: in this process."""
+    """Like `run`, in this process, for programs that start no processes."""
 
     def call(module: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [module, *arguments])
@@ -126,7 +126,7 @@ def test_data_estimator_and_reward_of_ones_own_train(
         json.loads(line) for line in (folder / "ppo" / "generations.jsonl").read_text().splitlines()
     ]
 
-    # what the function returns beside its score
+    # the additional number that the function returns
     numbers = [row["reward_numbers"]["has_number"] for row in held_out_rows]
     assert (
         metrics["val/reward/has_number/mean"]
@@ -179,7 +179,7 @@ def test_the_functions_are_those_of_the_manual(call: Callable[..., str]) -> None
 
 
 def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
-    """It is thirty lines, of public names of one module."""
+    """The loop has thirty lines and uses public names of one module."""
     source = (ROOT / "examples" / "own_loop.py").read_text()
     (loop,) = (
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"
@@ -221,8 +221,8 @@ def test_a_loop_of_ones_own_learns_and_goes_on(folder: Path) -> None:
 def test_a_loop_of_ones_own_in_turn_with_generation_and_beside_it(
     folder: Path, tmp_path: Path, max_staleness: int
 ) -> None:
-    """Every prompt once and in order, also behind a checkpoint; no token is too old, and with a step ahead those
-    of the second are by the first weights."""
+    """Every prompt appears once and in order, also after resuming; no token is too old, and with one step
+    ahead, the second step's samples are from the first weights."""
 
     def steps(total: int) -> dict[str, list]:
         said = run(
@@ -249,7 +249,7 @@ def test_a_loop_of_ones_own_in_turn_with_generation_and_beside_it(
 
 
 def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
-    """And says so in few lines, with the algorithm's name, KL where it is, and the time left."""
+    """The output is a few lines, with the algorithm's name, KL if logged, and the time left."""
     mine = tmp_path / "mine"
     run("megarl", "init", str(mine), "--model", str(folder / "policy"), "--device", "cpu")
     smaller = [

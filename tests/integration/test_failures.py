@@ -1,5 +1,5 @@
-"""Everything that can die dies here, on real Ray: the error comes within seconds, names the cause, and
-nothing is left running."""
+"""Test the death of every process on real Ray: the error comes within seconds and names the cause, and no
+process is left running."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_the_first_failure_is_shown_and_a_killed_worker_is_named(make_group: Mak
 
 
 def check_exception_beats_its_consequences(group: RayWorkerGroup) -> None:
-    """The peers' complaints arrive half a second before the exception that caused them."""
+    """The peers' errors arrive half a second before the exception that caused them."""
     with pytest.raises(WorkerError) as caught:
         group.call(EchoWorker.fail_on, 2, after_s=0.5).get()
     error = caught.value
@@ -206,7 +206,7 @@ def test_a_driver_that_joined_a_cluster_takes_only_its_own_along(
 def start_driver(
     mode: str, environment: dict[str, str], python: list[str]
 ) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """The driver once its workers are up, and all that it and they have started."""
+    """Return the driver once its workers are running, and all processes that it and they started."""
     driver = subprocess.Popen(
         [*python, "-m", "tests.integration.driver_to_kill", mode],
         cwd=Path(__file__).parents[2],

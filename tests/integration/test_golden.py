@@ -1,7 +1,6 @@
-"""The golden runs compute what the record has: to the last bit on its platform, and elsewhere but for
-rounding.
+"""Test the golden runs against their record: bitwise on its platform, and up to rounding elsewhere.
 
-`python -m tests.integration.golden --write` makes the record anew, where a change of the numbers is meant.
+`python -m tests.integration.golden --write` rewrites the record after an intended change of the numbers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from tests.integration.tiny_run import save_inputs
 runs_on_ray = pytest.mark.usefixtures("ray_cluster")
 of_each_run = pytest.mark.parametrize("name", LAYOUTS)
 
-# With torch's plainest kernels in the place of AVX-512 (ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE),
-# every drawn token stays the same, and metrics move by at most 1.1e-5 of their value. A wrong term, or a draw
-# that falls on another token, moves them by far more.
+# With torch's plainest kernels instead of AVX-512 (ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE), every
+# sampled token stays the same, and metrics change by at most 1.1e-5 relative. A wrong term, or a different
+# sampled token, changes them by far more.
 RELATIVE = 1e-3
 ABSOLUTE = 1e-5
-# Shares of tokens move by whole tokens, of about 40 in an update: one that lies on the edge of a clip falls
-# on either side of it.
+# Shares of tokens change by whole tokens, of about 40 in an update: one at the edge of a clip range falls on
+# either side of it.
 ABSOLUTE_OF_SHARES = 0.06
 
 
@@ -44,7 +43,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Observed]:
 
 
 def recorded_anywhere() -> Path:
-    """This platform's record, or else any."""
+    """Return this platform's record, or any other."""
     return own_record() if own_record().exists() else min(RECORDS.glob("*.json"))
 
 

@@ -1,4 +1,4 @@
-"""The launchers, as a user runs them: Ray job submission to two nodes, and torchrun with two nodes."""
+"""Test the launchers as a user runs them: Ray job submission to two nodes, and torchrun with two nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.integration.tiny_run import run_sft
 from tests.processes import gone_within
 
 TORCHRUN = ["-m", "torch.distributed.run"]
-WITHOUT_CRITIC = ("algorithm.advantage.estimator=rloo", "rollout.n=2")  # a process less to start
+WITHOUT_CRITIC = ("algorithm.advantage.estimator=rloo", "rollout.n=2")  # one process less to start
 SAME_LOSS = ("sft/loss", "sft/grad_norm", "sft/lr", "val/loss", "num_tokens")
 
 
@@ -50,11 +50,11 @@ def env(forked_processes: None) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nodes(env: dict[str, str]) -> Iterator[ClusterAddress]:
-    """Started while another program has the port that Ray's agents prefer: the head must take jobs all the
-    same."""
+    """Start the nodes while another program occupies the port that Ray's agents prefer: the head must still
+    accept jobs."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # another test's program has it already
+        with suppress(OSError):  # another test's program already has it
             other.bind(("127.0.0.1", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
             other.listen()
         with two_node_cluster(env) as address:
@@ -86,13 +86,13 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(
     config = save_sft_run(tmp_path)
     tensors = load_file(file := tmp_path / "policy" / "model.safetensors")
 
-    # values are not looked at before a run
+    # values are not checked before a run
     tensors["model.layers.3.mlp.down_proj.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
     job = submit(cluster, env, config)
     assert job.status() == 1, job.said()
     assert "TrainingDivergedError" in job.said()
-    assert "actor rank" in job.said()  # the cause is a worker's
+    assert "actor rank" in job.said()  # the cause is in a worker
 
 
 def test_what_is_wrong_is_said_before_anything_is_sent(
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(
 def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its code must be here, since the job takes it along."""
+    """Only the code must be here, since the job uploads it."""
     config = save_ppo_run(tmp_path)
     nobody = f"http://127.0.0.1:{free_port()}"
 
@@ -172,7 +172,7 @@ def test_workers_find_what_the_driver_names_relative_to_its_own_folder(
 
 
 def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
-    """All on this machine."""
+    """Start all nodes on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = ["-m", "megarl", "launch", str(config), *arguments]
     return [

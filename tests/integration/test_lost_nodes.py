@@ -1,4 +1,4 @@
-"""A run that loses a process is told how it ended, and one that loses a node is told which."""
+"""Test that a run that loses a process reports how it ended, and that one that loses a node reports which."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_results_that_the_node_kept_are_lost_with_it(told: dict[str, dict[str, A
 
 
 def test_a_process_of_a_lost_node_does_not_wait_for_it(told: dict[str, dict[str, Any]]) -> None:
-    """The program's limit of a phase is hours."""
+    """The program's phase limit is hours."""
     assert (told["start"]["error"], told["start"]["kind"]) == ("WorkerError", "death")
     assert told["start"]["summary"].endswith("has nowhere to start")
 

@@ -1,5 +1,5 @@
-"""The same run in every placement: roles that take turns on shared devices make the run that they make on
-devices of their own."""
+"""Test the same run in every placement: roles that share devices by turns compute the same run as on separate
+devices."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 5
 TOLERANCE = 1e-6
-# rounding, and so dependent on what an engine wrote at the same time
+# rounding, which depends on what an engine batches together
 ENGINE_AND_TRAINER = "training/rollout_"
-# Actor and critic take turns, and so do the reference and the engines.
+# Actor and critic share devices by turns, and so do the reference and the engines.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
     roles={"actor": "trained", "critic": "trained", "reference": "frozen", "rollout": "frozen"},
@@ -59,12 +59,12 @@ NOT_COMPARED = (
     "resharding/",
     ENGINE_AND_TRAINER,
 )
-# Metrics of routers by the first step that has them.
+# Router metrics, by the first step that has them.
 ROUTERS = {
     "critic/moe/expert_share/max": 1,
     **{f"actor/moe/{name}": 2 for name in ("expert_share/max", "aux_loss", "z_loss")},
 }
-AGREEMENT = 1e-4  # of engine and trainer about the log-probs of the same tokens
+AGREEMENT = 1e-4  # between engine and trainer, on the log-probs of the same tokens
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def config(
     strategy: PlacementStrategy,
     engine: RolloutEngineKind = RolloutEngineKind.hf,
 ) -> PPOConfig:
-    """A step that warms the critic up, and four that train both; validation after every second and the
-    last."""
+    """Configure one critic warm-up step and four steps that train both models, with validation after every
+    second and the last."""
     return tiny_config(
         inputs,
         output_dir,
@@ -107,7 +107,7 @@ def split(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def assert_agreement(line: dict[str, float]) -> None:
-    """Step 0 has no samples of training."""
+    """Check the log-prob agreement. Step 0 has no training samples."""
     differences = [value for key, value in line.items() if key.startswith(ENGINE_AND_TRAINER)]
     assert len(differences) == (4 if line["step"] else 0)
     assert all(value < AGREEMENT for value in differences)
@@ -130,8 +130,8 @@ def assert_same_run(finished: Finished, expected: Finished) -> None:
 
 
 def updates(run: Finished) -> list[tuple[float, float, str]]:
-    """(start, end, role) of what ranks did for the two updates after the warm-up, from the timeline that a
-    user opens."""
+    """Return (start, end, role) of the ranks' calls in the two updates after the warm-up, from the timeline
+    that users open."""
     events = json.loads((run.output_dir / "timeline.json").read_text())["traceEvents"]
     named = [event for event in events if event["name"] == "update" and event["args"]["step"] > 1]
     assert {event["args"]["role"] for event in named} == {"critic", "actor"}
@@ -180,12 +180,12 @@ def test_it_is_the_same_run(
         key.split("_rss")[0] for line in finished.metrics[2:] for key in line if key.startswith("memory/")
     }
     assert measured == SHARING_WITH_ENGINES.get(strategy, set())
-    for line in finished.metrics[2:]:  # in the first, no turn of the trainer has ended
+    for line in finished.metrics[2:]:  # in the first, the trainer has not been offloaded yet
         assert all(0.05 < value < 10 for key, value in line.items() if key.startswith("memory/"))
 
 
 class Killer:
-    """Kills an engine between steps, while the trainer's weights are away."""
+    """Kill an engine between steps, while the trainer's weights are offloaded."""
 
     def __init__(self, steps: tuple[int, ...], replica: int) -> None:
         self._steps = steps
@@ -199,19 +199,18 @@ class Killer:
 def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
     split: Finished, inputs: Path, tmp_path: Path
 ) -> None:
-    """After a step that put the engines to sleep, and after one that gave them weights."""
+    """Kills follow a step that put the engines to sleep, and one that synced weights to them."""
     hybrid = run_ppo(config(inputs, tmp_path, PlacementStrategy.hybrid), Killer((2, 3), replica=1))
     assert_same_run(hybrid, split)
     assert sum(line["rollout/num_restarts"] for line in hybrid.metrics[1:]) == 2
 
 
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
-    """With the default seed one run of nine had another draw of one sample. The likely cause, not shown:
-    which requests SGLang computes together, and so how logits round, is a matter of time, and a draw lay on
-    the edge."""
+    """With the default seed, one run of nine had one different sample. The likely but unproven cause: timing
+    decides which requests SGLang batches together and thus how logits round, and a sample was at the edge."""
     runs = []
 
-    # all: tests/soak/placements.py
+    # the full matrix is in tests/soak/placements.py
     for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate):
         settings = config(inputs, tmp_path / strategy.value, strategy, RolloutEngineKind.sglang)
         rollout = dataclasses.replace(settings.rollout, num_replicas=1)
@@ -222,10 +221,13 @@ def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
-    """A policy whose experts are dealt over the actor's two ranks, which share the tokens of each row, the
-    critic's two tensor-parallel ranks and SGLang's: after every push the engine holds the actor's weights to
-    the bit, and both mean the same by a log-prob, at another temperature than the runs above. The actor sends
-    tokens to the experts that SGLang has sent them to. That it learns: tests/soak/experts.py."""
+    """Train a policy with experts: they are distributed over the actor's two ranks, which split each row by
+    context parallelism, over the critic's two tensor-parallel ranks and over SGLang's ranks.
+
+    After every weight sync the engine's weights are bitwise identical to the actor's, and both agree on
+    log-probs, at another temperature than the runs above. The actor routes tokens to the experts that SGLang
+    chose. tests/soak/experts.py checks that it learns.
+    """
     save_policy(tmp_path / "experts", with_experts=True)
     settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
     settings = dataclasses.replace(

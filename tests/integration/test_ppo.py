@@ -1,5 +1,5 @@
-"""PPO end to end on real Megatron and real Ray: what a run writes, and that its parts do what the
-configuration says."""
+"""Test PPO end to end on real Megatron and real Ray: what a run writes, and that its parts follow the
+configuration."""
 
 from __future__ import annotations
 
@@ -131,8 +131,10 @@ def split_collocate(inputs: Path, output_dir: Path) -> PPOConfig:
 
 
 class PolicyWatch:
-    """The actor's weights, and the version that the rollout has, before each step. In the last step the
-    critic's processes stand still from the call of its update until the actor's new weights have been sent.
+    """Record the actor's weights and the rollout's version before each step.
+
+    In the last step, the critic's processes are stopped from the call of its update until the actor's new
+    weights have been sent.
     """
 
     def __init__(self, folder: Path, source: Path) -> None:
@@ -153,7 +155,7 @@ class PolicyWatch:
         push = weights.push
         pids = critic.group.pids
 
-        # a driver that waits for the critic is to fail the test, not to hang
+        # a driver that waits for the critic must fail the test, not hang it
         release = Timer(60, send, (pids, signal.SIGCONT))
 
         def update_that_stands_still(batch: DataProto, step: int) -> DerivedFuture:
@@ -258,16 +260,16 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
     pools = plan_placement(split_collocate(inputs, finished.output_dir)).process_on_nodes
     expected = {f"pool {pool}" for pool in (*pools, "driver")}
 
-    # of curves there are points where a run takes some seconds
+    # curves have points only in runs that take some seconds
     assert set(names.values()) - {"counters"} == expected
     calls = [event for event in events if event["ph"] == "X"]
     assert {names[event["pid"]] for event in calls} == expected
     assert all(event["dur"] >= 0 for event in calls)
 
-    # the KL in the reward is scored before the update
+    # the KL in the reward is computed before the update
     not_here = {("reward_model", "score_conversations"), ("actor", "update_scored")}
 
-    # before others end: the engine of this run ends all samples at once
+    # before others end: this run's engine ends all samples at once
     not_here |= {("reward", "begin"), ("reward", "scored")}
 
     # no prompt is dropped
@@ -278,8 +280,8 @@ def test_the_timeline_shows_every_pool(finished: Finished, inputs: Path) -> None
 
 
 def test_neither_update_waits_for_the_other(watch: PolicyWatch, finished: Finished) -> None:
-    """Their pools share no process: while the critic's stand still in its update, the actor's ends and its
-    weights are sent."""
+    """Their pools share no process: while the critic's processes are stopped in its update, the actor's
+    update ends and its weights are sent."""
     assert len(finished.metrics) == STEPS + 1
     assert not watch.critic_had_updated
 
@@ -394,8 +396,8 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
 
 
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
-    """With one update per batch: it scores the samples in its own pass, and the metrics are those of a pass
-    before it."""
+    """With one update per batch, the update computes the scores in its own pass, and the metrics are those of
+    a separate pass before it."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
     algorithm = AlgorithmConfig(
@@ -405,7 +407,7 @@ def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
         config(inputs, tmp_path, algorithm, updates_per_step=1, total_steps=3, validate_before=False)
     )
     losses = [line["actor/kl_loss"] for line in finished.metrics]
-    assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor is still the reference
+    assert losses[0] == pytest.approx(0, abs=1e-6)  # the actor still equals the reference
     assert min(losses[1:]) > 1e-3
 
     for line in finished.metrics:

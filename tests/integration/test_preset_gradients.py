@@ -1,5 +1,5 @@
-"""Every preset and every policy loss on the real engine: a mini-batch's gradient is the same for each way to
-cut it and each layout."""
+"""Test every preset and every policy loss on the real engine: the gradient of a mini-batch is independent of
+how it is split and of the layout."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ NUM_ROWS = 8
 RESPONSE_LENGTH = 9
 GROUPS = ["a", "a", "a", "b", "b", "b", "c", "c"]
 SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 0.75]
-TOLERANCE = 1e-5  # of a tensor's norm
-FLOOR = 1e-4  # of the whole gradient's norm
+TOLERANCE = 1e-5  # relative to a tensor's norm
+FLOOR = 1e-4  # relative to the whole gradient's norm
 SPLITS: dict[str, dict[str, int]] = {
     "1 row": {"sequences": 1},
     "2 rows": {"sequences": 2},
@@ -58,7 +58,7 @@ SPLITS: dict[str, dict[str, int]] = {
 
 
 def presets() -> dict[str, AlgorithmConfig]:
-    """As `algorithm=NAME` gives them."""
+    """Return the presets as `algorithm=NAME` loads them."""
     files = sorted((CONFIGS / "algorithm").glob("*.yaml"))
     overrides = ["data.max_response_length=9"]
     return {
@@ -70,8 +70,8 @@ def presets() -> dict[str, AlgorithmConfig]:
 
 
 def policy_losses() -> dict[str, AlgorithmConfig]:
-    """Kinds that are in no preset, with an entropy bonus and a KL term; tokens are chosen by clip_cov and
-    kl_cov."""
+    """Return the kinds that are in no preset, with an entropy bonus and a KL term; clip_cov and kl_cov select
+    tokens."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3_straight_through, coefficient=0.1)
     covariance = CovarianceConfig(share=0.2, low=-9.0, high=9.0)
     made = {}
@@ -99,11 +99,11 @@ def corrections() -> dict[str, AlgorithmConfig]:
 
 class Case(NamedTuple):
     algorithm: AlgorithmConfig
-    rows: Tensors  # what the actor is given of the mini-batch, padded
+    rows: Tensors  # the actor's inputs for the mini-batch, padded
 
 
 class Result(NamedTuple):
-    """One flat tensor, because thousands of small ones do not fit through the queue of a process."""
+    """Result as one flat tensor, because thousands of small ones do not fit through a process queue."""
 
     names: tuple[tuple[str, tuple[int, ...]], ...]
     flat: torch.Tensor
@@ -118,7 +118,7 @@ class Result(NamedTuple):
 def run_cases(
     parallel: ParallelConfig, folder: str, cases: dict[str, Case], plans: dict[str, MicroBatchPlan]
 ) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """In a rank: (case, split) -> the fields of a Result."""
+    """Run in a rank. Returns (case, split) -> the fields of a Result."""
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig())
     results: dict[tuple[str, str], tuple[Any, ...]] = {}
@@ -145,9 +145,9 @@ def run_cases(
 
 
 def scored_batch(folder: Path) -> DataProto:
-    """Everything that a step has of a batch before its advantages, near what the model would give."""
+    """Return everything that a batch has before its advantages, close to the model's own values."""
     tensors = make_batch(num_rows=NUM_ROWS, response_length=RESPONSE_LENGTH)
-    tensors["response_mask"][0, 2:4] = False  # what a tool wrote
+    tensors["response_mask"][0, 2:4] = False  # written by a tool
     with torch.no_grad():
         scores = scores_of(reference_logits(load_lm(folder), tensors), tensors)
     generator = torch.Generator().manual_seed(3)
@@ -168,7 +168,7 @@ def scored_batch(folder: Path) -> DataProto:
 
 
 def case_of(algorithm: AlgorithmConfig, batch: DataProto, one_update: bool) -> Case:
-    """What the driver makes of the batch."""
+    """Run the driver's processing of the batch."""
     corrected, _ = correct_rollout(batch, algorithm.rollout_correction)
     with_advantages, _ = AdvantageStep(algorithm, max_response_length=RESPONSE_LENGTH)(corrected)
     rows = actor_rows(with_advantages, algorithm, one_update=one_update, seed=1).tensors
@@ -194,7 +194,8 @@ def setting(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Se
         for name, each in {**policy_losses(), **corrections(), **presets()}.items()
     }
 
-    # A ratio for each token, one for a response, and one without gradient; the other presets have the first.
+    # One with a ratio per token, one with a ratio per response, one without gradient; the other presets have
+    # the first kind.
     single = {
         f"{name}, one update": case_of(presets()[name], batch, one_update=True)
         for name in ("ppo", "gspo", "cispo")
@@ -238,7 +239,7 @@ def run(
 def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(
     setting: Setting, layout: str, rank_pool: RankPool
 ) -> None:
-    splits = list(SPLITS)[layout != "TP1" :]  # by single rows in one layout, as they take longest
+    splits = list(SPLITS)[layout != "TP1" :]  # single rows in one layout only, as they take longest
     results = run(rank_pool, setting, ALL_LAYOUTS[layout], splits)
     assert len(results) == len(setting.cases) * len(splits)
 
@@ -252,7 +253,7 @@ def test_the_gradient_is_the_same_however_the_mini_batch_is_cut(
 
 
 def test_every_case_has_a_gradient_of_its_own(setting: Setting) -> None:
-    """None is 0, and no two are the same but those that should be: one update of presets that differ in
+    """No gradient is 0, and no two are equal except where expected: one update of presets that differ in
     nothing else."""
     norms = {name: float(result.flat.norm()) for name, result in setting.whole.items()}
     assert min(norms.values()) > 1e-2, norms

@@ -1,5 +1,5 @@
-"""The page of `megarl report` in a real browser: what it shows is what the files have, and what a model wrote
-does nothing there."""
+"""Test the page of `megarl report` in a real browser: it shows the contents of the files, and text written by
+a model is inert."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Runs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The second has failed at its last step, and its model tries to break out of the page."""
+    """Create two runs. The second has failed at its last step, and its model tries to inject code into the
+    page."""
     folder = tmp_path_factory.mktemp("runs")
     good = folder / "good"
     failed = folder / "failed"
@@ -97,7 +98,7 @@ def write_evil_samples(run_dir: Path, step: int) -> None:
         "rollout_log_probs": [-0.5, -0.25, 0.0],
     }
 
-    # A call, a line break and its end; what a tool said; the answer.
+    # A call, a line break and its end; a tool's result; the answer.
     episode = sample | {
         "uid": "episode",
         "score": 3.25,
@@ -131,7 +132,7 @@ def chromium() -> Iterator[Chrome]:
 
 @pytest.fixture(scope="module")
 def page(runs: Runs) -> str:
-    """The address of the page of both."""
+    """Return the address of the page of both runs."""
     assert main(["report", str(runs.good), str(runs.failed)]) == 0
     return (runs.good / "report.html").as_uri()
 
@@ -151,7 +152,7 @@ def wait(chromium: Chrome, condition: Callable[[], Any]) -> Any:
 
 
 def pixels(chromium: Chrome, canvas: WebElement) -> set[tuple[int, int, int]]:
-    """The opaque colours in a canvas, once it is drawn."""
+    """Return the opaque colors in a canvas, once it is drawn."""
     script = """
         const canvas = document.createElement("canvas"), found = new Set(), context = canvas.getContext("2d", {willReadFrequently: true});
         [canvas.width, canvas.height] = [arguments[0].width, arguments[0].height];
@@ -166,7 +167,7 @@ def pixels(chromium: Chrome, canvas: WebElement) -> set[tuple[int, int, int]]:
 
 
 def hover(chromium: Chrome, element: WebElement, x: int = 0, y: int = 0) -> str:
-    """The tooltip's text; x and y from the middle."""
+    """Return the tooltip's text; x and y are relative to the center."""
     chromium.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
     ActionChains(chromium).move_to_element_with_offset(element, x, y).perform()
     tooltip = wait(
@@ -295,7 +296,7 @@ def test_samples_are_found_and_read_token_by_token(chromium: Chrome, page: str, 
     alphas = [
         float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens
     ]
-    assert max(alphas) == alphas[least]  # what was improbable is coloured most
+    assert max(alphas) == alphas[least]  # the least probable token has the strongest color
     assert alphas[least] == pytest.approx(0.75 * (1 - math.exp(wanted["log_probs"][least])), abs=0.01)
     choose("Color of tokens", "advantage")
     colors = {token.value_of_css_property("background-color") for token in tokens}
@@ -321,8 +322,8 @@ def test_what_a_model_wrote_is_text(chromium: Chrome, page: str) -> None:
 
 
 def check_episode(chromium: Chrome) -> None:
-    """A block for each turn and each answer, in colours of their own; calls are marked; what no model wrote
-    has no probability."""
+    """Check that each turn and each result has a block of its own color, that calls are marked, and that
+    tokens not written by the model have no probability."""
     turns = chromium.find_elements(By.CSS_SELECTOR, "#response .turn")
     texts = [turn.find_element(By.CSS_SELECTOR, ".tokens").get_attribute("textContent") for turn in turns]
     assert texts == [f"<tool_call>{EVIL}⏎\n</tool_call>", f"{EVIL}�", EVIL]
@@ -404,7 +405,7 @@ def test_everything_fits_in_light_and_dark(chromium: Chrome, page: str, width: i
 
 
 def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Chrome, page: str) -> None:
-    """In this test and in those before it."""
+    """Applies to this test and those before it."""
     for tab in TABS:
         show(chromium, page, tab)
     events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
@@ -423,8 +424,8 @@ def test_nothing_is_asked_of_a_network_and_nothing_is_complained_of(chromium: Ch
 
 @pytest.fixture(scope="module")
 def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of the page of an SFT run and of a PPO run with planned memory, reward parts and calls of
-    workers in its timeline."""
+    """Return the address of the page of an SFT run and of a PPO run with planned memory, reward parts and
+    worker calls in its timeline."""
     folder = tmp_path_factory.mktemp("kinds")
     ppo = folder / "ppo"
     sft = folder / "sft"
@@ -436,7 +437,7 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     dump_config(config, ppo / "config.yaml")
 
-    # the quickstart's own may be there, with planned memory
+    # may contain the quickstart's run, with planned memory
     absent = [f"model.path={folder / 'absent'}", "actor.optim.lr=0.25"]
     dump_config(load_config(SFTConfig, CONFIGS_DIR / "quickstart_sft.yaml", absent), sft / "config.yaml")
 
@@ -462,7 +463,8 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_columns_of_numbers_are_right_aligned(chromium: Chrome, page_of_kinds: str) -> None:
-    """In the table of memory every column but the first; in every table heads are aligned as their cells."""
+    """Holds for every column of the memory table except the first; in every table, headers are aligned like
+    their cells."""
     script = """
         return [...document.querySelectorAll("table")].map((table) => [...table.rows].map((row) =>
             [...row.cells].map((cell) => getComputedStyle(cell).textAlign)));
@@ -573,12 +575,12 @@ def test_runs_of_two_kinds_are_compared_by_what_both_can_have(chromium: Chrome, 
         for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")
     }
     assert rows["actor.optim.lr"] == "actor.optim.lr 0.5 0.25"
-    assert "–" not in "".join(rows.values())  # no key is absent in one of them
+    assert "–" not in "".join(rows.values())  # no key is missing in one of them
     find(chromium, ".run-chip").click()
     wait(chromium, lambda: not chromium.find_elements(By.CSS_SELECTOR, "#kinds"))
     find(chromium, "#all-keys").click()
     keys = {row.get_attribute("data-key") for row in chromium.find_elements(By.CSS_SELECTOR, "tr[data-key]")}
-    assert "data.columns.messages" in keys  # alone it has all of its keys
+    assert "data.columns.messages" in keys  # alone, it has all of its keys
 
 
 @contextmanager
@@ -599,7 +601,7 @@ def test_a_live_page_follows_its_run(chromium: Chrome, tmp_path: Path) -> None:
     with served(run_dir) as report:
         chromium.get(report.url.rsplit("/", 2)[0])
         assert find(chromium, "body").text.startswith("the address has no key")
-        chromium.get_log("browser")  # the refusal
+        chromium.get_log("browser")  # the expected refusal
         show(chromium, report.url, "samples")
         chromium.execute_script("window.isTheSame = true")
         options = "select[aria-label='Step'] option"

@@ -1,8 +1,7 @@
-"""The oracle: a run that was killed, or told to end, and went on is the run that nobody disturbed, bit for
-bit.
+"""Test that a run that was killed or stopped and then resumed is bitwise identical to an uninterrupted run.
 
-Real commands, as a user runs them. tests/soak/save_kills.py does the same with as many kills as one has time
-for.
+The tests run real commands as a user would. tests/soak/save_kills.py does the same with as many kills as time
+allows.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight_run(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of supervised training, undisturbed; all its checkpoints are kept."""
+    """Run supervised training without interruption, keeping all checkpoints."""
     config = sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1)
     return Run(
         replace(config, checkpoint=replace(config.checkpoint, keep=0)), tmp_path_factory.mktemp("straight")
@@ -92,14 +91,14 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(
     best = json.loads(straight.best)["step"]
     newest = {SFT_STEPS - 1, SFT_STEPS}
 
-    # old ones from before are removed as well
+    # checkpoints of an earlier run are removed as well
     assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})
 
 
 def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is_started(
     inputs: Path, tmp_path: Path
 ) -> None:
-    """Here the clock is in every prompt, to the microsecond."""
+    """Every prompt contains the clock, to the microsecond."""
     shutil.copytree(inputs, own := tmp_path / "inputs")
     template = own / "policy" / "chat_template.jinja"
     template.write_text("{{ strftime_now('%S%f') }}" + template.read_text())
@@ -120,8 +119,8 @@ def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is
 def test_a_cold_start_from_the_weights_is_another_run(
     ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path
 ) -> None:
-    """The same weights and data give the same loss; with new moments and a new schedule the step after it
-    does not."""
+    """The same weights and data give the same loss; with new moments and a new schedule, the next step
+    differs."""
     done = 8
     path = straight_run.checkpoints.path / f"step_{done:08d}"
     config = replace(
@@ -170,7 +169,7 @@ def test_a_complete_run_says_so_and_starts_nothing(
 def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the defaults of `checkpoint`: the end alone is saved."""
+    """With the defaults of `checkpoint`, only the last step is saved."""
     stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=1, min_delta=100)
     trainer = {"total_steps": 9, "validate_every_steps": 1, "early_stop": stop}
     run = Run(
@@ -249,7 +248,7 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
 def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_if_nothing_had_been(
     inputs: Path, tmp_path: Path
 ) -> None:
-    """With a critic that warms up, an adaptive KL controller, validations, and bfloat16 weights over float32
+    """Runs with critic warm-up, an adaptive KL controller, validations, and bfloat16 weights with float32
     masters."""
     config = ppo_config(inputs, DType.bfloat16, PPO_STEPS, every_steps=2)
     for name in ("straight", "killed"):
@@ -258,7 +257,7 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
     command = run.start()
     command.wait_for(run.is_saving, LOOK_S)
     everything = command.processes()
-    assert len(everything) > 8  # Ray's daemons, workers, and what scores
+    assert len(everything) > 8  # Ray's daemons, workers, and scoring processes
     command.process.kill()
     assert gone_within(everything, END_LIMIT_S) == []
     assert_whole(run, had_one=False)
@@ -270,13 +269,13 @@ def test_ppo_whose_driver_is_killed_in_a_save_leaves_no_process_and_goes_on_as_i
 
 
 class Faulty(Run):
-    """Started, disturbed once its next step is saved, and looked at when it has ended."""
+    """Run that is disturbed once its next step is saved, and inspected when it has ended."""
 
     def disturb(
         self, act: Callable[[Command], object], clock_is_set: bool = False, is_read_only: bool = False
     ) -> str:
-        """Its last page. Nothing is left but whole checkpoints, and where nothing can be removed what the
-        next run removes."""
+        """Disturb the run and return its failure page. Only complete checkpoints may be left, except where
+        nothing can be removed; the next run removes those leftovers."""
         before = self.last_step()
         program = [str(CLOCK_SET)] if clock_is_set else ["-m", "megarl"]
         command = Command([*program, "sft", str(self.folder / "run.yaml")], self.log)
@@ -307,8 +306,8 @@ def kill(name: str) -> Callable[[Command], object]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """In the block it is a mount that is: no permission, which root would not need. Of another mount of it,
-    so that it is so at once."""
+    """Remount the folder read-only in the block. Permissions would not stop root. A second mount makes it
+    take effect at once."""
     (side := folder.with_name("side")).mkdir()
     with ExitStack() as mounted:
         for command in (["--bind", folder, side], ["-o", "remount,bind,ro", side], ["--bind", side, folder]):
@@ -332,7 +331,7 @@ def mounts(folder: Path) -> bool:
 def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
     straight: Outcome, inputs: Path, tmp_path: Path
 ) -> None:
-    """Ray's daemons die under a clock that is set, the output folder goes away and comes back, and its disk
+    """Ray's daemons die under a changing clock, the output folder disappears and returns, and its disk
     becomes read-only."""
     run = Faulty(sft_config(inputs, DType.float32, SFT_STEPS, every_steps=1), tmp_path)
     away = tmp_path / "away"
@@ -347,7 +346,7 @@ def test_a_run_that_meets_one_fault_after_another_ends_as_an_undisturbed_one(
     assert "raylet.err of Ray's logs (below)" in page
     page = run.disturb(lambda command: run.output_dir.rename(away))
 
-    # Which file is missed first depends on how far the save is when the folder goes away.
+    # Which missing file is noticed first depends on the progress of the save when the folder disappears.
     assert "restore the folder" in page or "the run's folder was removed" in page
     assert not run.output_dir.exists()
     away.rename(run.output_dir)

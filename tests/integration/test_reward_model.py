@@ -1,4 +1,4 @@
-"""PPO on the sum of a reward model and a function, with the model on the critic's devices and in its
+"""Test PPO on the sum of a reward model and a function, with the model on the critic's devices and in its
 processes."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FUNCTION_WEIGHT = 2.0
 TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
-# The reward model takes turns with the engine.
+# The reward model shares devices with the engine by turns.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
     roles={"actor": "trained", "critic": "trained", "reward_model": "frozen", "rollout": "frozen"},
@@ -70,7 +70,7 @@ def config(
 
 @pytest.fixture(scope="module")
 def beside(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Two ranks in processes of their own, the first on the critic's device."""
+    """Run the reward model on two ranks in separate processes, the first on the critic's device."""
     settings = config(
         inputs, tmp_path_factory.mktemp("beside"), TWO_STAGES, PlacementStrategy.split_collocate
     )
@@ -93,8 +93,8 @@ def test_the_score_is_the_sum_of_what_each_part_says(beside: Finished) -> None:
 
 
 def test_validation_scores_are_the_functions_plus_hugging_faces(beside: Finished, inputs: Path) -> None:
-    """Each sample anew: its prompt from the data (numbers 32 to 39), its text from the run, by transformers'
-    own class and tokenizer."""
+    """Recompute the score of each sample: its prompt from the data (numbers 32 to 39), its text from the run,
+    by transformers' own class and tokenizer."""
     tokenizer = byte_pair_tokenizer()
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "judge", dtype=torch.float32)
     lines = [json.loads(line) for line in (beside.output_dir / "generations.jsonl").read_text().splitlines()]
@@ -132,7 +132,7 @@ def assert_same_run(run: Finished, expected: Finished) -> None:
 def test_in_one_process_with_actor_and_critic_it_is_the_same_run(
     beside: Finished, inputs: Path, tmp_path: Path
 ) -> None:
-    """There they also take turns with the engine."""
+    """In this placement they also share devices with the engine by turns."""
     settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
     assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
     assert_same_run(run_ppo(settings), beside)

@@ -1,4 +1,4 @@
-"""A frozen policy that is only a row in the table of roles scores samples in a run."""
+"""Test that a frozen policy that is only a row in the role table scores samples in a run."""
 
 from __future__ import annotations
 

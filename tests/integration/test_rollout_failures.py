@@ -1,4 +1,4 @@
-"""Replicas that die, hang, fail and lie, on real Ray: the batch is whole and as it would have been, or the
+"""Test replicas that die, hang, fail or misreport, on real Ray: the batch is complete and unchanged, or the
 error names the replica."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def tokens_of(batch: DataProto) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What one replica writes in peace."""
+    """Return what one replica writes undisturbed."""
     spec = FakeSpec(folder=tmp_path_factory.mktemp("undisturbed"), manifest=MANIFEST)
     with started_rollout(partial(FakeEngine, spec), 1) as rollout:
         rollout.send(WEIGHTS, 5)
@@ -146,7 +146,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     assert len(set(starts)) == 3
     spans = rollout.drain_spans()
     assert {span.rank for span in spans if span.name == "submit_and_poll"} == {0, 1}
-    assert sum(span.name == "__init__" for span in spans) == 3  # the lost one's as well
+    assert sum(span.name == "__init__" for span in spans) == 3  # including the restarted one's
 
 
 def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> None:
@@ -163,13 +163,13 @@ def test_too_many_restarts_end_the_run_with_the_last_words(start: StartFake) -> 
 
 
 def test_a_replica_that_dies_while_it_gets_weights(start: StartFake, undisturbed: list[list[int]]) -> None:
-    """In the first update; in the update of the replica that replaces another."""
+    """The replica dies in the first weight sync, then in the sync of its replacement."""
     rollout = start(
         Misdeed("load_folder", 1, What.kill_process),
         Misdeed("collect", 2, What.die),
         Misdeed("end_weight_update", 1, What.die),
     )
-    assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two misdeeds hit the first update
+    assert rollout.drain_metrics()["rollout/num_restarts"] == 2  # two faults hit the first sync
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
     assert rollout.drain_metrics()["rollout/num_restarts"] == 1
 
@@ -203,7 +203,7 @@ def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
     with pytest.raises(WorkerError, match="exceed the model's max_position_embeddings"):
         list(rollout.stream([GenerationRequest(0, [1] * 60, SamplingParameters(max_new_tokens=9, seed=0))]))
     assert rollout.drain_metrics()["rollout/num_restarts"] == 0
-    assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # cancelled requests do not come back
+    assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # cancelled requests do not return
 
 
 LIES: dict[What, tuple[type[RunError], str]] = {
@@ -225,7 +225,7 @@ LIES: dict[What, tuple[type[RunError], str]] = {
 
 
 def test_a_lie_is_found_and_the_replica_named(start: StartFake, undisturbed: list[list[int]]) -> None:
-    """One after the other, each in the first answer of a batch; then it tells the truth."""
+    """Each misreport comes in the first reply of a batch; after it, the replica reports correctly."""
     rollout = start(*(Misdeed("collect", 1, lie) for lie in LIES), num_replicas=1)
     for error, message in LIES.values():
         with pytest.raises(error, match=message):

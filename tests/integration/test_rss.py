@@ -1,5 +1,5 @@
-"""The resident memory of a rank over 220 steps, within which it had grown by a third when it grew; in the
-soak tests over 500."""
+"""Test the resident memory of a rank over 220 steps, in which an earlier leak grew by a third; the soak tests
+run 500 steps."""
 
 import os
 import subprocess

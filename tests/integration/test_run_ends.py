@@ -1,7 +1,7 @@
-"""Runs as a user starts them, ended in every way: the message names the cause, and no process is left after
-30 seconds.
+"""Test every way in which a run started by a user can end: the message names the cause, and no process is
+left after 30 seconds.
 
-The end of a driver that is killed, in the middle of a save, is in test_resume.py.
+test_resume.py covers a driver that is killed in the middle of a save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 class Run(Command):
-    """`megarl train`, or `megarl sft`, in a folder."""
+    """`megarl train` or `megarl sft` in a folder."""
 
     def __init__(self, folder: Path, config: PPOConfig | SFTConfig, python: Sequence[str]) -> None:
         self.output_dir = folder / "run"
@@ -79,7 +79,7 @@ def start(folder: Path, forked_processes: None) -> Iterator[Callable[..., Run]]:
 
 
 def sft_config(folder: Path) -> SFTConfig:
-    """Two ranks, and no end."""
+    """Configure two ranks and an unbounded run."""
     return tiny_sft_config(
         folder,
         folder / "run",
@@ -90,7 +90,7 @@ def sft_config(folder: Path) -> SFTConfig:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], folder: Path) -> None:
-    # Fresh: a forked process ends with its client, and here all have to end by themselves.
+    # Fresh: a forked process ends with its client, and here all must end by themselves.
     run = start(sft_config(folder), python=[sys.executable])
     run.wait_for(lambda: run.steps() >= 1)
     victim, other = run.processes("ray::WorkerHost")
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., 
     run.wait_for(lambda: run.steps() >= 1)
     everything = run.processes()
     run.interrupt()
-    time.sleep(0.1)  # it is ending
+    time.sleep(0.1)  # while it is ending
     run.interrupt()
     assert run.status(LIMIT_S) == 130
     assert gone_within(everything, LIMIT_S) == []
@@ -128,7 +128,7 @@ def ppo_config(folder: Path) -> PPOConfig:
         folder / "run",
         data={"val_files": []},
         reward={"time_limit_s": 200},
-        # no critic: a process less to start
+        # no critic: one process less to start
         algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.rloo)),
         rollout={"n": 2},
         trainer={"total_steps": 2, "prompts_per_step": 8, "validate_before": False},
@@ -142,7 +142,7 @@ def test_a_killed_reward_function_is_an_error_of_its_sample_and_ends_the_run(
     run = start(ppo_config(folder))
     run.wait_for((folder / "scoring").exists)
     everything = run.processes()
-    assert reached_by_strangers(everything) == []  # the groups that carry weights as well
+    assert reached_by_strangers(everything) == []  # including the weight-sync groups
     for process in run.processes("multiprocessing.spawn import spawn_main"):
         process.kill()
     assert run.status(LIMIT_S) == 1

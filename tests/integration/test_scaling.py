@@ -1,5 +1,5 @@
-"""Replicas that join and leave a whole run on real Ray, as `megarl scale` asks for them; and what `megarl
-status` says meanwhile."""
+"""Test replicas that join and leave a run on real Ray on request of `megarl scale`, and what `megarl status`
+reports in the meantime."""
 
 from __future__ import annotations
 

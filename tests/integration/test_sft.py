@@ -1,4 +1,4 @@
-"""Supervised fine-tuning end to end on real Ray, against Hugging Face's cross-entropy."""
+"""Test supervised fine-tuning end to end on real Ray, against Hugging Face's cross-entropy."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def dataset(config: SFTConfig, files: list[str]) -> SFTDataset:
 
 
 def answer_losses(folder: str | Path, batch: DataProto) -> list[float]:
-    """Of each token of an answer, by Hugging Face's own loss. Labels by hand: of what stands between <model>
-    and <end>, the latter too."""
+    """Return the loss of each answer token, computed by Hugging Face. The labels are set by hand: the tokens
+    between <model> and <end>, including the latter."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     opening = SYMBOLS.index("<model>")
     end = SYMBOLS.index("<end>")

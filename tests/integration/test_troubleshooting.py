@@ -1,5 +1,5 @@
-"""The failures of docs/troubleshooting.md that no other test makes, for real. Others are compared where they
-are made."""
+"""Test the failures of docs/troubleshooting.md that no other test produces. The others are compared where
+they are produced."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BATCH = DataProto.from_dict({"x": torch.zeros(12)}, {"uid": [f"0-{row // 2}" for
 class UnluckyWorker(Worker):
     @register(Dispatch.MEGATRON_MESH)
     def update(self, batch: DataProto) -> DataProto:
-        """Asks for a GiB where the process may have a quarter of one more than it has."""
+        """Allocate a GiB when the process may allocate only another quarter of one."""
         used = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
 
@@ -93,8 +93,8 @@ def test_a_port_that_is_taken(unlucky: RayWorkerGroup) -> None:
 
 
 def test_a_process_that_is_killed(unlucky: RayWorkerGroup) -> None:
-    """The last test of the group, which has no process any more."""
-    unlucky.call(UnluckyWorker.listen, 0)  # the driver learns where it is
+    """Must be the last test of the group, which has no process afterwards."""
+    unlucky.call(UnluckyWorker.listen, 0)  # the driver learns the worker's location
     with pytest.raises(WorkerError) as caught:
         unlucky.call(UnluckyWorker.log_probs, BATCH)
     check_documented("worker-killed", last_page(caught.value, "train", RunContext(PPOConfig())))
@@ -118,7 +118,7 @@ def sft(tmp_path: Path) -> Path:
     save_inputs(tmp_path)
     weights = load_file(file := tmp_path / "policy" / "model.safetensors")
 
-    # So large that the products of queries and keys are beyond float32.
+    # So large that the products of queries and keys overflow float32.
     grown = {
         name: weight * 1e24 if name.endswith(("q_proj.weight", "k_proj.weight")) else weight
         for name, weight in weights.items()
@@ -137,8 +137,8 @@ def sft(tmp_path: Path) -> Path:
 
 
 def test_a_loss_that_is_not_a_number(forked_processes: None, sft: Path) -> None:
-    """The whole command, to its exit status; and the file has what was printed, and goes with the next
-    start."""
+    """Run the whole command to its exit status; the file has the printed page, and the next start removes
+    it."""
     ended = subprocess.run(
         [*fork_server.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False
     )
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_a_number(forked_processes: None, sft: Path) -> None:
 
 
 def test_a_disk_that_is_full(sft: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """/dev/full gives the kernel's own error to whoever writes."""
+    """/dev/full returns the kernel's own error to every writer."""
     (output_dir := sft.parent / "run").mkdir()
     (output_dir / ".config.yaml.partial").symlink_to("/dev/full")
     (output_dir / f".{FAILURE_FILE}.partial").symlink_to("/dev/full")

@@ -1,5 +1,5 @@
-"""Engines that sleep while others have their memory, on real Ray: whoever dies, all sleep, and all have the
-weights afterwards."""
+"""Test engines that sleep while other roles use their memory, on real Ray: whichever process dies, all sleep,
+and all have the weights afterwards."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_a_replica_that_dies_asleep_is_replaced_when_weights_come(tmp_path: Path
         rollout.send(WEIGHTS, 5, wakes=True)
         rollout.sleep()
         os.kill(pids(rollout)[0], signal.SIGKILL)
-        assert rollout.resident_memory_gb() > 0  # of the one that is left
+        assert rollout.resident_memory_gb() > 0  # of the remaining one
         rollout.send(WEIGHTS, 6, wakes=True)
         rollout.settle()
         assert [replica.call(RolloutWorker.weight_version) for replica in rollout.replicas] == [6, 6]
 
 
 def test_a_sleeping_engine_gives_its_memory_back(tmp_path: Path) -> None:
-    """The reference engine, with tensors that the heap would keep."""
+    """Use the reference engine, with tensors that the heap would keep."""
     model = save_large_model(tmp_path)
     policy = ModelConfig(path=str(tmp_path), dtype=DType.float32)
     build = partial(

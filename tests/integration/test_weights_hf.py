@@ -1,4 +1,4 @@
-"""Each family from each trainer layout by each transport into transformers, twice."""
+"""Test weight sync into transformers: each family from each trainer layout by each transport, twice."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.integration.weight_matrix import (
 
 
 def test_the_matrix_has_what_it_should() -> None:
-    """Every transport into transformers from every layout; into SGLang every transport, every layout, every
-    engine."""
+    """The matrix covers every transport into transformers from every layout; into SGLang, every transport,
+    every layout and every engine."""
     by_transformers = {(layout, transport) for engine, layout, transport in MATRIX if engine.mode is None}
     assert by_transformers == set(itertools.product(LAYOUTS, TRANSPORTS))
     engines, layouts, transports = zip(
@@ -60,7 +60,7 @@ def trainers(
 
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.value)
 @pytest.mark.parametrize("engine", HF, ids=str)
-# by itself: pytest would start them anew for each case of several
+# called explicitly: pytest would restart them for each of several cases
 @pytest.mark.parametrize("trainers", LAYOUTS, indirect=True)
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     trainers: Trainers,

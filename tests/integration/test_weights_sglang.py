@@ -1,5 +1,5 @@
-"""Each family from each trainer layout into the real SGLang of each size, by the transports in turns, twice;
-and one that is killed."""
+"""Test weight sync into real SGLang of each size: each family from each trainer layout, alternating
+transports, twice, and one engine that is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
 
 
 class Running:
-    """One engine at a time. pytest itself would start it for each test anew, where it is one of several
+    """One engine at a time. pytest itself would restart it for each test if it were one of several
     parameters."""
 
     def __init__(self, models: dict[str, list[Trained]]) -> None:
@@ -87,7 +87,8 @@ def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
 
 
 def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, list[Trained]]) -> None:
-    """In the middle of a batch: the batch is whole, the weights are right, the run goes on."""
+    """The kill is in the middle of a batch: the batch is complete, the weights are right, the run
+    continues."""
     running.close()
     version, later = itertools.islice(versions, 2)
 

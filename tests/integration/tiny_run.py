@@ -1,5 +1,5 @@
-"""Small runs on real Ray: what they read (a model folder with tokenizer, parquet files, a reward file), and
-the runs themselves."""
+"""Small runs on real Ray, and their inputs: a model folder with tokenizer, parquet files, and a reward
+file."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ REWARD = (
 
 
 def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None:
-    """A Qwen2 of four layers, so that every layout of up to four ranks can cut it; or a Qwen3-MoE of the same
-    size."""
+    """Save a Qwen2 of four layers, which every layout of up to four ranks can shard, or a Qwen3-MoE of the
+    same size."""
     vocabulary = Tokenizer(
         models.WordLevel({symbol: index for index, symbol in enumerate(SYMBOLS)}, unk_token="<pad>")
     )
@@ -130,8 +130,8 @@ def save_policy(folder: Path, seed: int = 0, with_experts: bool = False) -> None
 
 
 def save_inputs(folder: Path) -> None:
-    """`policy/`, `train.parquet`, `validation.parquet`, `sft.parquet`, `sft_validation.parquet` and
-    `reward.py` in `folder`."""
+    """Write `policy/`, `train.parquet`, `validation.parquet`, `sft.parquet`, `sft_validation.parquet` and
+    `reward.py` to `folder`."""
     save_policy(folder / "policy")
     rows = [
         {
@@ -159,10 +159,10 @@ def save_inputs(folder: Path) -> None:
 
 
 def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
-    """A PPO run of what `save_inputs` left in `inputs`: four prompts with four samples each a step,
-    validation with greedy ones.
+    """Configure a PPO run on the files that `save_inputs` wrote to `inputs`: four prompts with four samples
+    each per step, and greedy validation.
 
-    A change is a section, or a mapping of keys of it that differ: `tiny_config(inputs, folder,
+    A change is a section, or a mapping of keys in it that differ: `tiny_config(inputs, folder,
     trainer={"total_steps": 2})`.
     """
     micro_batch = MicroBatchConfig(max_tokens=64)
@@ -190,7 +190,7 @@ def tiny_config(inputs: Path, output_dir: Path, **changes: Any) -> PPOConfig:
 
 
 def tiny_sft_config(inputs: Path, output_dir: Path, **changes: Any) -> SFTConfig:
-    """As `tiny_config`, of seven samples a step: no number of replicas but one has equal parts of them."""
+    """Like `tiny_config`, with seven samples per step, which more than one replica cannot split evenly."""
     config = SFTConfig(
         model=ModelConfig(path=str(inputs / "policy"), dtype=DType.float32),
         data=SFTDataConfig(
@@ -216,7 +216,12 @@ def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 class Finished(NamedTuple):
-    """`metrics`: the lines of metrics.jsonl. `policy`: the trained model's Hugging Face folder."""
+    """Result of a run.
+
+    Attributes:
+        metrics: Lines of metrics.jsonl.
+        policy: Hugging Face folder of the trained model.
+    """
 
     output_dir: Path
     metrics: list[dict[str, Any]]
@@ -227,7 +232,7 @@ class Finished(NamedTuple):
 
 
 class WatchedTrainer(PPOTrainer):
-    """Calls `look` with the number of each step, counted from 1, before its samples are asked for."""
+    """Trainer that calls `look` with the number of each step, from 1, before its samples are requested."""
 
     look: Callable[[int], None]
 
@@ -238,8 +243,11 @@ class WatchedTrainer(PPOTrainer):
 
 
 def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
-    """Trains as `megarl train` does, on the Ray that is there; `look` sees the roles before each step,
-    counted from 1 also where the run goes on from a checkpoint of another, which `checkpoint.resume` names.
+    """Train like `megarl train`, on the current Ray cluster.
+
+    Args:
+        look: Called with the roles before each step. Steps are counted from 1, also in a run that resumes
+            from another's checkpoint (`checkpoint.resume`).
     """
     path = config.model.path
     data = config.data
@@ -286,7 +294,7 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
 
 
 def _check_samples(config: PPOConfig, first_step: int) -> None:
-    """What fails while they are written in the background is a warning only."""
+    """Check the stored samples: a failure in the background write is only a warning."""
     files = sample_files(Path(config.trainer.output_dir))
     assert first_step in files
 
@@ -299,7 +307,7 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
 
 
 def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
-    """As `run_ppo`, for `megarl sft`; `data`: where the loader begins, as its `state_dict` says."""
+    """Train like `megarl sft`. `data` is the `state_dict` at which the loader begins."""
     path = config.model.path
     files = (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)

@@ -1,5 +1,5 @@
-"""Each family from each trainer layout by each transport: what test_weights_hf.py and test_weights_sglang.py
-push, and compare."""
+"""Weight-sync matrix of test_weights_hf.py and test_weights_sglang.py: each family from each trainer layout
+by each transport."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from tests.unit.engine.models import load_lm, save_model
 from tests.unit.engine.rank_side import ALL_LAYOUTS
 from tests.unit.roles.groups import model_spec, started
 
-ALL = "MEGARL_SOAK" in os.environ  # as tests/soak asks for
+ALL = "MEGARL_SOAK" in os.environ  # set by tests/soak
 TRANSPORTS = (Transport.device, Transport.group, Transport.folder)
-BUCKET_BYTES = 20_000  # less than the embedding: it is split
+BUCKET_BYTES = 20_000  # smaller than the embedding, which is split
 TOLERANCE = 1e-3
 PROMPTS = [[5, 6, 14, 7, 8], [9, 10], [120, 121, 122, 123, 124, 125, 198]]
 GREEDY = SamplingParameters(max_new_tokens=5, seed=0, temperature=0, ignore_eos=True)
@@ -54,7 +54,12 @@ COOL = SamplingParameters(max_new_tokens=5, seed=1, temperature=0.6, ignore_eos=
 
 
 class EngineCase(NamedTuple):
-    """`num_ranks`: of each replica. mode None: transformers."""
+    """An engine of the matrix.
+
+    Attributes:
+        num_ranks: Ranks of each replica.
+        mode: None for transformers.
+    """
 
     family: str
     num_ranks: int = 1
@@ -74,24 +79,24 @@ SGLANG = [
     EngineCase("qwen3-tied", 2, SGLangMode.server),
     EngineCase("qwen3-tied", 1, SGLangMode.engine, num_replicas=2),
 ]
-# Ranks with copies are here those that share rows: a push knows no other difference between them and
+# Ranks with copies of the weights are those that split rows: a weight sync does not distinguish them from
 # replicas.
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2", "CP2", "TP2+SP")}
-MORTAL = SGLANG[3]  # which is killed
+MORTAL = SGLANG[3]  # the one that is killed
 
 
 def works(engine: EngineCase, layout: str, transport: Transport) -> bool:
-    """`device` wants a trainer rank beside each engine rank; what is said otherwise: test_transport.py,
-    test_transports.py."""
+    """Return whether the combination is supported: `device` needs a trainer rank on each engine rank's
+    device. test_transport.py and test_transports.py test the errors for the others."""
     return (
         transport is not Transport.device
         or engine.num_ranks * engine.num_replicas <= LAYOUTS[layout].world_size
     )
 
 
-# Layouts are the outer loop for transformers, engines for SGLang: its idle processes look for work all the
-# time. The whole product of transformers; SGLang of each family and size from every other layout, by the
-# transports in turns. Its whole product is # a soak test.
+# Layouts are the outer loop for transformers, engines for SGLang, whose idle processes poll all the time.
+# transformers runs the whole product; SGLang runs each family and size from every other layout, with
+# alternating transports. Its whole product is a soak test.
 def _is_tried(row: int, column: int, number: int) -> bool:
     return ALL or ((row + column) % 2 == 0 and number == (row + column) // 2 % len(TRANSPORTS))
 
@@ -106,7 +111,7 @@ MATRIX = [
 
 
 class ReloadingWorker(MegatronWorker):
-    """Takes one model after another; the processes and their parallel groups stay."""
+    """Worker that loads one model after another; the processes and their parallel groups stay."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load(self, spec: ModelSpec) -> None:
@@ -114,7 +119,7 @@ class ReloadingWorker(MegatronWorker):
 
 
 class Trained(NamedTuple):
-    """A model with random weights, and what transformers writes with it."""
+    """A model with random weights, and what transformers generates with it."""
 
     folder: Path
     model: PreTrainedModel
@@ -122,7 +127,7 @@ class Trained(NamedTuple):
 
 
 def two_of_each_family(folder: Path) -> dict[str, list[Trained]]:
-    """They are pushed one after the other."""
+    """Return the models, which are synced one after the other."""
     made: dict[str, list[Trained]] = {}
     for family in dict.fromkeys(engine.family for engine in [*HF, *SGLANG]):
         for seed in (1, 2):
@@ -167,7 +172,7 @@ class Trainers(NamedTuple):
         self.group.call(ReloadingWorker.load, model_spec(folder, LAYOUTS[self.layout], optim=None))
 
     def sync(self, engine: EngineCase, folder: Path, transport: Transport, scratch: Path) -> WeightSync:
-        """Every push compares every checksum."""
+        """Build a weight sync that compares every checksum."""
         source = WeightSource(
             group=self.group,
             architecture=read_architecture(str(folder)),
@@ -221,7 +226,8 @@ def greedy_by_transformers(model: PreTrainedModel) -> list[list[int]]:
 
 
 def log_prob_gap(model: PreTrainedModel, samples: list[Sample], temperature: float) -> float:
-    """The largest difference from Hugging Face's log_softmax(logits / temperature) of the same tokens."""
+    """Return the largest difference from Hugging Face's log_softmax(logits / temperature) of the same
+    tokens."""
     gaps = []
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
@@ -247,7 +253,7 @@ def push_twice(
     transport: Transport,
     scratch: Path,
 ) -> None:
-    """What the engine writes afterwards is what transformers writes with these weights."""
+    """Sync twice. The engine must then write what transformers writes with these weights."""
     sync = trainers.sync(engine, trained_models[0].folder, transport, scratch)
     for trained, version in zip(trained_models, versions, strict=False):
         for replica in replicas.groups:
