@@ -112,7 +112,7 @@ def _status(command: Sequence[str], output: object) -> int | str:
     try:
         return subprocess.run(command, cwd=ROOT, stdout=output, timeout=LIMIT_S, check=False).returncode  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
-        return f"no word for {LIMIT_S} s"
+        return f"timed out after {LIMIT_S} s"
 
 
 def _name(file: Path) -> str:
@@ -142,7 +142,7 @@ def main(options: Sequence[str] | None = None) -> int:
     import torch
 
     if rehearses:
-        print(f"a rehearsal on the CPU, torch {torch.__version__}")
+        print(f"a dry run on the CPU, torch {torch.__version__}")
         rows = [run_tests(ROOT / "tests" / "unit" / name) for name in REHEARSALS]
     elif torch.cuda.is_available():
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")

@@ -1,11 +1,11 @@
-"""Random kills while generation runs ahead of training: no prompt may be lost or come twice, and no sample
-may be older than the bound.
+"""Kill random processes while generation runs ahead of training: no prompt may be lost or repeated, and no
+sample may be too old.
 
 python -m tests.soak.async_kills --engine fake|hf|sglang --kills 30 --seed 0
 
-As tests/soak/kills.py, with pushes in the middle of samples. In turns a replica is hit, a process that
-scores, and the driver, which is started again, with a replica more or less, and goes on from what it saved
-after its last step. The trainer only pushes.
+Like tests/soak/kills.py, with weight syncs in the middle of samples. The victims alternate between a replica,
+a scoring process, and the driver. The driver is restarted with one replica more or less, and resumes from
+what it saved after its last step. The trainer only syncs weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SAMPLING = SamplingConfig(n=4)
 MAX_STALENESS = 2
 TRAINING_S = 0.1
 SHORTEST_PAUSE_S = 1.0  # between two kills, on average, so that a driver makes steps
-LIFE_S = 600.0  # that a driver has, on a busy machine, to see three kills, the last of which is its own
+LIFE_S = 600.0  # limit for a driver, on a busy machine, to see three kills, the last of which is its own
 GONE_S = 30.0
 FUNCTION = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0 + "
@@ -66,7 +66,7 @@ FUNCTION = (
 
 
 class Rows:
-    """Prompts of one to eight tokens."""
+    """Data set of prompts of one to eight tokens."""
 
     identity = RowIdentity("rows")
 
@@ -89,8 +89,12 @@ class Rows:
 
 @dataclass
 class KillerOfAll(Killer):
-    """scoring: the group of the reward. victims_file: keeps the victims for the driver that comes after this
-    one."""
+    """Killer of replicas, scoring processes and the driver.
+
+    Args:
+        scoring: Group of the reward.
+        victims_file: Keeps the victims for the next driver.
+    """
 
     scoring: RoleGroup | None = None
     victims_file: Path | None = None
@@ -123,7 +127,7 @@ def started_reward(folder: Path) -> Iterator[Reward]:
     save_policy(folder / "policy")
     (folder / "reward.py").write_text(FUNCTION)
 
-    # A sample whose process is killed scores 0; two, for one of them may be starting.
+    # A sample whose process is killed scores 0. Kill two, because one of them may be starting.
     config = RewardConfig(
         functions=[RewardFunctionConfig(path=str(folder / "reward.py"))], max_error_rate=1.0, num_processes=2
     )
@@ -140,7 +144,7 @@ def started_reward(folder: Path) -> Iterator[Reward]:
 
 
 class RunFolder:
-    """What a driver leaves for the next one, and for who counts at the end: the steps, and what the last of
+    """Files that a driver leaves for the next one and for the final check: the steps, and what the last of
     them saved."""
 
     def __init__(self, path: Path) -> None:
@@ -175,14 +179,14 @@ class RunFolder:
         return json.loads(self._saved.read_text()) if self._saved.exists() else None
 
     def steps(self) -> dict[int, dict[str, Any]]:
-        """What was trained after the last save of a driver that was killed was trained again, by the next
-        one: that counts."""
+        """Return the steps. Steps trained after the last save of a killed driver were repeated by the next
+        one, which counts."""
         lines = [json.loads(line) for line in self._steps.read_text().splitlines()]
         return {line["step"]: line for line in lines}
 
 
 def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
-    """One life of the driver. Raises AssertionError where a sample is wrong. Needs a Ray that runs."""
+    """Run one driver. Raises AssertionError if a sample is wrong. Needs a running Ray."""
     (folder.path / "model").mkdir(exist_ok=True)
     subject = make_subject(engine, folder.path / "model")
     victims = folder.victims()
@@ -254,7 +258,7 @@ def _train(
 
 
 def run(engine: str, num_kills: int, seed: int, folder: Path) -> str:
-    """Raises AssertionError where a prompt or a sample is wrong, or something takes too long."""
+    """Run the test. Raises AssertionError if a prompt or a sample is wrong, or something takes too long."""
     start_s = time.monotonic()
     run_folder = RunFolder(folder)
     arguments = [
@@ -325,7 +329,7 @@ if __name__ == "__main__":
                 f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}"
             )
     else:
-        logging.disable(logging.WARNING)  # a warning for each restart
+        logging.disable(logging.WARNING)  # one warning per restart
         start_ray(num_cpus=NUM_REPLICAS + 2, object_store_mb=100)
         drive(arguments.engine, arguments.kills, arguments.seed, RunFolder(arguments.drive))
         assert shutdown() == []

@@ -1,10 +1,10 @@
-"""A tiny Qwen3-MoE learns the quickstart's sums, its experts dealt everywhere: `python -m tests.soak.experts
---seeds 0 1`.
+"""Train a tiny Qwen3-MoE on the quickstart's sums, with its experts distributed everywhere: `python -m
+tests.soak.experts --seeds 0 1`.
 
-PPO with the actor's and the reference's rows shared by two ranks (CP2 x EP2), the critic's layers by two (TP2
-with sequence parallelism x EP2), and SGLang's by two (TP2 x EP2); weights are compared to the bit after every
-push. Prints the share of held-out sums that are right, before and after, and ends with status 1 where a seed
-gains less than 20 points. A seed takes some ten minutes on two cores.
+The run is PPO with the rows of actor and reference split over two ranks (CP2 x EP2), the critic's layers over
+two (TP2 with sequence parallelism x EP2), and SGLang's over two (TP2 x EP2). Weights are compared bitwise
+after every sync. The script prints the share of correct held-out sums before and after, and exits with status
+1 if a seed gains less than 20 points. A seed takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def learn(folder: Path, seed: int, steps: int) -> float:
-    """From random weights, by demonstrations, then by PPO; what the second has gained."""
+    """Train from random weights, first on demonstrations, then by PPO. Returns the gain of PPO."""
     prepare(folder, seed)
     save_model(folder / "model", seed)
     data = folder / "data"
@@ -102,8 +102,8 @@ def learn(folder: Path, seed: int, steps: int) -> float:
 
 
 def save_model(folder: Path, seed: int) -> None:
-    """The quickstart's, with experts in the place of each layer's network, beside the tokenizer that is
-    there."""
+    """Save the quickstart's model with experts instead of each layer's MLP, next to the existing
+    tokenizer."""
     sizes = json.loads((MODEL / "config.json").read_text())
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(

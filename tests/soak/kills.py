@@ -1,13 +1,11 @@
-"""Random kills: processes of rollout replicas die at random moments, and no sample may be lost, doubled or
-changed.
+"""Kill processes of rollout replicas at random times: no sample may be lost, repeated or changed.
 
 python -m tests.soak.kills --engine fake|hf|sglang --kills 50 --seed 0
 
 A thread kills with SIGKILL a random process of a random replica (its Ray worker, or one that its engine has
-started), at random
-moments: while it generates, while it is given weights, while it starts anew. Meanwhile batch after batch is
-generated. Each must be that of an undisturbed run with the same seeds, and the replicas' checksums those of
-the weights that were sent.
+started) at random times: during generation, weight sync, and startup. Meanwhile, batches are generated. Each
+must equal that of an undisturbed run with the same seeds, and the replicas' checksums must match the weights
+that were sent.
 """
 
 from __future__ import annotations
@@ -51,13 +49,14 @@ from tests.rollout_replicas import started_rollout
 from tests.unit.rollout.models import random_model
 
 NUM_REPLICAS = 2
-_SPARED_AT_START = 0.7  # or most kills would hit processes that have not yet begun to work
-# a sample that is written again is written beside others, so its sums are rounded otherwise
+_SPARED_AT_START = 0.7  # otherwise most kills would hit processes that have not yet begun to work
+# a repeated sample is batched with others, so its sums are rounded differently
 LOG_PROB_TOLERANCE = 1e-4
 
 
 class Subject(NamedTuple):
-    """An engine to be killed. pause_s: between two kills, on average; of the order of its start-up."""
+    """An engine to kill. `pause_s` is the average time between two kills, on the order of its startup
+    time."""
 
     build_engine: Callable[[], RolloutEngine]
     weights: dict[str, torch.Tensor]
@@ -73,7 +72,7 @@ def make_subject(engine: str, folder: Path) -> Subject:
         )
 
     model = random_model()
-    model.config.architectures = [type(model).__name__]  # as saving the whole model does; SGLang wants it
+    model.config.architectures = [type(model).__name__]  # as when saving the whole model; SGLang needs it
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     rollout = RolloutConfig(engine=RolloutEngineKind(engine), max_concurrency=16)
@@ -100,7 +99,7 @@ def make_requests(count: int, seed: int) -> list[GenerationRequest]:
 
 @dataclass
 class Killer:
-    """Kills until `num_kills` are done. While `lock` is held it does nothing."""
+    """Kills until `num_kills` are done. It pauses while `lock` is held."""
 
     rollout: Rollout
     num_kills: int
@@ -127,7 +126,7 @@ class Killer:
                 self.kill_one()
 
     def kill_one(self) -> None:
-        """Nothing where the replica has no such process, or dies while we look."""
+        """Kill one process. Does nothing if the replica has no such process, or dies in the meantime."""
         replica = self.chance.choice(self.rollout.replicas)
         if not replica.pids and self.chance.random() < _SPARED_AT_START:
             return
@@ -138,8 +137,8 @@ class Killer:
         ]
         try:
             worker = psutil.Process(pids[0])
-            # In turns: else a busy machine, whose workers are often just starting and have no children, would
-            # lose these alone.
+            # Alternate: on a busy machine, whose workers are often starting and have no children, only these
+            # would be hit otherwise.
             wants_child = self.victims.total() % 2 == 1
             victim = self.chance.choice(worker.children(recursive=True)) if wants_child else worker
             name = "the worker" if victim == worker else f"a child ({victim.name()[:20]})"
@@ -171,7 +170,7 @@ class Report(NamedTuple):
 
 
 def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
-    """Raises AssertionError where a sample or a checksum is wrong. Needs a Ray that runs."""
+    """Run the test. Raises AssertionError if a sample or a checksum is wrong. Needs a running Ray."""
     subject = make_subject(engine, folder)
     requests = make_requests(subject.num_requests, seed)
     start_s = time.monotonic()
@@ -187,7 +186,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
         totals: Counter[str] = Counter()
         with killer.at_work():
             while not killer.is_done:
-                if num_batches % 3 == 2:  # weights are sent between batches, and kills hit that as well
+                if num_batches % 3 == 2:  # weights are synced between batches, and kills hit that as well
                     rollout.send(subject.weights, 1 + num_batches)
                 _compare(_by_id(rollout.stream(requests), requests), expected)
                 num_batches += 1
@@ -201,7 +200,7 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
                     f"{time.monotonic() - start_s:.0f} s",
                     flush=True,
                 )
-        rollout.send(subject.weights, 1 + num_batches)  # whoever died last is found by it
+        rollout.send(subject.weights, 1 + num_batches)  # detects whoever died last
         num_checksums += _check_weights(rollout, sums)
         totals.update({name: int(value) for name, value in rollout.drain_metrics().items() if "num_" in name})
         return Report(
@@ -224,7 +223,8 @@ def _by_id(
 
 
 def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
-    """Of the replicas that are there, how many; others died after their last sample, or are starting."""
+    """Check the live replicas, and return their number; others died after their last sample, or are
+    starting."""
     count = 0
     for number, replica in enumerate(rollout.replicas):
         if number in rollout._replicas.starting:
@@ -261,7 +261,7 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # a warning for each restart
+    logging.disable(logging.WARNING)  # one warning per restart
     start_ray(num_cpus=NUM_REPLICAS, object_store_mb=100)
     with tempfile.TemporaryDirectory() as scratch:
         print(f"{arguments.engine}: {run(arguments.engine, arguments.kills, arguments.seed, Path(scratch))}")

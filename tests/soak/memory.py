@@ -1,10 +1,10 @@
-"""Memory that a whole run gives back between phases, beside the plan: `python -m tests.soak.memory`.
+"""Compare the memory that a whole run frees between phases with the plan: `python -m tests.soak.memory`.
 
-A PPO run on real Ray and real Megatron in hybrid and in fully_collocate, with a model large enough that its
-state is not lost in what else a process holds. Before its third step every phase is begun once, as the step
-itself will, and the resident memory of the actor's and the critic's process is read. The difference between
-two phases is compared with that of parameters, gradients and optimizer state in `plan_memory`. Ends with
-status 1 where one is more than 10 % off.
+The script runs PPO on real Ray and real Megatron in hybrid and in fully_collocate, with a model whose state
+is large compared with the rest of a process. Before the third step, every phase is begun once, as in the step
+itself, and the resident memory of the actor's and the critic's process is read. The difference between two
+phases is compared with that of parameters, gradients and optimizer state in `plan_memory`. Exits with status
+1 if one deviates by more than 10 %.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.integration.tiny_run import run_ppo
 
 TOLERANCE = 0.1
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
-MODELS = ("actor", "critic")  # first roles of the processes that are measured
-LOOK_AT_STEP = 3  # the optimizer has its moments, and every role was away once
+MODELS = ("actor", "critic")  # first roles of the measured processes
+LOOK_AT_STEP = 3  # the optimizer has its moments, and every role was offloaded once
 
 
 def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
-    """phase -> process (its first role) -> parameters, gradients and optimizer state."""
+    """Return phase -> process (its first role) -> bytes of parameters, gradients and optimizer state."""
     architecture = read_architecture(config.model.path)
     plan = plan_placement(config)
     device = plan_memory(config, plan, dict.fromkeys(("actor", "reference", "critic"), architecture))[0]
@@ -53,7 +53,7 @@ def predicted_bytes(config: PPOConfig) -> dict[str, dict[str, int]]:
 
 
 class Gauge:
-    """phase -> process -> resident bytes."""
+    """Measured memory: phase -> process -> resident bytes."""
 
     def __init__(self) -> None:
         self.resident: dict[str, dict[str, float]] = {}
@@ -77,14 +77,14 @@ class Gauge:
 def compare(
     strategy: PlacementStrategy, predicted: dict[str, dict[str, int]], resident: dict[str, dict[str, float]]
 ) -> float:
-    """Prints a row per process and phase; the largest deviation."""
+    """Print a row per process and phase. Returns the largest deviation."""
     worst = 0.0
     for process in predicted["gen"]:
         least = min(PHASES, key=lambda phase: predicted[phase][process])
         for phase in PHASES:
             plan = predicted[phase][process] - predicted[least][process]
-            # as little as in the phase with the least; in hybrid the critic has devices of its own, and never
-            # moves
+            # As little as in the phase with the least; in hybrid, the critic has its own devices and is never
+            # offloaded.
             if plan == 0:
                 continue
             measured = resident[phase][process] - resident[least][process]

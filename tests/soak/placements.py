@@ -1,8 +1,8 @@
-"""The same PPO run in every placement, with one engine: `python -m tests.soak.placements --engine sglang`.
+"""Run the same PPO run in every placement with one engine: `python -m tests.soak.placements --engine sglang`.
 
-Five steps of a tiny model on real Ray and real Megatron, float32. Prints the largest relative difference of
-any metric and any weight from split_collocate, and ends with status 1 where one is above 1e-5. With SGLang
-each run takes about a minute on two quiet cores.
+The run is five steps of a tiny model on real Ray and real Megatron, in float32. The script prints the largest
+relative difference of any metric and any weight from split_collocate, and exits with status 1 if one is above
+1e-5. With SGLang each run takes about a minute on two idle cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.integration.test_placements import NOT_COMPARED, STEPS, config
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs
 
 TOLERANCE = 1e-5
-ABSOLUTE = 1e-9  # below it two numbers are both zero but for rounding
+ABSOLUTE = 1e-9  # below it, two numbers are both zero up to rounding
 
 
 def difference(value: float, other: float) -> float:
@@ -30,7 +30,7 @@ def difference(value: float, other: float) -> float:
 
 
 def of_metrics(run: Finished, expected: Finished) -> tuple[float, str]:
-    """The largest, and of which metric."""
+    """Return the largest difference, and its metric."""
     worst = (0.0, "all the same")
     for line, other in zip(run.metrics, expected.metrics, strict=True):
         names = [name for name in other if not name.startswith(NOT_COMPARED)]
@@ -41,7 +41,7 @@ def of_metrics(run: Finished, expected: Finished) -> tuple[float, str]:
 
 
 def of_weights(run: Finished, expected: Finished) -> float:
-    """Of the largest element: a norm-wise comparison of each tensor."""
+    """Return the largest element difference, relative to the norm of each tensor."""
     weights, others = (load_file(each.policy / "model.safetensors") for each in (run, expected))
     assert weights.keys() == others.keys()
     return max(float(torch.dist(weights[name], others[name]) / others[name].norm()) for name in others)

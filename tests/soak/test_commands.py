@@ -1,4 +1,5 @@
-"""Whole runs that are compared with each other or with the plan, or that learn, each a command of its own."""
+"""Run whole-run checks, each as a separate command: runs compared with each other or with the plan, and runs
+that learn."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tests.docs.pages import ROOT
 
 @pytest.mark.parametrize("modules", [("placements", "experts"), ("memory",)])
 def test_they_end_well(modules: tuple[str, ...]) -> None:
-    """The same run in every placement with SGLang, and what a model with experts learns; memory that a run
-    gives back, beside the plan."""
+    """Covers every placement with SGLang, a model with experts that learns, and freed memory compared with
+    the plan."""
     for module in modules:
         ended = subprocess.run(
             [sys.executable, "-m", f"tests.soak.{module}"],

@@ -1,5 +1,5 @@
-"""The CPU image of real wheels, as pip finds them: tests/docs/conftest.py makes it of what is installed
-here."""
+"""Test the CPU image built from the real wheels that pip finds; tests/docs/conftest.py builds it from the
+packages installed here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from tests.integration.dockerfile_steps import cpu_image
 
-# One step of the warm-up instead of 800, and one of PPO on 16 prompts instead of 70 on 128.
+# One step of warm-up instead of 800, and one PPO step on 16 prompts instead of 70 on 128.
 WARM_UP = "configs/quickstart_sft.yaml"
 SHORT = ("trainer.total_steps=1", "trainer.prompts_per_step=16", "trainer.updates_per_step=1")
 
 
 def pip_has_wheels_of_its_own() -> bool:
-    """A machine whose pip is told where wheels are (find-links) has torch's CPU build there, and perhaps no
-    way to torch's index."""
+    """Return whether pip is configured with a wheel folder (find-links). Such a machine has torch's CPU build
+    there, and perhaps no access to torch's index."""
     settings = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -30,7 +30,8 @@ def pip_has_wheels_of_its_own() -> bool:
 def test_the_command_of_the_image_runs_the_quickstart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIP_NO_COMPILE", "1")  # what is used is compiled when it is; half a minute
+    # Modules are compiled at first use instead; saves half a minute.
+    monkeypatch.setenv("PIP_NO_COMPILE", "1")
     build_args = {"TORCH_INDEX": (tmp_path / "no_index").as_uri()} if pip_has_wheels_of_its_own() else {}
     image = cpu_image(tmp_path, **build_args)
     image.build()

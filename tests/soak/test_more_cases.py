@@ -1,5 +1,5 @@
-"""Every engine from every layout by every transport, 32 deaths in a push, 2,000 damaged configurations, and
-memory over 500 steps."""
+"""Test every engine from every layout by every transport, 32 deaths during a weight sync, 2,000 damaged
+configurations, and memory over 500 steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = (
 
 
 def test_the_whole_product_many_deaths_and_much_damage() -> None:
-    """The tests of `make test` with more of their cases, in a session of their own."""
+    """Run the tests of `make test` with more cases, in a separate session."""
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *FILES], env={**os.environ, "MEGARL_SOAK": "4"}
     )
