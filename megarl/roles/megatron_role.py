@@ -1,4 +1,4 @@
-"""A role with a Megatron model: it plans micro-batches, calls its workers and restores the order of rows."""
+"""A role with a Megatron model: plans micro-batches, calls its workers and restores the order of rows."""
 
 from __future__ import annotations
 
@@ -37,28 +37,31 @@ UpdateMethod = RemoteMethod[
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchPlan:
-    """How a step's samples become optimizer steps: `updates_per_step` mini-batches in each of
+    """How the samples of a step become optimizer steps: `updates_per_step` mini-batches in each of
     `epochs_per_batch` passes."""
 
     updates_per_step: int
     epochs_per_batch: int
     seed: int
-    critic_warmup_steps: int = 0  # in which the actor has none
+    critic_warmup_steps: int = 0  # steps without an update of the actor
 
     @property
     def is_one(self) -> bool:
-        """A step makes a single optimizer step, so that the samples are of the very policy that it trains."""
+        """Whether a step makes a single optimizer step, so that the samples come from exactly the policy
+        being trained."""
         return self.updates_per_step * self.epochs_per_batch == 1
 
     def seed_of(self, step: int, update: int) -> int:
-        """For what is drawn for one update of a step; another for each."""
+        """Return the random seed of one update of a step. Each update has a different seed."""
         return int(np.random.SeedSequence([self.seed, step, update]).generate_state(1)[0])
 
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        """Of equal size, each row once in a pass, in an order of its own for every pass and step.
+        """Yield mini-batches of equal size. Each pass contains each row once, in an order that depends on
+        pass and step.
 
-        Raises ValueError where the rows do not divide: more updates would be made than the learning-rate
-        schedule counts on.
+        Raises:
+            ValueError: The rows do not divide evenly, so there would be more updates than the learning-rate
+                schedule assumes.
         """
         size, left_over = divmod(len(batch), self.updates_per_step)
         if left_over:
@@ -68,14 +71,14 @@ class MiniBatchPlan:
                 f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
 
-        # With a single mini-batch per pass, a random order of the rows would change nothing.
+        # With a single mini-batch per pass, shuffling the rows would change nothing.
         return batch.make_iterator(
             size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None
         )
 
 
 class MegatronRole:
-    """A group of workers that hold one model, with its layout and the limit of its micro-batches."""
+    """A group of workers with one model, its layout and its micro-batch limit."""
 
     def __init__(
         self,
@@ -86,7 +89,12 @@ class MegatronRole:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """share_prompts: as the workers' engines do, so that rows of one prompt are dealt together."""
+        """Create the role.
+
+        Args:
+            share_prompts: Whether the workers' engines share prompts, so that rows of one prompt stay on one
+                replica.
+        """
         self.group = group
         self._share_prompts = share_prompts
         self._schedule = schedule or OffloadSchedule()
@@ -94,9 +102,14 @@ class MegatronRole:
         self._micro_batch = micro_batch
 
     def split(self, batch: DataProto, keys: Iterable[str]) -> tuple[MicroBatchPlan, list[DataProto]]:
-        """One part per replica with the plan of its micro-batches: what a model reads, and `keys`. Rows that
-        only fill a micro-batch have no response token that a loss reads. Raises ValueError for a column that
-        is not rows of tokens."""
+        """Split the batch into one part per replica, each with its micro-batch plan.
+
+        A part contains what a model reads, and `keys`. Rows that only pad a micro-batch have no response
+        token that a loss reads.
+
+        Raises:
+            ValueError: A column is not rows of tokens.
+        """
         model_inputs = batch.select(dict.fromkeys([*MODEL_KEYS, *keys]), uid_column(batch), [])
         if others := model_inputs.columns.keys() - model_inputs.ragged.keys():
             raise ValueError(f"{sorted(others)} are not rows of tokens, and a model's worker reads no others")
@@ -108,7 +121,8 @@ class MegatronRole:
         plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
         parts = []
 
-        # Cut the batch into one part per replica. Fillers repeat real rows and must not count in the loss.
+        # Split the batch into one part per replica. Padding rows repeat real rows and must not count in the
+        # loss.
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
             fillers = [micro_batch.is_filler for micro_batch in rank.micro_batches for _ in micro_batch.rows]
@@ -127,9 +141,14 @@ class MegatronRole:
         keys: Mapping[str, str] = MappingProxyType({}),
         reads: Iterable[str] = (),
     ) -> DerivedFuture:
-        """`phase`: of placement/dataflow.py. keys: what a score of the workers is called in the batch, where
-        it has another name. reads: what the workers read beside the tokens."""
-        # The moves are queued before the call, so that the workers restore the parameters first.
+        """Score the batch.
+
+        Args:
+            phase: A phase of placement/dataflow.py.
+            keys: Batch names of the workers' scores, where they differ.
+            reads: Columns that the workers read in addition to the tokens.
+        """
+        # Queue the moves before the call, so that the workers restore the parameters first.
         moves = self._schedule.before(phase)
         plan, parts = self.split(batch, reads)
 
@@ -149,11 +168,13 @@ class MegatronRole:
         loss_of: Callable[[MiniBatchCounts], Loss],
         check_first: Callable[[Mapping[str, float]], None] | None = None,
     ) -> DerivedFuture:
-        """Queues one optimizer step per mini-batch, which has the tensors that the loss reads and no others;
-        with it goes its loss.
+        """Queue one optimizer step per mini-batch.
 
-        Metrics come together over replicas, then over mini-batches, as they say (batch/metrics.py).
-        `check_first`: of those of the first mini-batch.
+        A mini-batch has only the tensors that the loss reads, and is sent with its loss. Metrics are reduced
+        over replicas, then over mini-batches, as each metric specifies (batch/metrics.py).
+
+        Args:
+            check_first: Called with the metrics of the first mini-batch.
         """
         moves = self._schedule.before(phase)
         futures = []
@@ -183,7 +204,8 @@ def _plan(
     limit: MicroBatchConfig,
     prompts: tuple[RowPrompt, ...] | None,
 ) -> MicroBatchPlan:
-    """Made once for roles and passes that cut the same rows alike: of a step's batch most do."""
+    """Plan micro-batches. The result is cached, since most roles and passes of a step split the same rows in
+    the same way."""
     return plan_micro_batches(
         lengths,
         parallel.data_parallel_size,
@@ -196,9 +218,9 @@ def _plan(
 
 
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
-    """Of each row. Where rows are of the same values, as samples of a prompt are, its tokens are looked at
+    """Return the prompt of each row. Rows that share storage, such as samples of a prompt, are examined
     once."""
-    # Rows with the same place in the column are the same prompt; compare the tokens of one of them.
+    # Rows with the same place in the column have the same prompt; compare the tokens of one of them.
     places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
     row_at = {place: row for row, place in reversed(list(enumerate(places)))}
     rows = sorted(row_at.values())
@@ -209,7 +231,7 @@ def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
 
 
 def restored_rows(parts: Sequence[DataProto], plan: MicroBatchPlan, names: Mapping[str, str]) -> DataProto:
-    """The scores of all replicas in the order of the batch, some under other names."""
+    """Return the scores of all replicas in the order of the batch, renamed by `names`."""
     order = plan.restore_order()
     return DataProto.from_dict(
         {
@@ -220,7 +242,7 @@ def restored_rows(parts: Sequence[DataProto], plan: MicroBatchPlan, names: Mappi
 
 
 def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
-    """The mask, False in those rows."""
+    """Return the mask, set to False in those rows."""
     return RaggedTensor.of_rows(
         [
             np.zeros(len(values), dtype=bool) if is_out else values.numpy()
@@ -231,5 +253,5 @@ def _without(mask: RaggedTensor, rows: Sequence[bool]) -> RaggedTensor:
 
 
 def uid_column(batch: DataProto) -> list[str]:
-    """The models do not read it: an error names the rows by it."""
+    """Return the uid column. Models do not read it, but errors name rows by it."""
     return ["uid"] if "uid" in batch.non_tensor_batch else []

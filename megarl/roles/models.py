@@ -1,5 +1,5 @@
-"""The Megatron roles as the training loop sees them: a handle plans micro-batches, dispatches them, and
-restores the order of rows."""
+"""Megatron roles for the training loop. Each handle plans micro-batches, dispatches them, and restores the
+order of rows."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker, Sco
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra
 
-# What the engine calls the scores of a policy -> batch keys; other extras keep their name.
+# The engine's names of policy scores -> batch keys; other extras keep their name.
 _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
 
 
 class Absent:
-    """Replaces a role that a run does not have: it adds nothing to a batch and has nothing to train. It is
-    falsy."""
+    """Placeholder for a role that a run does not have. It adds nothing to a batch and has nothing to train.
+    It is falsy."""
 
     def __bool__(self) -> Literal[False]:
         return False
@@ -55,7 +55,7 @@ ABSENT = Absent()
 
 
 class Scorer(MegatronRole):
-    """A frozen policy that scores samples, as the reference does."""
+    """A frozen policy that scores samples, such as the reference."""
 
     def __init__(
         self,
@@ -67,13 +67,17 @@ class Scorer(MegatronRole):
         *,
         share_prompts: bool = False,
     ) -> None:
-        """role: Its row in the table, with one phase that writes one column."""
+        """Create the role.
+
+        Args:
+            role: Its row in the role table, with one phase that writes one column.
+        """
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         (self._phase,) = role.phases
         (self._column,) = self._phase.writes
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """Returns the log-probs of the samples as rows of tokens, under the name of the role's column."""
+        """Return the log-probs of the samples as rows of tokens, under the name of the role's column."""
         return self._score(
             batch,
             self._phase.name,
@@ -99,11 +103,12 @@ class Critic(MegatronRole):
         self._value_loss = value_loss
 
     def values(self, batch: DataProto) -> DerivedFuture:
-        """`values`, rows of tokens."""
+        """Return `values` as rows of tokens."""
         return self._score(batch, "values", lambda parts: self.group.call(CriticWorker.values, parts))
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Trains on `values`, `returns`; the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`."""
+        """Train on `values` and `returns`. Returns the metrics of CriticLoss, `critic/grad_norm` and
+        `critic/lr`."""
         rows = batch.select([*MODEL_KEYS, "values", "returns"], uid_column(batch))
         mini_batches = self._updates.mini_batches(rows, step)
         return self.update_with(
@@ -115,7 +120,7 @@ class Critic(MegatronRole):
 
 
 class Actor(MegatronRole):
-    """The policy in training; the only role whose weights leave it."""
+    """The trained policy. It is the only role whose weights are exported."""
 
     def __init__(
         self,
@@ -131,9 +136,13 @@ class Actor(MegatronRole):
         *,
         share_prompts: bool = False,
     ) -> None:
-        """algorithm None: supervised fine-tuning only. check_first_ratio: of the first update, where a step
-        makes several.
-        check_log_probs: of the first batch that has samples by the weights of now."""
+        """Create the role.
+
+        Args:
+            algorithm: None for supervised fine-tuning only.
+            check_first_ratio: Check of the first update, if a step makes several.
+            check_log_probs: Check of the first batch with samples from the current weights.
+        """
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         self._weights = weights
         self._updates = updates
@@ -142,26 +151,28 @@ class Actor(MegatronRole):
         self._check_log_probs = check_log_probs
 
     def save_hf(self, folder: Path, source_folder: str) -> None:
-        """See WeightSource.save_hf."""
-        # The parameters may be offloaded in favour of the engines.
+        """Save the policy as a Hugging Face folder; see WeightSource.save_hf."""
+        # The parameters may be offloaded to make room for the engines.
         came_in = self._schedule.bring_in_actor()
         self._weights.save_hf(folder, source_folder)
         if came_in:
             self._schedule.take_out_actor()
 
     def old_log_probs(self, batch: DataProto, step: int) -> DerivedFuture:
-        """What `log_probs` gives, where it is read before the update of the step. Raises
-        LogProbMismatchError.
+        """Return the result of `log_probs` if it is needed before the update of the step.
 
-        Nothing in bypass, where the rollout engine's log-probs take their place, nor where the update itself
-        scores the batch (config/roles.py); then the first batch alone that can be compared is scored for it,
-        and no number of the run comes of that.
+        The result is empty with bypass, where the rollout engine's log-probs are used, and if the update
+        itself scores the batch (config/roles.py). In the latter case, only the first comparable batch is
+        scored, for the check alone; this affects no number of the run.
+
+        Raises:
+            LogProbMismatchError: Engine and trainer disagree.
         """
         algorithm = self._algorithm
         check = self._check_log_probs
         assert algorithm is not None
 
-        # During the critic's warm-up there is no update of the actor that could score the batch.
+        # During critic warm-up, no update of the actor can score the batch.
         by_update = self._scores_in_update and step > self._updates.critic_warmup_steps
         if not (by_update or algorithm.rollout_correction.bypass):
             return self.log_probs(batch)
@@ -178,11 +189,14 @@ class Actor(MegatronRole):
         )
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """`old_log_probs`, `entropys`, and `sum_pi_squared` where the advantages are made of it, rows of
+        """Return `old_log_probs`, `entropys`, and `sum_pi_squared` if the advantages need it, as rows of
         tokens.
 
-        With engine.routing_replay=rollout by the routes that the batch has, and with trainer ROUTED_EXPERTS
-        comes besides. Raises LogProbMismatchError.
+        With engine.routing_replay=rollout, the batch's routes are used. With engine.routing_replay=trainer,
+        ROUTED_EXPERTS is returned as well.
+
+        Raises:
+            LogProbMismatchError: Engine and trainer disagree.
         """
         check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
@@ -206,11 +220,14 @@ class Actor(MegatronRole):
         return DerivedFuture([future], checked)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Trains on `advantages` and what else the algorithm asks for (actor_rows); the metrics of ActorLoss.
+        """Train on `advantages` and the other inputs of the algorithm (actor_rows). Returns the metrics of
+        ActorLoss.
 
-        A batch without `old_log_probs`, where nothing reads them before (config/roles.py), is scored in the
-        update's own pass: the batch has them, and `entropys`, when the future has been got. Raises ValueError
-        for one that should have them.
+        A batch without `old_log_probs` is scored in the update's own pass, if nothing reads them before
+        (config/roles.py). The batch then has them, and `entropys`, once the future has been awaited.
+
+        Raises:
+            ValueError: The batch lacks `old_log_probs`, which the algorithm needs before the update.
         """
         algorithm = self._algorithm
         assert algorithm is not None
@@ -224,7 +241,7 @@ class Actor(MegatronRole):
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
         ]
 
-        # One update stores no log-probs, and bypass takes the engine's: neither can be checked.
+        # A single update stores no log-probs, and bypass uses the engine's: neither can be checked.
         ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
 
         return self.update_with(
@@ -238,9 +255,9 @@ class Actor(MegatronRole):
     def _update_scored(self, batch: DataProto, step: int, algorithm: AlgorithmConfig) -> DerivedFuture:
         if not self._scores_in_update:
             raise ValueError(
-                "the batch to update the actor with has no old_log_probs, which this algorithm reads before "
-                "the update, or several updates "
-                "of a step compare themselves with: batch = batch.union(actor.old_log_probs(batch, step))"
+                "the batch for the actor's update has no old_log_probs, which this algorithm reads before "
+                "the update, or which several updates "
+                "of a step need: batch = batch.union(actor.old_log_probs(batch, step))"
             )
 
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
@@ -251,7 +268,7 @@ class Actor(MegatronRole):
             algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True
         )
 
-        # The log-probs enter the batch only when the future is read, for metrics and kept samples.
+        # The log-probs enter the batch only when the future is awaited, for metrics and stored samples.
         def finish(results: list[Any]) -> dict[str, float]:
             replicas: list[ScoredUpdate] = results[0]
             batch.take_in(restored_rows([replica.scores for replica in replicas], plan, _OF_ACTOR))
@@ -262,7 +279,8 @@ class Actor(MegatronRole):
         return future
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
-        """One optimizer step on the likelihood of all rows; `sft/loss`, `sft/grad_norm`, `sft/lr`."""
+        """Make one optimizer step on the likelihood of all rows. Returns `sft/loss`, `sft/grad_norm` and
+        `sft/lr`."""
         rows = batch.select(MODEL_KEYS, uid_column(batch))
         return self.update_with(
             [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
@@ -270,7 +288,7 @@ class Actor(MegatronRole):
 
 
 def valid_token_count(batch: DataProto) -> int:
-    """Prompt and response tokens of all rows, padding left out."""
+    """Return the number of prompt and response tokens of all rows, without padding."""
     return batch.ragged["prompts"].num_tokens + batch.ragged["responses"].num_tokens
 
 
@@ -280,17 +298,19 @@ LOSS_MASK = "loss_mask"
 def actor_rows(
     mini_batch: DataProto, algorithm: AlgorithmConfig, *, one_update: bool, seed: int
 ) -> DataProto:
-    """seed: of what the policy loss draws.
+    """Select the columns that the policy loss reads.
 
-    one_update: the step has no other. Then there are no `old_log_probs`: they would be the update's own
-    log-probs but for rounding, and the loss takes those, detached, so that each ratio is exactly 1. Unless
-    they are the rollout engine's (bypass).
+    If the step has a single update and no bypass, `old_log_probs` are omitted: up to rounding they equal the
+    update's own log-probs, which the loss uses, detached, so that each ratio is exactly 1. If a correction
+    has excluded tokens (`loss_mask`), that mask replaces the response mask.
 
-    Where a correction has left tokens out (`loss_mask`), those are what the loss takes for the response.
+    Args:
+        one_update: Whether the step has only one update.
+        seed: Seed of the policy loss's random choices.
     """
     columns = mini_batch.columns
 
-    # Send only what the loss reads: every other column would be transferred for nothing.
+    # Send only what the loss reads, to avoid transferring the other columns.
     keys = [*MODEL_KEYS, "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
@@ -299,11 +319,11 @@ def actor_rows(
     if ROUTED_EXPERTS in columns:
         keys.append(ROUTED_EXPERTS)
 
-    # Importance weights are given, or are computed from the engine's log-probs.
+    # Importance weights are in the batch, or are computed from the engine's log-probs.
     if "rollout_weights" in columns:
         keys.append("rollout_weights")
     elif algorithm.rollout_correction.level is not CorrectionLevel.none:
-        keys.append("rollout_log_probs")  # the weights are made of them in the pass that scores
+        keys.append("rollout_log_probs")  # the weights are computed from them in the pass that scores
         refuse_unusable_log_probs(columns["response_mask"], columns["rollout_log_probs"])
 
     rows = {key: columns[key] for key in keys}
@@ -311,10 +331,10 @@ def actor_rows(
         rows["response_mask"] = columns[LOSS_MASK]
     prepare = policy_loss_of(algorithm.policy_loss).prepare
 
-    if prepare is not None:  # it reads the stored old log-probs, whether or not the loss does
+    if prepare is not None:  # reads the stored old log-probs, whether or not the loss does
         rows |= prepare(columns, rows["response_mask"], algorithm.policy_loss, seed)
 
     named = mini_batch.non_tensor_batch
 
-    # not for the loss: an error names rows by it
+    # not for the loss: errors name rows by it
     return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})

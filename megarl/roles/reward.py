@@ -1,4 +1,4 @@
-"""The reward role: the user's functions and a reward model; a sample's score is their weighted sum."""
+"""The reward role: the user's functions and a reward model. A sample's score is their weighted sum."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megarl.workers.reward_model import RewardModelWorker
 _ANSWERS = "answer_mask"
 _OF_TURNS = "environment_rewards"
 _ERROR_RATE = "reward/error_rate"  # in the meta information of scores
-_SCORED_WAIT_S = 0.05  # for the first group; others that are begun meanwhile wait behind it
+_SCORED_WAIT_S = 0.05  # for the first group; groups begun in the meantime are queued
 
 
 def score_weights(config: RewardConfig) -> list[float]:
-    """Of the K `score_parts`."""
+    """Return the weights of the K `score_parts`."""
     # The model's part comes last, as in the scores.
     of_model = [] if config.model.path is None else [config.model.weight]
     return [*(function.weight for function in config.functions), *of_model]
@@ -39,47 +39,51 @@ class Reward:
         self.group = group
         self.model = model
         self._model_weight = model_weight
-        self._lock = threading.Lock()  # groups may be begun by the thread that generates ahead
+        self._lock = threading.Lock()  # the generation thread may begin groups
         self._begun: set[str] = set()  # uids
         self._beginning: WorkerFuture[None] | None = None
         self._asking: WorkerFuture[dict[str, list[float]]] | None = None
-        self._of_rounds: dict[str, DataProto] = {}  # uid -> what `score_round` has found
+        self._of_rounds: dict[str, DataProto] = {}  # uid -> result of `score_round`
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
-        """Of a batch with `answer_mask`, functions are given the text of that alone, and the turns;
+        """Score a batch.
+
+        If the batch has `answer_mask`, functions receive only the text of the answer, and the turns;
         `environment_rewards` are added to the scores.
 
-        `token_level_scores`, rows of tokens, and what RewardWorker.score gives. With a model, the scores are
-        those of the functions plus `model_weight` times the model's, and there are `reward_function_scores`
-        (B,) and what RewardModelWorker.score_conversations gives beside them; the model's are the last of
-        `score_parts`."""
+        Returns:
+            `token_level_scores` as rows of tokens, and the result of RewardWorker.score. With a reward model,
+            the score is that of the functions plus `model_weight` times the model's, which is the last of
+            `score_parts`; the result also has `reward_function_scores` (B,) and the result of
+            RewardModelWorker.score_conversations.
+        """
         return self._with_model(batch, [self.group.call(RewardWorker.score, _needed(batch), with_texts)])
 
-    # ---- while others are generated
+    # ---- scoring during generation
 
     @property
     def may_begin(self) -> bool:
-        """The groups that were begun last have arrived."""
+        """Whether the groups begun last have arrived."""
         return self._beginning is None or has_ended(self._beginning.calls)
 
     def begin(self, groups: DataProto) -> None:
-        """The functions begin to score these samples, all of each prompt; `finish` gives the scores. Raises
-        what the call before it did."""
+        """Start scoring these samples with the functions, all samples of each prompt. `finish` returns the
+        scores. Raises the error of the previous call, if any."""
         with self._lock:
-            # Raise the failure of the last call here; otherwise it would be lost with the future.
+            # Raise the error of the last call here; otherwise it would be lost with the future.
             if self._beginning is not None:
                 self._beginning.get()
             self._begun |= set(map(str, groups.non_tensor_batch["uid"]))
             self._beginning = self.group.call(RewardWorker.begin, _needed(groups))
 
     def scored(self) -> dict[str, list[float]]:
-        """By uid, the functions' scores of groups that were begun and whose scores have come since the last
-        time; does not wait."""
+        """Return, by uid, the functions' scores of groups that completed since the last call. Does not
+        wait."""
         if self._asking is None:
             self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
             return {}
 
-        # Do not wait: the caller polls, and the replicas would stand still meanwhile.
+        # Do not wait: the caller polls, and the replicas would idle in the meantime.
         if not has_ended(self._asking.calls):
             return {}
         asked = self._asking
@@ -89,19 +93,19 @@ class Reward:
 
     @property
     def scores_rounds(self) -> bool:
-        """Whether groups whose scores are awaited are scored by `score_round`, because a reward model takes
-        part, and not by `begin` and `scored`."""
+        """Whether groups are scored by `score_round`, because a reward model takes part, instead of `begin`
+        and `scored`."""
         return self.model is not None
 
     def score_round(self, groups: DataProto) -> dict[str, list[float]]:
-        """Scores all samples of some prompts, waits for it, and keeps the result for `finish`.
+        """Score all samples of some prompts, wait for the result, and keep it for `finish`.
 
         Returns:
             The scores of each prompt by its uid, without those of samples whose scoring failed.
         """
         uids = groups.non_tensor_batch["uid"].astype(str)
         scored = self.finish(groups).get()
-        del scored.meta_info[_ERROR_RATE]  # of this round alone
+        del scored.meta_info[_ERROR_RATE]  # applies to this round only
         scores = {}
 
         for uid in dict.fromkeys(uids.tolist()):
@@ -113,7 +117,7 @@ class Reward:
         return scores
 
     def finish(self, batch: DataProto) -> DerivedFuture:
-        """Return what `score` returns, for prompts of which some may have been begun, or scored by
+        """Return the result of `score` for prompts of which some may have been begun, or scored by
         `score_round`."""
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
 
@@ -127,12 +131,12 @@ class Reward:
             begun = [uid in self._begun for uid in uids]
             self._begun -= set(uids)
 
-        # Wait for the last `begin` as well, so that its failure is raised.
+        # Wait for the last `begin` as well, so that its error is raised.
         others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
 
     def forget(self, prompts: DataProto) -> None:
-        """Drops what was begun or kept of these prompts. `finish` scores them again."""
+        """Drop everything begun or kept for these prompts. `finish` scores them again."""
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         with self._lock:
             self._begun -= set(uids)
@@ -140,11 +144,11 @@ class Reward:
             self._of_rounds.pop(uid, None)
         self.group.call(RewardWorker.forget, uids).get()
 
-    # ---- parts
+    # ---- internals
 
     def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
-        """functions: the first gives what they say."""
-        # The reward model works at the same time as the functions.
+        """Add the reward model's scores. `functions[0]` returns the functions' scores."""
+        # The reward model works concurrently with the functions.
         rows = batch.ragged
         model = [] if self.model is None else [self.model.score(batch)]
 
@@ -182,14 +186,14 @@ class Reward:
 
 
 def _of_all(parts: Sequence[DataProto]) -> DataProto:
-    """Joins what `score_round` has kept of some prompts."""
+    """Concatenate the results of `score_round` for some prompts."""
     scores = DataProto.concat(parts)
     scores.meta_info[_ERROR_RATE] = 1 - float(scores.tensors["is_scored"].double().mean())
     return scores
 
 
 def _needed(batch: DataProto) -> DataProto:
-    """By the functions."""
+    """Return the columns that functions read."""
     rows = batch.ragged
 
     # Transfer only what functions read. For an episode the response is the last turn.
@@ -202,7 +206,7 @@ def _needed(batch: DataProto) -> DataProto:
 
 
 class RewardModel:
-    """The handle on a reward model's ranks."""
+    """Handle to a reward model's ranks."""
 
     def __init__(
         self, group: RoleGroup, parallel: ParallelConfig, schedule: OffloadSchedule | None = None
@@ -212,12 +216,15 @@ class RewardModel:
         self._schedule = schedule or OffloadSchedule()
 
     def score(self, batch: DataProto) -> DerivedFuture:
-        """See RewardModelWorker.score_conversations; the rows in the order of the batch. Reads `prompts`,
-        `responses`, `response_mask` and the arrays `uid`, `messages`."""
+        """Score conversations, in the order of the batch; see RewardModelWorker.score_conversations.
+
+        Reads `prompts`, `responses`, `response_mask` and the arrays `uid`, `messages`.
+        """
         moves = self._schedule.before(REWARD_MODEL)
         replicas = self._parallel.data_parallel_size
 
-        # One share for each replica, about equal in tokens of the policy: the model's own are not known here.
+        # One share per replica, balanced by the policy's token counts: the reward model's counts are not
+        # known here.
         rows = batch.ragged
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))

@@ -1,5 +1,4 @@
-"""The trained models of a run as its checkpoints see them: all ranks of all roles save, or load, side by
-side."""
+"""Trained models of a run for its checkpoints: all ranks of all roles save, or load, concurrently."""
 
 from __future__ import annotations
 
@@ -30,8 +29,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """name: the role, and the folder of its part. source: the Hugging Face folder that its architecture is
-    from."""
+    """A trained model.
+
+    Attributes:
+        name: Role, and the folder of its part of the checkpoint.
+        source: Hugging Face folder that defines its architecture.
+    """
 
     name: str
     group: RoleGroup
@@ -42,14 +45,17 @@ class SavedModel:
 
 
 class SavedModels:
-    """The methods that a checkpoint's life needs, over all models (workers/megatron.py has them for one
-    rank).
+    """Checkpoint operations over all models; workers/megatron.py has them for one rank.
 
-    What a rank says about files that it cannot write or read is raised as CheckpointError, in one line.
+    Errors of a rank about files that it cannot write or read are raised as CheckpointError, in one line.
     """
 
     def __init__(self, models: Sequence[SavedModel], save_policy: Callable[[Path], None]) -> None:
-        """save_policy: writes the policy as a whole Hugging Face folder."""
+        """Create the object.
+
+        Args:
+            save_policy: Writes the policy as a whole Hugging Face folder.
+        """
         self.models = tuple(models)
         self._save_policy = save_policy
 
@@ -58,13 +64,14 @@ class SavedModels:
         return [model.name for model in self.models]
 
     def begin_save(self, folder: Path) -> None:
-        """Returns when the state of now has been copied, or written: training may change it."""
+        """Start a save. Returns when the current state has been copied or written, so that training may
+        change it."""
         self._on_all(
             lambda model: model.group.call(MegatronWorker.begin_save, str(folder.absolute() / model.name))
         )
 
     def is_written(self) -> bool:
-        """Also where a rank has failed: `finish_save` raises that."""
+        """Return whether all files are written. True if a rank has failed; `finish_save` raises its error."""
         return all(
             written
             for ranks in self._on_all(lambda model: model.group.call(MegatronWorker.save_is_written))
@@ -72,20 +79,20 @@ class SavedModels:
         )
 
     def finish_save(self, folder: Path, step: int) -> None:
-        """Waits for what is not written yet, and completes each model's folder."""
-        # A manifest is written only after all ranks of the model have given their checksums.
+        """Wait for pending writes, and complete each model's folder."""
+        # A manifest is written only after all ranks of the model have returned their checksums.
         for model, ranks in zip(
             self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True
         ):
             _complete(model, folder / model.name, step, ranks)
 
     def save_policy(self, folder: Path) -> None:
-        """The policy as it is now, as a whole Hugging Face folder."""
+        """Save the current policy as a whole Hugging Face folder."""
         with _in_their_words():
             self._save_policy(folder)
 
     def load(self, folder: Path) -> None:
-        """Every model's state becomes that of the checkpoint."""
+        """Load every model's state from the checkpoint."""
         self._on_all(
             lambda model: model.group.call(
                 MegatronWorker.load_checkpoint, str(folder.absolute() / model.name)
@@ -93,14 +100,14 @@ class SavedModels:
         )
 
     def _on_all(self, ask: Callable[[SavedModel], WorkerFuture[list[T]]]) -> list[list[T]]:
-        """By model and rank. All models' ranks work at the same time."""
+        """Call all ranks of all models concurrently. Returns the results by model and rank."""
         with _in_their_words():
             return gather(*map(ask, self.models))
 
 
 @contextmanager
 def _in_their_words() -> Iterator[None]:
-    """A CheckpointError of a rank is the driver's."""
+    """Re-raise a rank's CheckpointError as the driver's."""
     try:
         yield
     except WorkerError as error:
@@ -112,8 +119,8 @@ def _in_their_words() -> Iterator[None]:
 
 
 def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:
-    """What names the model, its configuration and tokenizer, and last the manifest with the checksums that
-    the ranks give."""
+    """Write the model's name, configuration and tokenizer, and finally the manifest with the ranks'
+    checksums."""
     # Add configuration and tokenizer, so that the folder can be read without the original model.
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)
@@ -145,7 +152,7 @@ def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
 
 
 def _trained_models(config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
-    # Frozen models are not saved: a resumed run reads them from their own folders.
+    # Frozen models are not saved: a resumed run loads them from their own folders.
     models = [
         SavedModel(
             name=role.name,

@@ -1,5 +1,4 @@
-"""Starts the worker groups that a run needs, on the pools of its placement, and gives the handles of its
-roles."""
+"""Start the worker groups of a run on the pools of its placement, and return the handles of its roles."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ from megarl.workers.reward_model import Reading, RewardModelWorker
 
 @dataclass(frozen=True, kw_only=True)
 class PPORoles:
-    """The handles on the roles of a run.
+    """Handles to the roles of a run.
 
     Attributes:
         actor: The policy.
         rollout: The engines.
-        weights: The weights of the engines.
+        weights: Weight sync of the engines.
         reward: The reward functions and the reward model.
         critic: The critic, or ABSENT.
-        scorers: The frozen policies that score samples, by role.
+        scorers: Frozen policies that score samples, by role.
         schedule: The colocation schedule.
         scaling: Changes the number of replicas; None if engines share devices with other roles.
     """
@@ -63,7 +62,7 @@ class PPORoles:
     scaling: ReplicaScaling | None = None
 
     def scorer(self, name: str) -> Scorer | Absent:
-        """Returns the frozen policy of this role, or ABSENT if the run does not have it."""
+        """Return the frozen policy of this role, or ABSENT if the run does not have it."""
         return self.scorers.get(name, ABSENT)
 
     @property
@@ -72,12 +71,12 @@ class PPORoles:
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
-        """The processes of all roles, which the driver watches and ends."""
+        """Processes of all roles, which the driver monitors and ends."""
         roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
         return [*(role.group for role in roles if role), self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the roles since the last call: memory, weight pushes, replicas."""
+        """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
 
 
@@ -96,7 +95,7 @@ _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
 
 
 class _Starter:
-    """Builds specs from config sections, and groups as the plan says; keeps what all of them share."""
+    """Build specs from config sections, and groups as planned. Keeps the state that they share."""
 
     def __init__(
         self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan
@@ -113,13 +112,15 @@ class _Starter:
     def groups(
         self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]
     ) -> dict[str, RoleGroup]:
-        """By role; the roles of a group are in one process per rank. Where groups share devices, one has been
-        built, and made room, before the next begins."""
+        """Start the groups, and return them by role. The roles of a group share one process per rank.
+
+        If groups share devices, each one is built and offloaded before the next begins.
+        """
         groups: dict[str, RoleGroup] = {}
         for group in plan.groups:
             if group.roles[0] not in workers:
                 continue
-            # Groups on the same devices must have offloaded their state before this one allocates.
+            # Groups on the same devices must be offloaded before this one allocates.
             self._make_room(group.roles[0], groups)
             pool = group_pool(plan, self._pools, group)
             limit_s = self._config.trainer.phase_time_limit_s
@@ -136,7 +137,7 @@ class _Starter:
             )
             groups |= started.spawn()
 
-        # The engines start next: models on their devices must have offloaded their state by then.
+        # The engines start next: models on their devices must be offloaded by then.
         if "rollout" in plan.roles:
             self._make_room("rollout", groups)
         return groups
@@ -160,7 +161,7 @@ class _Starter:
 
 
 def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> RayResourcePool:
-    """The bundles of a group's processes, each the first of those that it has."""
+    """Return the pool of a group's processes, each with the first bundle of those that it has."""
     return pools.get_resource_pool(group.roles[0]).part([numbers[0] for numbers in plan.bundles(group.name)])
 
 
@@ -171,16 +172,19 @@ def start_ppo(
     device: Device,
     pools: ResourcePoolManager,
 ) -> PPORoles:
-    """Starts all roles of a run. `models` has the architecture of each role with a model.
+    """Start all roles of a run.
 
-    Returns before the workers have loaded their weights; the first call to each waits for it. Models that
-    share devices with others have loaded theirs, and made room.
+    This returns before the workers have loaded their weights; the first call to each waits for it. Models
+    that share devices with others have loaded their weights and are offloaded.
+
+    Args:
+        models: Architecture of each role with a model.
     """
-    # The dtype of a configuration that no file has given; the paths because workers may run in another
-    # folder.
+    # Resolve values that depend on this machine: the dtype if no file specified it, and paths, because
+    # workers may run in another folder.
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
 
-    # Decide which role runs where, and what leaves memory in which phase.
+    # Decide which role runs where, and what is offloaded in which phase.
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
@@ -191,7 +195,7 @@ def start_ppo(
         critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
 
-    # Start the models first, because they make room on devices that engines share with them.
+    # Start the models first, because they free devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
     replicas = start_replicas(config, device, plan, pools, turns.engines_move)
     schedule = OffloadSchedule(
@@ -258,7 +262,7 @@ def _critic(config: PPOConfig, group: RoleGroup, updates: MiniBatchPlan, schedul
 def _scorers(
     config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule
 ) -> dict[str, Scorer]:
-    """Returns the handle of every frozen policy in the table of roles that the run has."""
+    """Return the handle of every frozen policy in the role table that the run has."""
     return {
         role.name: Scorer(
             role.row,
@@ -276,7 +280,7 @@ def _scorers(
 def _workers(
     config: PPOConfig, models: Mapping[str, Architecture], starter: _Starter, rules: TokenRules
 ) -> dict[str, RayClassWithInitArgs]:
-    """Returns what runs in the processes of each role except the rollout."""
+    """Return the worker class of each role except the rollout."""
     workers = {
         "reward": RayClassWithInitArgs(
             RewardWorker, config.reward, config.model.path, config.model.trust_remote_code
@@ -320,14 +324,19 @@ def start_evaluation(
     device: Device,
     pools: ResourcePoolManager,
 ) -> EvaluationRoles:
-    """Starts what samples and scores, of a run whose engines share no device with others, and nothing that
-    trains; `models`: as for `start_ppo`. The engines have their weights when it returns. Raises what
-    RolloutWeights.push raises."""
+    """Start the roles that sample and score, without training roles.
+
+    The engines share no device with other roles, and have their weights when this returns. Raises the errors
+    of RolloutWeights.push.
+
+    Args:
+        models: Architecture of each role with a model.
+    """
     config = with_absolute_paths(config)
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
 
-    # The engines share no device here, so the schedule has no plan and moves nothing.
+    # The engines share no devices here, so the schedule has no plan and moves nothing.
     schedule = OffloadSchedule()
     workers = {
         role: worker

@@ -1,4 +1,4 @@
-"""Starts the inference engines of a run and builds the rollout role on top of them."""
+"""Start the inference engines of a run, and build the rollout role on top of them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from megarl.workers.engines import build_engine
 from megarl.workers.environment import EnvironmentWorker
 
 _ROOM_LIMIT_S = 10.0  # how long a joining replica waits for free devices
-# A hung engine detects it by itself and reports why. Its process is ended only if it does not.
+# A hung engine detects this itself and reports why. Its process is killed only if it does not.
 _ANSWER_GRACE_S = 30.0
 
 
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
-    """Of each replica: the bundle of its first device, and the names of all its devices where it has those of
-    several bundles."""
+    """Return the location of each replica: the bundle of its first device, and the names of all its devices
+    if they span several bundles."""
     bundles = plan.bundles("rollout")
     pool = pools.get_resource_pool("rollout")
     parts = [pool.part([numbers[0]]) for numbers in bundles]
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
         return [ReplicaPlace(part) for part in parts]
 
-    # Ray shows a process only the GPUs of its own bundle, so an engine that spans several needs all names.
+    # Ray shows a process only the GPUs of its own bundle, so an engine that spans several bundles needs all
+    # names.
     gpus = visible_gpus(pool)
 
     return [
@@ -49,7 +50,7 @@ def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManag
 
 
 def visible_gpus(pool: RayResourcePool) -> list[str]:
-    """Of each bundle, as Ray shows it to a process there; the processes are ended."""
+    """Return the GPUs of each bundle as Ray shows them to a process there. The processes are ended."""
     probes = RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="probe")
     try:
         return probes.call(Worker.visible_gpus)
@@ -91,7 +92,7 @@ def replica_scaling(
     ]
     size = config.rollout.tensor_parallel_size
 
-    # Pools for replicas beyond the plan are reserved only when somebody asks for them.
+    # Pools for replicas beyond the plan are reserved only on request.
     def reserve(number: int) -> RayResourcePool:
         return RayResourcePool(
             [1],
@@ -112,7 +113,7 @@ def start_rollout(
     weights: RolloutWeights,
     rules: TokenRules,
 ) -> Rollout:
-    """With an agent its samples are episodes."""
+    """Build the rollout role. With an agent, its samples are episodes."""
     agent = config.agent
     setup = RolloutSetup(
         replicas=replicas,
@@ -126,7 +127,7 @@ def start_rollout(
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
         return Rollout(setup, routes_of)
 
-    # Start one process of environments per bundle.
+    # Start one environment process per bundle.
     pool = pools.get_resource_pool(ENVIRONMENT)
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
@@ -138,7 +139,7 @@ def start_rollout(
         phase_time_limit_s=config.trainer.phase_time_limit_s,
     )
 
-    # The limit of tokens covers all turns together, the environment's answers included.
+    # The token limit covers all turns together, including the environment's answers.
     of_episodes = EpisodeLimits(
         max_turns=agent.max_turns,
         max_tokens=rules.max_response_length,

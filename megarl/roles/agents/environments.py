@@ -1,5 +1,4 @@
-"""The processes of the environments as the driver sees them: orders go out, reports come back, dead processes
-are restarted."""
+"""Driver side of the environment processes: sends orders, receives reports, and restarts dead processes."""
 
 from __future__ import annotations
 
@@ -20,26 +19,26 @@ from megarl.roles.rollout.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
 
-_WAIT_S = 5.0  # A process that has no report answers after this time, to show that it is alive.
+_WAIT_S = 5.0  # A process without a report returns after this time, which shows that it is alive.
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentLimitError(RunError):
-    """Too many processes of environments had to be restarted."""
+    """Too many environment processes had to be restarted."""
 
 
 @dataclass
 class _Process:
-    """A process of environments.
+    """A process that runs environments.
 
     Attributes:
         group: Its worker group.
-        heard_s: When it last reported a turn, or got the first one.
-        orders: Turns that it has not been sent yet.
-        ended: Episodes that have ended and whose end it has not been sent yet.
-        episodes: The episodes whose environments it may have.
-        unanswered: The episodes of which it has a turn.
-        future: The call under way.
+        heard_s: When it last reported a turn, or received its first one.
+        orders: Turns that have not been sent to it yet.
+        ended: Episodes that have ended, but whose end has not been sent to it yet.
+        episodes: Episodes whose environments it may have.
+        unanswered: Episodes that have sent it a turn.
+        future: The call in progress.
         is_interrupted: Whether this call was interrupted.
         is_up: Whether it has answered a call, so that it is no longer starting.
     """
@@ -56,14 +55,14 @@ class _Process:
 
 
 class Environments:
-    """The processes of the environments, one per pool. An episode stays with one process.
+    """The environment processes, one per pool. An episode stays with one process.
 
     Args:
-        pools: Where each process runs.
-        worker: What to start there.
-        restart_limit: The number of restarts after which the run ends.
-        hang_limit_s: A process that has turns to answer and reports none for this time is restarted.
-        phase_time_limit_s: The limit of a call.
+        pools: Pool of each process.
+        worker: Worker class to start there.
+        restart_limit: Number of restarts after which the run ends.
+        hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
+        phase_time_limit_s: Time limit of a call.
         wait: Has the semantics of wait_for_any.
     """
 
@@ -111,7 +110,7 @@ class Environments:
         process.unanswered.add(order.episode)
 
     def end(self, episode: int) -> None:
-        """Ends an episode and closes its environment, if it has one."""
+        """End an episode and close its environment, if it has one."""
         process = self._process_of(episode)
         if episode in process.episodes:
             process.episodes.remove(episode)
@@ -124,7 +123,7 @@ class Environments:
         return self._processes[episode % len(self._processes)]
 
     def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
-        """Sends orders and waits at most `wait_s` for an answer of a process.
+        """Send orders and wait at most `wait_s` for an answer of a process.
 
         Returns:
             The reports, and the episodes whose environments are lost.
@@ -147,13 +146,13 @@ class Environments:
                 try:
                     heard = process.future.get()
                 except (WorkerError, PhaseTimeoutError) as error:
-                    # An error of the user's environment would come back after a restart, so it ends the run.
+                    # An error in the user's environment would recur after a restart, so it ends the run.
                     if not is_dead(error):
                         raise
                     lost += self._restart(number, str(error))
                     continue
                 process.future = None
-                # An empty answer is no progress, except for the first one, which ends the start.
+                # An empty answer is not progress, except for the first one, which ends the startup.
                 if heard or not process.is_up:
                     process.heard_s = time.monotonic()
                     process.is_up = True
@@ -192,7 +191,7 @@ class Environments:
         process = self._processes[number]
         last_words = f"environment process {number} of {len(self._processes)} ended or hung: {why}"
 
-        # Drain the spans first: the group is replaced, and nobody asks the old one for them later.
+        # Drain the spans first: the group is replaced, and the old one is not drained later.
         self._spans += process.group.drain_spans()
         process.group.shutdown()
 
@@ -200,12 +199,12 @@ class Environments:
         if self.num_restarts == self._restart_limit:
             limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
             raise EnvironmentLimitError(
-                f"{last_words}\n\n{limit}. The cause is in the words above; where it comes and goes, allow "
+                f"{last_words}\n\n{limit}. The cause is in the output above; if it is intermittent, allow "
                 f"more"
             )
 
         self.num_restarts += 1
-        _log.warning("%s\nit is restarted, and its episodes start again", last_words)
+        _log.warning("%s\nit is restarted, and its episodes start over", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())
 
         return sorted(process.episodes)

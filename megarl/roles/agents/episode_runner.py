@@ -1,5 +1,4 @@
-"""The episode runner: engines generate the turns of episodes while environments answer the turns of
-others."""
+"""Episode runner: engines generate turns of some episodes while environments answer turns of others."""
 
 from __future__ import annotations
 
@@ -33,20 +32,20 @@ End = Callable[[int, Trajectory], None]  # the replica of the last turn, and the
 
 @dataclass
 class _RunningEpisode:
-    """An episode under way.
+    """An episode in progress.
 
     Attributes:
-        episode: The state of the episode.
-        request: The request of its first turn.
-        task: What its environment is made for.
-        end: Is called when it has ended.
-        on_failure: Is called if it cannot be finished.
-        is_first: Whether its first turn goes before other requests.
+        episode: State of the episode.
+        request: Request of its first turn.
+        task: Task for its environment.
+        end: Called when it has ended.
+        on_failure: Called if it cannot be finished.
+        is_first: Whether its first turn has priority over other requests.
         begun_s: When it began.
         request_number: The scheduler's number of the turn that an engine generates.
-        replica: The replica that generated the last turn.
-        waits_since_s: Since when it has waited for an answer; None if it does not wait.
-        waited_s: How long it has waited before.
+        replica: Replica that generated the last turn.
+        waits_since_s: When it began to wait for an answer; None if it does not wait.
+        waited_s: How long it waited before that.
     """
 
     episode: Episode
@@ -100,13 +99,13 @@ class EpisodeRunner:
         on_failure: OnFailure | None = None,
         first: bool = False,
     ) -> list[int]:
-        """Starts one episode per request, which is that of its first turn.
+        """Start one episode per request. The request is that of the episode's first turn.
 
-        `on_failure` and `first` have the meaning of RequestScheduler.add. Later turns go before all first
-        turns.
+        `on_failure` and `first` have the meaning of RequestScheduler.add. Later turns have priority over all
+        first turns.
 
         Returns:
-            The numbers under which the episodes can be cancelled.
+            Numbers by which the episodes can be cancelled.
         """
         numbers = []
         for request, task, end in zip(requests, tasks, ends, strict=True):
@@ -121,19 +120,20 @@ class EpisodeRunner:
         return numbers
 
     def cancel(self, numbers: Collection[int]) -> None:
-        """Cancels episodes. Finished episodes are ignored."""
+        """Cancel episodes. Finished episodes are ignored."""
         for number in numbers:
             running = self._running.pop(number, None)
             if running is not None:
-                # The episode is either at an engine or at its environment; both must forget it.
+                # The episode is either at an engine or at its environment; cancel it at both.
                 self._scheduler.cancel([] if running.request_number is None else [running.request_number])
                 self._environments.end(number)
 
     def poll(self, wait_s: float = float("inf")) -> None:
-        """Waits at most about `wait_s` for an engine or an environment to answer, and continues the episodes.
+        """Wait at most about `wait_s` for an engine or an environment to answer, and continue the episodes.
 
-        Raises what RequestScheduler.poll and Environments.poll raise, and RunError for an episode that was
-        started too often.
+        Raises:
+            RunError: An episode was started too often. Errors of RequestScheduler.poll and Environments.poll
+                are raised as well.
         """
         # If both sides have work, neither may block the other for longer than one short turn.
         both = min(wait_s, _TURN_S)
@@ -143,7 +143,7 @@ class EpisodeRunner:
         # Advance the episodes that were answered.
         for report in reports:
             running = self._running.get(report.episode)
-            if running is None:  # it was cancelled meanwhile
+            if running is None:  # it was cancelled in the meantime
                 continue
             episode = running.episode
             if running.waits_since_s is not None:
@@ -163,10 +163,10 @@ class EpisodeRunner:
                 self._restart(number)
 
     def waiting(self) -> list[RequestState]:
-        """Returns the episodes that wait for an answer. Any thread may call it."""
+        """Return the episodes that wait for an answer. Thread-safe."""
         now_s = self._clock()
 
-        # Copy first: the thread that polls changes the dictionary meanwhile.
+        # Copy first: the polling thread may change the dictionary.
         all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
 
@@ -177,7 +177,7 @@ class EpisodeRunner:
         ]
 
     def drain_wait(self) -> float | None:
-        """Returns the share of their time for which the episodes that ended since the last call waited for
+        """Return the share of time that the episodes which ended since the last call spent waiting for
         answers.
 
         The result is None if no episode has ended.
@@ -194,7 +194,7 @@ class EpisodeRunner:
             sampling = replace(running.request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
             turn = running.request._replace(prompt=step.token_ids, sampling=sampling)
             deliver = partial(self._wrote, number, step.place)
-            # Prefer the replica of the last turn, whose prefix cache holds the episode so far.
+            # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
             (running.request_number,) = self._scheduler.add(
                 [turn], deliver, on_failure=running.on_failure, first=running.is_first, prefer=running.replica
             )
@@ -225,13 +225,13 @@ class EpisodeRunner:
         running = self._running[number]
         self._scheduler.cancel([] if running.request_number is None else [running.request_number])
 
-        # The replica is not preferred any longer: the new attempt shares only the prompt with its cache.
+        # The replica is no longer preferred: the new attempt shares only the prompt with its cache.
         running.request_number = running.replica = running.waits_since_s = None
 
         try:
             running.episode.lost_environment(running.episode.attempt)
         except EpisodeDroppedError as error:
-            why = f"{error}; see the words of its process above"
+            why = f"{error}; see the output of its process above"
             if running.on_failure is None:
                 raise RunError(f"the episode of prompt {running.request.uid}: {why}") from error
             running.on_failure(why)

@@ -1,5 +1,5 @@
-"""The rollout role of a run with an agent: a sample is an episode, whose turns engines generate and
-environments answer."""
+"""Rollout role of a run with an agent: a sample is an episode whose turns engines generate and environments
+answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megarl.tracking.timeline import Span
 
 
 class EpisodeRollout(Rollout):
-    """A rollout of episodes. Engines and environments work at the same time, on different episodes.
+    """Rollout of episodes. Engines and environments work concurrently, on different episodes.
 
     `response_mask` is True for tokens that the model generated. A batch also has the token columns
     `answer_mask`, True in the last turn, and `environment_rewards`, each on the last token of its turn; and
@@ -64,7 +64,7 @@ class EpisodeRollout(Rollout):
         return lambda: self._runner.cancel(numbers)
 
     def poll(self, wait_s: float = math.inf) -> None:
-        """See EpisodeRunner.poll."""
+        """Poll engines and environments; see EpisodeRunner.poll."""
         self._runner.poll(wait_s)
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
@@ -73,10 +73,10 @@ class EpisodeRollout(Rollout):
         )
 
     def drain_metrics(self) -> dict[str, float]:
-        """Returns the metrics of Rollout and of the environments.
+        """Return the metrics of Rollout and of the environments.
 
-        `agent/num_restarts` counts the restarted processes of environments in this run. `agent/waiting_share`
-        is the share of the time of ended episodes in which they waited for tools.
+        `agent/num_restarts` counts the restarted environment processes of this run. `agent/waiting_share` is
+        the share of the time of ended episodes in which they waited for tools.
         """
         with self._replicas.exclusive():
             # The generation thread updates the same counters.
@@ -89,7 +89,7 @@ class EpisodeRollout(Rollout):
         }
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """Returns what Rollout.snapshot does, and also the episodes that wait for tools."""
+        """Return the result of Rollout.snapshot plus the episodes that wait for tools."""
         requests, replicas = super().snapshot()
         return sorted([*requests, *self._runner.waiting()], key=lambda one: -one.seconds), replicas
 
@@ -116,11 +116,11 @@ def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajec
 def batch_of_trajectories(
     prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int
 ) -> DataProto:
-    """Builds the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
+    """Build the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
     assert len(trajectories) == len(prompts)
     answers = [_answer_mask(trajectory) for trajectory in trajectories]
 
-    # Columns of tokens. All of them have the lengths of the responses.
+    # Token columns. All of them have the lengths of the responses.
     tensors = {
         **prompts.columns,
         "responses": RaggedTensor.of_rows(

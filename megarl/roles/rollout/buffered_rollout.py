@@ -1,5 +1,5 @@
-"""The rollout as the training loop uses it: synchronous and asynchronous generation are one rollout buffer,
-which the trainer's thread fills when it needs samples, or a thread of its own ahead of it."""
+"""Rollout for the training loop. Synchronous and asynchronous generation use the same rollout buffer, filled
+either by the trainer's thread on demand or by a generation thread ahead of it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megarl.roles.rollout.sample_groups import GREEDY, GroupRules, StepGroups
 from megarl.roles.weights.rollout_weights import RolloutWeights
 from megarl.rollout.staleness import StalenessController
 
-_WAIT_S = 0.005  # between two looks for the scores that decide whether a group is trained
+_WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained
 
 
 class BufferedRollout:
-    """Stands for the loader and the rollout in the training loop.
+    """Prompt loader and rollout of the training loop.
 
     `next` waits for the samples of the next step and returns their prompts; `generate` returns the samples.
 
     Args:
         rollout: The rollout role.
-        weights: The weights of its engines.
+        weights: Weight sync of its engines.
         prompts: The loader.
         scoring: Scores finished groups.
-        rules: The composition of a group.
-        on_update: What happens to requests in flight when weights are pushed.
+        rules: Composition of a group.
+        on_update: What happens to requests in flight at a weight sync.
         make_staleness: Builds the staleness controller for a run whose weights have the given version. With a
-            `max_staleness` of 0 samples are generated during `next`, and with more also between two calls.
+            `max_staleness` of 0, samples are generated during `next`; above 0, also between two calls.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BufferedRollout:
         self._rules = rules
         self._on_update = on_update
 
-        # The buffer needs the version of the first push, which is not known before the first step.
+        # The buffer needs the version of the first weight sync, which is not known before the first step.
         self._make_buffer = lambda version: RolloutBuffer(
             rollout, weights, prompts, scoring, self._rules, make_staleness(version)
         )
@@ -63,13 +63,13 @@ class BufferedRollout:
         self._stored: Mapping[str, FinishedGroup] = {}
         self._trained: list[str] = []
 
-        # the groups that `next` returned last
+        # The groups that `next` returned last.
         self.taken = StepGroups(DataProto(), [], [], [])
 
     # ---- for the trainer
 
     def __next__(self) -> DataProto:
-        """Waits for all samples of the next step and returns its prompts. Raises what generation raises."""
+        """Wait for all samples of the next step and return its prompts. Raises errors of generation."""
         buffer = self._started()
         self.taken = self._thread.take() if self._thread is not None else self._generate_step(buffer)
         return self.taken.trained_prompts
@@ -77,16 +77,16 @@ class BufferedRollout:
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
     ) -> DataProto:
-        """Returns what Rollout.generate does.
+        """Return the result of Rollout.generate.
 
-        Prompts that `next` returned have their samples already, and their greedy responses if the rules ask
-        for them. Others are generated now.
+        Prompts that `next` returned already have their samples, and their greedy responses if the rules
+        request them. Others are generated now.
         """
         rules = self._rules
         rows = {str(uid): row for row, uid in enumerate(self.taken.prompts.non_tensor_batch.get("uid", ()))}
         of_prompts = [rows.get(str(uid)) for uid in prompts.non_tensor_batch["uid"]]
 
-        # The greedy response, if any, is behind the n samples of each group.
+        # The greedy response, if any, follows the n samples of each group.
         places = range(rules.sampling.n) if sampling == rules.sampling else range(0)
         if rules.greedy and sampling == GREEDY:
             places = range(rules.sampling.n, rules.size)
@@ -99,16 +99,16 @@ class BufferedRollout:
         return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.version)
 
     def take(self, count: int) -> DataProto:
-        """Returns further prompts, without samples. A resumed run does not get them again."""
+        """Return additional prompts, without samples. A resumed run does not serve them again."""
         with self._exclusive():
             return self._prompts.take(count) if self._buffer is None else self._buffer.serve(count)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the buffer.
+        """Return the metrics of the buffer.
 
         `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer
         got its samples, in runs that generate ahead. `rollout/num_given_up` is the number of groups in this
-        process whose samples no engine could generate, where some may be dropped.
+        process whose samples no engine could generate, if groups may be dropped.
         """
         num_failed = 0 if self._buffer is None else self._buffer.num_failed
         metrics = {} if self._thread is None else {"rollout/groups_ahead": float(self.taken.num_ahead)}
@@ -117,18 +117,18 @@ class BufferedRollout:
         return metrics
 
     def num_finished(self) -> int:
-        """Returns the number of finished groups that wait to be trained. Any thread may call it."""
+        """Return the number of finished groups that wait to be trained. Thread-safe."""
         return 0 if self._buffer is None else self._buffer.num_finished()
 
     def close(self) -> None:
-        """Ends generation. Requests in flight end with the replicas."""
+        """Stop generation. Requests in flight end with the replicas."""
         if self._thread is not None:
             self._thread.stop()
 
-    # ---- for a checkpoint
+    # ---- for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the loader before the first prompt that is not trained."""
+        """Return the state of the loader before the first prompt that is not trained."""
         with self._exclusive():
             return self._prompts.state_dict() if self._buffer is None else self._buffer.position()
 
@@ -137,16 +137,16 @@ class BufferedRollout:
         self._trained = list(state.get("trained", []))
 
     def finished_groups(self) -> list[FinishedGroup]:
-        """Returns the finished groups that wait to be trained."""
+        """Return the finished groups that wait to be trained."""
         with self._exclusive():
             return [] if self._buffer is None else self._buffer.finished()
 
     def restore(self, groups: Mapping[str, FinishedGroup]) -> None:
-        """Restores groups before the first step. Groups that still match the run's configuration are not
+        """Restore groups before the first step. Groups that still match the run's configuration are not
         generated again."""
         self._stored = groups
 
-    # ---- parts
+    # ---- internals
 
     def _started(self) -> RolloutBuffer:
         if self._buffer is None:
@@ -167,7 +167,7 @@ class BufferedRollout:
             if buffer.is_ready:
                 return buffer.take()
 
-            # Idle engines may sleep, or have had no weights since a restart: a round begins.
+            # Idle engines may sleep, or may have no weights since a restart: start a round.
             if not rollout.is_at_work:
                 self._weights.bring_in()
             buffer.begin()

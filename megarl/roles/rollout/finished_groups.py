@@ -1,4 +1,4 @@
-"""Finished groups that wait to be trained, and their format in a checkpoint."""
+"""Finished groups that wait to be trained, and their checkpoint format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RolloutOutput = Sample | Trajectory
 
 _OF_TOKENS = ("token_ids", "log_probs", "token_versions")
 _OF_ROWS = ("version", "is_dropped", "uid")
-# is_model and rewards are of their tokens
+# is_model and rewards have one value per token
 _OF_EPISODES = ("episode_end", "num_calls", "call_errors", "tool_s")
 
 
@@ -29,9 +29,9 @@ class FinishedGroup(NamedTuple):
 
     Attributes:
         uid: The uid of the prompt.
-        version: The version of the weights that started them.
+        version: Version of the weights that started them.
         samples: The samples.
-        is_dropped: Whether they are not trained.
+        is_dropped: Whether they are excluded from training.
     """
 
     uid: str
@@ -41,7 +41,7 @@ class FinishedGroup(NamedTuple):
 
 
 def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
-    """Serializes groups. There must be at least one, and their samples must be of one kind."""
+    """Serialize groups. There must be at least one, and their samples must be of one kind."""
     rows = [(group, sample) for group in groups for sample in group.samples]
     written = [sample for _, sample in rows]
 
@@ -74,7 +74,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
 
 
 def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
-    """Returns the column ROUTED_EXPERTS if samples have routes; all or none of them must."""
+    """Return the column ROUTED_EXPERTS if samples have routes; either all or none of them must."""
     routes = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     if not routes:
         return {}
@@ -84,10 +84,10 @@ def route_column(samples: Sequence[Sample]) -> dict[str, RaggedTensor]:
 
 
 def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
-    """Returns the groups by uid. Raises ValueError for data that `to_bytes` has not made."""
+    """Return the groups by uid. Raises ValueError if `to_bytes` did not write the data."""
     rows = DataProto.from_bytes(data)
 
-    # The file may be damaged or of another version, so look for all columns before anything is read.
+    # The file may be damaged or of another version, so check for all columns before reading anything.
     there = rows.ragged.keys() | rows.tensors.keys() | rows.non_tensor_batch.keys()
     of_kind = ("is_model", "rewards", *_OF_EPISODES) if "is_model" in there else ("finish_reason",)
     if missing := {*_OF_TOKENS, *_OF_ROWS, *of_kind} - there:
@@ -96,7 +96,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
     groups: dict[str, FinishedGroup] = {}
 
-    # Rows of a group are together and in order, so the samples keep their places.
+    # Rows of a group are consecutive and in order, so the samples keep their positions.
     for uid, version, is_dropped, sample in zip(
         rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True
     ):
@@ -106,7 +106,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
 
 
 def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the columns of each row as copies, so that a row does not keep the memory of the others."""
+    """Yield the columns of each row as copies, so that a row does not keep the memory of the others."""
     return zip(*([row.numpy().copy() for row in rows.ragged[key].each()] for key in keys), strict=True)
 
 
@@ -122,7 +122,7 @@ def _samples(rows: DataProto) -> list[Sample]:
     for (ids, log_probs, versions), reason, experts in zip(
         _tokens(rows, *_OF_TOKENS), reasons, routes, strict=True
     ):
-        # Runs of equal versions become spans again.
+        # Convert runs of equal versions back to spans.
         ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         spans = tuple(VersionSpan(int(versions[end - 1]), end) for end in ends)
         samples.append(Sample(ids, log_probs, reason, spans, experts))
@@ -131,14 +131,14 @@ def _samples(rows: DataProto) -> list[Sample]:
 
 
 def _episodes(rows: DataProto) -> list[Trajectory]:
-    """Reads episodes, without their prompts: the loader has these."""
+    """Read episodes without their prompts, which the loader provides."""
     episodes = []
     arrays = zip(*(rows.non_tensor_batch[key] for key in _OF_EPISODES), strict=True)
 
     for (*tokens, is_model, rewards), (end, num_calls, errors, tool_s) in zip(
         _tokens(rows, *_OF_TOKENS, "is_model", "rewards"), arrays, strict=True
     ):
-        # A segment begins wherever the author changes; the first always begins one.
+        # A segment begins wherever the author changes, and at the first token.
         starts = np.flatnonzero(np.diff(is_model, prepend=not is_model[0]))
         parts = zip(starts, *(np.split(values, starts[1:]) for values in tokens), strict=True)
         segments = [

@@ -1,5 +1,5 @@
-"""The generation thread: it keeps generating while the roles train, and does what the trainer asks between
-two of its turns."""
+"""Generation thread: generates continuously while the roles train, and executes the trainer's commands
+between two iterations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megarl.roles.rollout.rollout import Rollout
 from megarl.roles.rollout.rollout_buffer import RolloutBuffer
 from megarl.roles.rollout.sample_groups import StepGroups
 
-_TURN_S = 0.02  # The thread looks for commands this often.
+_TURN_S = 0.02  # interval at which the thread checks for commands
 _END_S = 30.0
 
 
 class _Command(Enum):
-    """What the trainer's thread can ask for.
+    """Command of the trainer's thread.
 
     Attributes:
-        take: The groups of the next step, once they are finished.
-        pause: The replicas, with no call under way at any of them.
+        take: Return the groups of the next step, once they are finished.
+        pause: Hand over the replicas, with no call in progress at any of them.
         drain: The same, after the requests in flight.
-        resume: Ends a pause.
-        stop: Ends the thread.
+        resume: End a pause.
+        stop: End the thread.
     """
 
     take = auto()
@@ -47,13 +47,13 @@ class _Order:
 
 
 class GenerationThread:
-    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or while it
-    pauses the trainer's.
+    """Drive the rollout buffer and the replicas, which have one user at a time: this thread, or the trainer's
+    while this thread pauses.
 
     Args:
         rollout: The rollout role.
         buffer: The rollout buffer.
-        on_update: What happens to requests in flight when weights are pushed.
+        on_update: What happens to requests in flight at a weight sync.
     """
 
     def __init__(self, rollout: Rollout, buffer: RolloutBuffer, on_update: OnUpdate) -> None:
@@ -70,8 +70,7 @@ class GenerationThread:
     # ---- for the trainer's thread
 
     def take(self) -> StepGroups:
-        """Waits for the groups of the next step and returns them. Raises the failure of this thread, if
-        any."""
+        """Wait for the groups of the next step and return them. Raises the error of this thread, if any."""
         order = self._ask(_Command.take)
         if order.groups is None:
             raise self._failure or RuntimeError("the generation thread has been stopped")
@@ -79,12 +78,12 @@ class GenerationThread:
 
     @contextmanager
     def exclusive(self, for_weights: bool = False) -> Iterator[None]:
-        """Gives the calling thread exclusive access to the replicas, with no call under way at any of them.
+        """Give the calling thread exclusive access to the replicas, with no call in progress at any of them.
 
-        After a failure of this thread access is free.
+        After a failure of this thread, access is free.
 
         Args:
-            for_weights: The caller pushes weights. With `drain`, requests in flight finish first.
+            for_weights: Whether the caller syncs weights. With `drain`, requests in flight finish first.
         """
         if self._num_pauses == 0:
             drains = for_weights and self._on_update is OnUpdate.drain
@@ -99,7 +98,7 @@ class GenerationThread:
                 self._orders.put(_Order(_Command.resume))
 
     def stop(self) -> None:
-        """Ends the thread. Requests in flight end with the replicas."""
+        """Stop the thread. Requests in flight end with the replicas."""
         self._orders.put(_Order(_Command.stop))
         self._thread.join(_END_S)
 
@@ -111,14 +110,14 @@ class GenerationThread:
         order = _Order(command)
         self._orders.put(order)
 
-        # An order that comes after the thread's last look at the queue is answered by nobody else.
+        # An order that comes after the thread's last look at the queue is answered here.
         if self._has_ended:
             order.answered.set()
         order.answered.wait()
 
         return order
 
-    # ---- the thread
+    # ---- the generation thread
 
     def _run(self) -> None:
         pending: _Order | None = None
@@ -131,31 +130,32 @@ class GenerationThread:
                     if order.command is _Command.take:
                         self._buffer.expect_step()
 
-                # One turn. What was taken, dropped or pushed since the last one may let groups start.
+                # One iteration. Groups taken, groups dropped or weights synced since the last one may allow
+                # groups to start.
                 self._buffer.score()
                 self._buffer.begin()
                 if pending is not None and self._is_due(pending.command):
                     pending = self._serve(pending)
                 elif self._rollout.is_at_work or pending is not None:
-                    # An order is awaited: look at the engines and environments even if none seems to work.
-                    # A restarted replica gets the actor's weights, which are the engines' version only while
+                    # An order is awaited: poll the engines and environments even if none seems to work. A
+                    # restarted replica gets the actor's weights, which are the engines' version only while
                     # the trainer waits.
                     self._rollout.scheduler.may_readmit = (
                         pending is not None and pending.command is _Command.take
                     )
                     self._rollout.poll(_TURN_S)
         except BaseException as error:  # noqa: BLE001
-            # The boundary of the thread: the next `take` raises it.
+            # Boundary of the thread: the next `take` raises the error.
             self._failure = error
 
-        # Nobody may wait for a thread that has ended.
+        # No caller may wait for a thread that has ended.
         self._has_ended = True
         while pending is not None:
             pending.answered.set()
             pending = None if self._orders.empty() else self._orders.get()
 
     def _next_order(self) -> _Order | None:
-        """Returns the next order, for which an idle thread waits a little."""
+        """Return the next order. An idle thread waits briefly for one."""
         try:
             return self._orders.get(timeout=0 if self._rollout.is_at_work else _TURN_S)
         except Empty:
@@ -169,10 +169,10 @@ class GenerationThread:
         return True
 
     def _serve(self, order: _Order) -> _Order | None:
-        """Does what an order asks for. Returns the order that ended a pause, unless it is `resume`."""
+        """Execute an order. Returns the order that ended a pause, unless it is `resume`."""
         if order.command is _Command.take:
             groups = self._buffer.take()
-            # The places of the taken groups are free now.
+            # The slots of the taken groups are free now.
             self._buffer.begin()
             order.groups = groups._replace(num_ahead=len(self._buffer.staleness.live))
             order.answered.set()
@@ -181,7 +181,8 @@ class GenerationThread:
         if order.command is _Command.resume:
             return None
 
-        # The trainer may poll the scheduler itself meanwhile, and must then be able to readmit replicas.
+        # In the meantime, the trainer may poll the scheduler itself, and must then be able to readmit
+        # replicas.
         self._rollout.scheduler.pause()
         self._rollout.scheduler.may_readmit = True
         order.answered.set()

@@ -1,5 +1,5 @@
-"""The replicas of the rollout role as processes: started one by one, given weights together, restarted when
-they die or hang."""
+"""Processes of the rollout replicas: started one by one, given weights together, restarted when they die or
+hang."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 class ExclusiveAccess(Protocol):
-    """Gives the calling thread the replicas for itself. `for_weights`: to push weights to them."""
+    """Gives the calling thread exclusive access to the replicas. `for_weights`: to sync weights to them."""
 
     def __call__(self, for_weights: bool = False) -> AbstractContextManager[None]: ...
 
 
 def unshared(for_weights: bool = False) -> AbstractContextManager[None]:
-    """Exclusive access to replicas that only one thread uses."""
+    """Return exclusive access to replicas that only one thread uses."""
     return nullcontext()
 
 
@@ -52,8 +52,8 @@ class NodeLostError(RunError):
 
 
 class ReplicaPlace(NamedTuple):
-    """Where a replica runs: a pool of one process, and the environment variables that it needs besides those
-    that Ray sets."""
+    """Location of a replica: a pool of one process, and the environment variables that it needs in addition
+    to Ray's."""
 
     pool: RayResourcePool
     environment: Mapping[str, str] = NO_ENVIRONMENT
@@ -62,15 +62,15 @@ class ReplicaPlace(NamedTuple):
 class Replicas:
     """One process per replica, each a worker group of its own. One thread at a time uses them.
 
-    A restart kills the process of a replica with all that it has started. The new process gets the current
+    A restart kills the process of a replica with all its descendants. The new process gets the current
     weights.
 
     Args:
-        places: Where each replica runs.
+        places: Location of each replica.
         build_engine: Builds the engine in the process of a replica.
-        restart_limit: The number of restarts after which the run ends.
-        phase_time_limit_s: The limit of a call.
-        at_work: Which groups work at the same time.
+        restart_limit: Number of restarts after which the run ends.
+        phase_time_limit_s: Time limit of a call.
+        at_work: Groups that work concurrently.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Replicas:
         self._spans: list[Span] = []
         self.num_restarts = 0
 
-        # The generation thread replaces this, so that others can take the replicas from it.
+        # The generation thread replaces this, so that other threads can take over the replicas.
         self.exclusive: ExclusiveAccess = unshared
         self.weight_version: int | None = None  # the version that all replicas have
         self.starting: set[int] = set()  # restarted replicas that have no weights yet
@@ -121,11 +121,11 @@ class Replicas:
 
     @property
     def all(self) -> dict[int, RoleGroup]:
-        """By number."""
+        """All replicas by number."""
         return dict(enumerate(self.groups))
 
     def accept(self, replicas: Mapping[int, RoleGroup], version: int) -> dict[int, Exception]:
-        """Records that these replicas got weights of `version`.
+        """Record that these replicas received weights of `version`.
 
         Returns:
             The replicas that have died since, with the reason.
@@ -143,7 +143,7 @@ class Replicas:
 
         if wrong := {number: stamped for number, stamped in said.items() if stamped != version}:
             raise RunError(
-                f"rollout replicas have been sent the weights of version {version}, and say that they have "
+                f"rollout replicas were sent the weights of version {version}, but report that they have "
                 f"{wrong}"
             )
 
@@ -154,7 +154,7 @@ class Replicas:
         return lost
 
     def restart(self, number: int, why: str) -> None:
-        """Restarts a replica that died or hangs. It needs weights when its group is ready.
+        """Restart a replica that died or hangs. It needs weights when its group is ready.
 
         Raises:
             RestartLimitError: All restarts are used up.
@@ -163,19 +163,19 @@ class Replicas:
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
 
-        # The placement has no other place for this replica, so a restart cannot succeed.
+        # The placement has no other location for this replica, so a restart cannot succeed.
         if lost := self._places[number].pool.lost_nodes():
             raise NodeLostError(
                 f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of "
                 f"{len(self.groups)} ran there, and "
-                f"the placement of this run has no other place for it\n\n{last_words}"
+                f"this run's placement has no other location for it\n\n{last_words}"
             )
 
         if self.num_restarts == self._restart_limit:
             raise RestartLimitError(
                 f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The "
-                f"cause is in the words above; "
-                "where it comes and goes, allow more"
+                f"cause is in the output above; "
+                "if it is intermittent, allow more"
             )
 
         # The new process starts while the others generate; it has no weights until it is readmitted.
@@ -200,17 +200,17 @@ class Replicas:
                 raise error
             self.restart(number, str(error))
 
-    # ---- how many
+    # ---- scaling
 
     def join(self, place: ReplicaPlace) -> None:
-        """Starts one more replica. It needs weights when its group is ready."""
+        """Start one more replica. It needs weights when its group is ready."""
         number = len(self.groups)
         self._places = (*self._places, place)
         self.groups.append(self._start(number))
         self.starting.add(number)
 
     def leave(self) -> None:
-        """Ends the last replica at once."""
+        """End the last replica immediately."""
         number = len(self.groups) - 1
         self.kill(number)
         self.groups.pop()
@@ -220,23 +220,23 @@ class Replicas:
     # ---- memory
 
     def sleep(self) -> None:
-        """Makes all replicas release their memory. A dead replica is restarted and must release it too, since
-        all of it is needed next."""
+        """Offload all replicas. A dead replica is restarted and must then be offloaded too, since all of the
+        memory is needed next."""
         while lost := _on_each(self.all, RolloutWorker.sleep):
             self.replace(lost)
 
     def wake(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Makes sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead
-        ones with the reason."""
+        """Make sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead
+        replicas with the reason."""
         return _on_each(replicas, RolloutWorker.wake)
 
     def wake_cache(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Makes replicas allocate their caches, after which they can generate. Returns the dead ones with the
-        reason."""
+        """Make replicas allocate their KV caches, after which they can generate. Returns the dead replicas
+        with the reason."""
         return _on_each(replicas, RolloutWorker.wake_cache)
 
     def resident_memory_gb(self) -> float:
-        """Returns the resident memory of the largest replica. Dead replicas count as 0."""
+        """Return the resident memory of the largest replica. Dead replicas count as 0."""
         sizes = [0.0]
         for group in self.groups:
             try:
@@ -248,7 +248,7 @@ class Replicas:
 
         return max(sizes)
 
-    # ---- life and death
+    # ---- process lifetime
 
     def kill(self, number: int) -> None:
         self._keep_spans(number)
@@ -301,7 +301,7 @@ def results_of(
     results: dict[int, T] = {}
     failure: WorkerError | PhaseTimeoutError | None = None
 
-    # Wait for all calls even after a failure: a replica must not have a call under way afterwards.
+    # Wait for all calls even after a failure: a replica must not have a call in progress afterwards.
     for number, future in futures.items():
         try:
             results[number] = future.get()

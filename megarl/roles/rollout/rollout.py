@@ -1,5 +1,5 @@
-"""The rollout role as the training loop sees it: it turns prompts into a batch of samples, even if replicas
-die meanwhile."""
+"""Rollout role of the training loop: generates a batch of samples from prompts, even if replicas die in the
+meantime."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Reported(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """What the tokenizer determines about generation.
+    """Properties of the tokenizer that generation needs.
 
     Attributes:
-        pad_token_id: The padding of responses.
-        stop_token_ids: The tokens that end a response.
-        max_response_length: The most tokens of a response.
-        chat_time: The time that chat templates see in other processes. None: the time of their first use.
+        pad_token_id: Padding of responses.
+        stop_token_ids: Tokens that end a response.
+        max_response_length: Maximum tokens of a response.
+        chat_time: Time that chat templates see in other processes. None: the time of their first use.
     """
 
     pad_token_id: int
@@ -60,14 +60,14 @@ class TokenRules:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetup:
-    """What any rollout consists of.
+    """Components of a rollout.
 
     Attributes:
         replicas: The replicas.
-        weights: The weights of their engines.
-        rules: What the tokenizer determines.
-        limits: The limits of a replica.
-        seed: The seed of the run.
+        weights: Weight sync of their engines.
+        rules: Properties of the tokenizer.
+        limits: Limits of a replica.
+        seed: Seed of the run.
     """
 
     replicas: Replicas
@@ -78,18 +78,21 @@ class RolloutSetup:
 
 
 class Rollout:
-    """The handle on all replicas. Each request goes to the least loaded replica with room, in order of
-    arrival.
+    """Handle to all replicas. Each request goes to the least loaded replica with room, in order of arrival.
 
-    A replica that dies or hangs is restarted with the current weights, and its unfinished requests are sent
-    again with the same seeds, so that they give the same samples.
+    A replica that dies or hangs is restarted with the current weights. Its unfinished requests are sent again
+    with the same seeds, so that they give the same samples.
     """
 
     kind: type[RolloutOutput] = Sample
 
     def __init__(self, setup: RolloutSetup, routes_of: SamplingConfig | None = None) -> None:
-        """routes_of: Samples that are drawn with this configuration return the experts of their tokens. The
-        engines must support it."""
+        """Create the rollout.
+
+        Args:
+            routes_of: Samples drawn with this configuration return the experts of their tokens. The engines
+                must support it.
+        """
         self._routes_of = routes_of
         self._replicas = setup.replicas
         self._weights = weights = setup.weights
@@ -102,11 +105,11 @@ class Rollout:
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
-        """The worker group of each replica, which changes when a replica is restarted."""
+        """Worker group of each replica, which changes when a replica is restarted."""
         return tuple(self._replicas.groups)
 
     def share_through(self, exclusive: ExclusiveAccess) -> None:
-        """Declares that another thread uses the replicas from now on. Others get access by `exclusive`."""
+        """Declare that another thread uses the replicas from now on. Others get access by `exclusive`."""
         self._replicas.exclusive = exclusive
 
     # ---- generation
@@ -114,23 +117,23 @@ class Rollout:
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
     ) -> DataProto:
-        """Generates `sampling.n` samples of each prompt.
+        """Generate `sampling.n` samples of each prompt.
 
         The same prompts, weights, seed, step and generation give the same samples for any number of replicas.
 
         Args:
             prompts: The prompts.
-            sampling: How samples are drawn.
+            sampling: Sampling configuration.
             step: The training step.
             generation: Distinguishes several generations of a step.
 
         Returns:
-            A batch of B = prompts x n rows, the samples of a prompt side by side. It has the prompts' columns
-            (see with_prompt_rows); as token columns `responses`, `response_mask`, `rollout_log_probs` and
-            `token_versions` (int32, the version of the weights that drew a token, -1 for tokens that the
-            model did not generate); `routed_experts` if the engines are asked for it; and the arrays
-            `weight_version` (the oldest of a sample) and `finish_reason` (B,). `weight_version` in its meta
-            information is that of the last pushed weights.
+            A batch of B = prompts x n rows, with the samples of a prompt in consecutive rows. It has the
+            prompts' columns (see with_prompt_rows); as token columns `responses`, `response_mask`,
+            `rollout_log_probs` and `token_versions` (int32, the weight version that sampled a token, -1 for
+            tokens that the model did not generate); `routed_experts` if the engines are asked for it; and the
+            arrays `weight_version` (the oldest of a sample) and `finish_reason` (B,). `weight_version` in its
+            meta information is the version of the last weight sync.
 
         Raises:
             EngineFaultError: An engine returned a sample that cannot be right.
@@ -150,7 +153,7 @@ class Rollout:
         version = self._weights.version
         samples: dict[int, RolloutOutput] = {}
 
-        # No weights are pushed meanwhile: another version means that an engine missed a push.
+        # No weight sync happens in the meantime: another version means that an engine missed one.
         for replica, number, sample in self._finished(rows, requests):
             check_versions(replica, sample, oldest=version, newest=version)
             samples[number] = sample
@@ -160,9 +163,9 @@ class Rollout:
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        """Plans one request per sample, those of a prompt side by side.
+        """Plan one request per sample, with those of a prompt consecutive.
 
-        Their seeds are those of `generate` for a batch in which `first` other prompts come before these.
+        The seeds are those of `generate` for a batch in which `first` other prompts come before these.
         """
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
         return plan_requests(
@@ -173,8 +176,8 @@ class Rollout:
         )
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
-        """Yields samples as they finish. Closing the iterator cancels the rest. Raises what `generate`
-        raises."""
+        """Yield samples as they finish. Closing the iterator cancels the rest. Raises the errors of
+        `generate`."""
         self._weights.bring_in()
         for _, number, sample in self._finished(DataProto(), requests):
             yield FinishedRequest(number, cast("Sample", sample))
@@ -194,18 +197,18 @@ class Rollout:
         *,
         first: bool = False,
     ) -> Callable[[], None]:
-        """Starts to generate samples.
+        """Start generating samples.
 
         Args:
-            prompts: Prompts.
-            rows: The row of each sample's prompt.
-            requests: The requests of the samples.
-            deliver: Is called with each sample during a call of `poll`, under the request's id.
+            prompts: The prompts.
+            rows: Row of each sample's prompt.
+            requests: Requests of the samples.
+            deliver: Called with each sample during a call of `poll`, under the request's id.
             on_failure: See RequestScheduler.add.
-            first: Whether these requests go before others.
+            first: Whether these requests have priority over others.
 
         Returns:
-            A function that cancels the samples that are missing.
+            A function that cancels the missing samples.
         """
         numbers = self.scheduler.add(
             requests,
@@ -216,11 +219,11 @@ class Rollout:
         return lambda: self.scheduler.cancel(numbers)
 
     def poll(self, wait_s: float = math.inf) -> None:
-        """See RequestScheduler.poll."""
+        """Make progress on requests; see RequestScheduler.poll."""
         self.scheduler.poll(wait_s)
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
-        # The seed depends on no replica, so any number of them gives the same samples.
+        # The seed does not depend on the replica, so any number of replicas gives the same samples.
         return SamplingParameters(
             n=sampling.n,
             temperature=sampling.temperature,
@@ -242,7 +245,7 @@ class Rollout:
         """
         arrived: list[tuple[int, int, RolloutOutput]] = []
         with self._replicas.exclusive():
-            # These requests go first: the trainer waits for them, and nobody for those generated ahead.
+            # These requests have priority: the trainer waits for them, but not for those generated ahead.
             cancel = self.begin(
                 prompts, range(len(requests)), requests, lambda *one: arrived.append(one), first=True
             )
@@ -254,12 +257,12 @@ class Rollout:
                     yield from arrived
                     arrived.clear()
             finally:
-                # The consumer may have stopped early or failed, and nobody needs the rest of the samples.
+                # If the consumer stopped early or failed, the rest of the samples is not needed.
                 cancel()
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Builds the batch that `generate` returns from prompts and samples side by side. `version` is that
-        of the last pushed weights."""
+        """Build the batch that `generate` returns, from prompts and samples in matching rows. `version` is
+        that of the last weight sync."""
         return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
 
     # ---- observation
@@ -298,32 +301,36 @@ class Rollout:
             return metrics
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """See RequestScheduler.snapshot. Any thread may call it."""
+        """Return the state of requests and replicas; see RequestScheduler.snapshot. Thread-safe."""
         return self.scheduler.snapshot()
 
     @property
     def num_restarts(self) -> int:
-        """The number of replicas that were restarted in this run."""
+        """Number of replica restarts in this run."""
         return self._replicas.num_restarts
 
     def drain_spans(self) -> list[Span]:
-        """See Replicas.drain_spans."""
+        """Return the spans of all replicas; see Replicas.drain_spans."""
         with self._replicas.exclusive():
             return self._replicas.drain_spans()
 
     def shutdown(self) -> None:
-        """Ends the replicas at once."""
+        """End the replicas immediately."""
         self._replicas.shutdown()
 
 
 def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: int) -> None:
-    """Raises EngineFaultError for a sample with tokens of weights older than `oldest`, which were current
-    when it was started, or newer than `newest`, which were pushed last."""
+    """Check the weight versions of a sample's tokens.
+
+    Raises:
+        EngineFaultError: A token's weights are older than `oldest`, the version that started the sample, or
+            newer than `newest`, the version of the last weight sync.
+    """
     versions = sample.weight_versions
     if not oldest <= versions[0] <= versions[-1] <= newest:
         raise EngineFaultError(
             f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun "
-            f"with version {oldest}, and the weights at hand are version {newest}"
+            f"with version {oldest}, and the current weights are version {newest}"
         )
 
 
@@ -358,7 +365,7 @@ def batch_of_samples(
 def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:
     versions = {sample.weight_versions for sample in samples}
 
-    # Usually a single version drew all tokens; then no array per sample is needed.
+    # Usually a single version sampled all tokens; then no array per sample is needed.
     if len(versions) == 1 and len(only := next(iter(versions))) == 1:
         rows = RaggedTensor.constant(only[0], lengths, torch.int32)
     else:

@@ -1,5 +1,4 @@
-"""The rollout buffer: groups (a prompt with its samples) from their admission to the step that trains
-them."""
+"""Rollout buffer: groups (a prompt with its samples) from their admission to the step that trains them."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class FailedPromptsError(RunError):
 
 
 class NoSignalError(RunError):
-    """Too few prompts of a step have samples that differ in score, and no more may be dropped."""
+    """Too few prompts of a step have samples that differ in score, and no further prompts may be dropped."""
 
 
 class Requests(Protocol):
@@ -93,12 +92,12 @@ class HasVersion(Protocol):
 
 
 class RolloutBuffer:
-    """Starts groups in the loader's order, as the staleness controller allows, and has finished groups
+    """Start groups in the loader's order, as the staleness controller allows, and have finished groups
     scored.
 
-    It is used by one thread at a time, which calls `score`, `begin` and the rollout's `poll` in turn until
-    the next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group
-    is dropped, they are those of a run that generates each step's prompts when the step is due.
+    One thread at a time uses the buffer, calling `score`, `begin` and the rollout's `poll` in turn until the
+    next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group is
+    dropped, they are those of a run that generates each step's prompts when the step is due.
     """
 
     def __init__(
@@ -119,15 +118,15 @@ class RolloutBuffer:
         self._prompts: DrawnPrompts | None = None  # contains the prompt of the next group
         self._place = 0
 
-        # by their number in the staleness controller, until their step is taken
+        # by number in the staleness controller, until their step is taken
         self._groups: dict[int, Group] = {}
-        self._unscored: list[int] = []  # finished and not yet sent to be scored
+        self._unscored: list[int] = []  # finished, but not yet sent for scoring
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
 
         # by uid: groups whose scores decide whether they are trained
         self._awaiting_scores: dict[str, int] = {}
-        self._scores: list[float] = []  # that have decided since the last step was taken
+        self._scores: list[float] = []  # scores that have decided since the last step was taken
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
 
         # uids that were trained out of order, with their positions in the data
@@ -135,7 +134,7 @@ class RolloutBuffer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the groups of the next step are finished, or too many were dropped for it."""
+        """Whether the groups of the next step are finished, or too many groups were dropped for it."""
         most = self._rules.max_without_signal
         return self.staleness.is_ready or (most is not None and self.staleness.num_dropped > most)
 
@@ -145,14 +144,14 @@ class RolloutBuffer:
         return bool(self._awaiting_scores)
 
     def expect_step(self) -> None:
-        """Prepares for the next step, which trains the weights of now. See StalenessController.expect."""
+        """Prepare for the next step, which trains the current weights. See StalenessController.expect."""
         self.staleness.expect(self._weights.version)
 
     def begin(self) -> None:
-        """Starts all groups that the staleness controller admits with the current weights.
+        """Start all groups that the staleness controller admits with the current weights.
 
-        It is called whenever groups may have been taken or dropped, or weights pushed, and before the
-        rollout is polled, so that what it starts does not depend on timing.
+        Call this whenever groups may have been taken or dropped, or weights synced, and before the rollout is
+        polled, so that the groups it starts do not depend on timing.
         """
         staleness = self.staleness
         version = self._weights.version
@@ -160,7 +159,8 @@ class RolloutBuffer:
         while staleness.may_admit(version):
             prompts, place = self._next_prompt()
             uid = str(prompts.rows.non_tensor_batch["uid"][place])
-            # Trained out of order before the checkpoint. Its position tells when the entry can be dropped.
+            # Trained out of order before the checkpoint. Its position determines when the entry can be
+            # dropped.
             if uid in self._trained:
                 self._trained[uid] = prompts.serial + place
                 continue
@@ -187,11 +187,11 @@ class RolloutBuffer:
                 )
 
     def score(self) -> None:
-        """Sends finished groups to be scored, and drops groups whose scores carry no signal. Call it
+        """Send finished groups for scoring, and drop groups whose scores carry no signal. Call this
         repeatedly."""
         scoring = self._scoring
 
-        # At staleness 0 the step's scores are asked for as soon as nothing is generated.
+        # At staleness 0 the step's scores are requested as soon as generation is idle.
         is_early = self.staleness.max_staleness > 0 or self._rollout.is_at_work
         if self._unscored and (is_early or self._awaiting_scores) and scoring.may_begin:
             # A group may have been taken or dropped since it was finished.
@@ -211,7 +211,7 @@ class RolloutBuffer:
             self._filter(scoring.score_round(self._training_rows(of_round)))
 
     def take(self) -> StepGroups:
-        """Returns the groups of the next step, which must be ready.
+        """Return the groups of the next step, which must be ready.
 
         Raises:
             NoSignalError: Too many groups were dropped for it.
@@ -224,7 +224,7 @@ class RolloutBuffer:
         last = max(taken)
 
         # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. At
-        # staleness 0 nothing is left for the next step.
+        # staleness 0, no group is left for the next step.
         gone = [
             number
             for number, group in self._groups.items()
@@ -232,8 +232,8 @@ class RolloutBuffer:
         ]
         groups = {number: self._groups.pop(number) for number in gone}
 
-        # A trained prompt behind an open group must be skipped when the data are read again from there. One
-        # whose position is not known has yet to come.
+        # A trained prompt after an open group must be skipped when the data is read again from there. A
+        # prompt with unknown position has not been served yet.
         first = self._first_open_serial()
         self._trained = {
             uid: serial for uid, serial in self._trained.items() if serial > first or serial == math.inf
@@ -254,7 +254,7 @@ class RolloutBuffer:
         )
 
     def serve(self, count: int) -> DataProto:
-        """Returns further prompts, which are not generated. A resumed run does not get them again."""
+        """Return additional prompts, which are not generated. A resumed run does not serve them again."""
         serial = self._loader.num_served
         rows = self._loader.take(count)
         if self._first_open_serial() < serial:
@@ -263,17 +263,17 @@ class RolloutBuffer:
         return rows
 
     def num_finished(self) -> int:
-        """Returns the number of finished groups that wait for their step. Any thread may call it."""
+        """Return the number of finished groups that wait for their step. Thread-safe."""
         return sum(self._is_whole(group) for group in list(self._groups.values()))
 
-    # ---- for a checkpoint
+    # ---- for checkpoints
 
     def position(self) -> dict[str, Any]:
-        """Returns the state of the loader before the first prompt whose step was not taken.
+        """Return the state of the loader before the first prompt whose step was not taken.
 
-        `trained` lists the uids of later prompts that were trained already.
+        `trained` lists the uids of later prompts that were already trained.
         """
-        # The oldest open group decides: everything from there on has to be served again.
+        # The oldest open group decides: everything from there on must be served again.
         opened = self._first_open()
         state = (
             self._loader.state_dict()
@@ -292,7 +292,7 @@ class RolloutBuffer:
         ]
 
     def restore(self, groups: Mapping[str, FinishedGroup], trained: Sequence[str]) -> None:
-        """Restores the state of a checkpoint before the first group is started.
+        """Restore the state of a checkpoint before the first group is started.
 
         Groups that still match the run's configuration are not generated again, nor are prompts in `trained`
         (see position).
@@ -309,14 +309,14 @@ class RolloutBuffer:
             if len(group.samples) == size and all(isinstance(sample, kind) for sample in group.samples)
         }
 
-    # ---- parts
+    # ---- internals
 
     def _is_whole(self, group: Group) -> bool:
         return len(group.samples) == self._rules.size
 
     def _first_open(self) -> tuple[DrawnPrompts, int] | None:
-        """Returns the first prompt that was drawn and whose step was not taken, by its place among those that
-        were drawn with it."""
+        """Return the first drawn prompt whose step was not taken, by its index among the prompts drawn with
+        it."""
         for group in self._groups.values():
             return group.prompts, group.place
         if self._prompts is None or self._place == len(self._prompts.rows):
@@ -335,7 +335,7 @@ class RolloutBuffer:
         return self._prompts, self._place - 1
 
     def _draw(self) -> DrawnPrompts:
-        """Draws prompts up to the end of a step, or at staleness 0 of a round, and plans their requests."""
+        """Draw prompts up to the end of a step (at staleness 0, of a round), and plan their requests."""
         staleness = self.staleness
         rules = self._rules
         position = self._loader.state_dict()
@@ -356,14 +356,14 @@ class RolloutBuffer:
         n = rules.sampling.n
         requests = requests_by_prompt(self._rollout.requests(rows, rules.sampling, step, **seeds), n)
         if rules.greedy:
-            # The greedy response takes the index behind the n samples.
+            # The greedy response takes the index after the n samples.
             greedy = self._rollout.requests(rows, GREEDY, step, **seeds)
             requests = [[*own, one._replace(request_id=n)] for own, one in zip(requests, greedy, strict=True)]
 
         return DrawnPrompts(rows, serial, position, requests)
 
     def _deliver(self, number: int, replica: int, place: int, sample: RolloutOutput) -> None:
-        # A sample may span several pushes, but never weights older than its start or not yet pushed.
+        # A sample may span several weight syncs, but never weights older than its start or not yet synced.
         group = self._groups[number]
         check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
 
@@ -372,7 +372,7 @@ class RolloutBuffer:
             self._finish(number)
 
     def _fail(self, number: int, why: str) -> None:
-        """Drops a group whose samples cannot be generated. Another group is started in its place."""
+        """Drop a group whose samples cannot be generated. Another group is started instead."""
         # Cancel the other samples of the group, since an incomplete group cannot be trained.
         group = self._groups[number]
         group.cancel()
@@ -421,15 +421,15 @@ class RolloutBuffer:
         num_kept = staleness.num_finished
         scores = np.array(self._scores)
         # Scoring may have failed for every sample.
-        spread = f"from {scores.min():.3g} to {scores.max():.3g}" if len(scores) else "of no sample"
+        spread = f"from {scores.min():.3g} to {scores.max():.3g}" if len(scores) else "no sample was scored"
         mean = f"{scores.mean():.3g}" if len(scores) else "unknown"
         return (
             f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
-            f"samples that do not all score the same, and {wanted} are needed; "
+            f"samples with different scores, and {wanted} are needed; "
             f"the mean score is {mean}, {spread}, and all "
             f"algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are "
-            f"spent. Raise it, or rollout.n, or "
-            "train on prompts that are neither all solved nor out of reach"
+            f"used up. Raise it, or rollout.n, or "
+            "train on prompts that are neither always solved nor out of reach"
         )
 
     def _training_rows(self, groups: Sequence[Group]) -> DataProto:

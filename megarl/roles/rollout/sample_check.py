@@ -1,4 +1,4 @@
-"""Checks that a sample can be the answer to its request."""
+"""Check that a sample is a possible result of its request."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class EngineFaultError(RunError):
 
 
 def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> None:
-    """Raises EngineFaultError for a sample that cannot be what was requested."""
+    """Raise EngineFaultError if the sample cannot be a result of the request."""
     sampling = request.sampling
     count = len(sample.token_ids)
     faults = []
     if not 1 <= count <= sampling.max_new_tokens:
-        faults.append(f"{count} tokens where 1 to {sampling.max_new_tokens} were asked for")
+        faults.append(f"{count} tokens, but 1 to {sampling.max_new_tokens} were requested")
     if len(sample.log_probs) != count:
         faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
 
-    # The spans must cover all tokens without a gap, with rising versions.
+    # The spans must cover all tokens without a gap, with increasing versions.
     ends = [0, *(span.end for span in sample.spans)]
 
     if (
@@ -35,6 +35,4 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
         )
 
     if faults:
-        raise EngineFaultError(
-            f"rollout replica {replica} gave a sample that cannot be right: {', '.join(faults)}"
-        )
+        raise EngineFaultError(f"rollout replica {replica} returned an invalid sample: {', '.join(faults)}")

@@ -1,4 +1,4 @@
-"""Groups: a prompt with its samples. What belongs to one, how far it is, and the groups of a step."""
+"""Groups, which are a prompt with its samples: their composition, their state, and the groups of a step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ GREEDY = SamplingConfig(n=1, temperature=0.0)
 
 
 class GroupRules(NamedTuple):
-    """The composition of a group, and when it is dropped.
+    """Composition of a group, and the rules for dropping it.
 
     Attributes:
-        sampling: How its samples are drawn.
+        sampling: Sampling configuration of its samples.
         greedy: Whether it also contains the greedy response to its prompt (ReMax).
-        max_without_signal: The most groups that may be dropped for a step because all their samples have the
-            same score (DAPO). None disables this filter.
-        max_error_rate: The share of a step's groups that may be dropped because an engine cannot generate
-            their samples.
+        max_without_signal: Maximum number of groups that may be dropped for a step because all their samples
+            have the same score (DAPO). None disables this filter.
+        max_error_rate: Share of a step's groups that may be dropped because an engine cannot generate their
+            samples.
         scores_early: Whether groups are scored while others are generated, even if no filter needs it.
     """
 
@@ -40,16 +40,17 @@ class GroupRules(NamedTuple):
 
 
 class StepGroups(NamedTuple):
-    """The groups of a step in the order of the data, including those that were generated for it in vain.
+    """The groups of a step in data order, including those that were generated for it but dropped or not
+    needed.
 
     Attributes:
         prompts: The prompts, one row per group.
         samples: The samples of each prompt; the greedy one comes last.
-        versions: The version of the weights that started each group.
+        versions: Version of the weights that started each group.
         is_trained: Whether each group is trained. The others were dropped, or are not needed.
-        num_surplus: The number of groups that are not needed.
-        num_rounds: The rounds of generation (see StalenessController).
-        num_ahead: The number of groups that had been started for later steps.
+        num_surplus: Number of groups that are not needed.
+        num_rounds: Rounds of generation (see StalenessController).
+        num_ahead: Number of groups that had been started for later steps.
     """
 
     prompts: DataProto
@@ -62,7 +63,7 @@ class StepGroups(NamedTuple):
 
     @property
     def trained_prompts(self) -> DataProto:
-        """The prompts of the groups that are trained."""
+        """Prompts of the groups that are trained."""
         if all(self.is_trained):
             return self.prompts
         return self.prompts.select_idxs([row for row, trained in enumerate(self.is_trained) if trained])
@@ -87,15 +88,15 @@ class DrawnPrompts:
 
 @dataclass
 class Group:
-    """A prompt and the samples that it has so far.
+    """A prompt and its samples so far.
 
     Attributes:
-        prompts: The prompts that its prompt was drawn with.
+        prompts: The prompts that were drawn together with its prompt.
         place: Its index among them.
-        version: The version of the weights that started it.
+        version: Version of the weights that started it.
         samples: Its samples by their index in the group.
-        is_dropped: Whether it is not trained.
-        cancel: Cancels the samples that are missing.
+        is_dropped: Whether it is excluded from training.
+        cancel: Cancels the missing samples.
     """
 
     prompts: DrawnPrompts
@@ -111,11 +112,11 @@ class Group:
 
     @property
     def serial(self) -> int:
-        """Its position in the data."""
+        """Position of the prompt in the data."""
         return self.prompts.serial + self.place
 
     def first_samples(self, count: int) -> list[RolloutOutput]:
-        """Returns the samples at indices 0 to `count` - 1, which must be there."""
+        """Return the samples at indices 0 to `count` - 1, which must exist."""
         return [self.samples[place] for place in range(count)]
 
 

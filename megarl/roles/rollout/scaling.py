@@ -1,4 +1,4 @@
-"""Replicas that join and leave a running job."""
+"""Scaling: replicas that join and leave a running job."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class WeightTargets(Protocol):
 
 
 class ReplicaScaling:
-    """Scales the replicas of a run whose engines have devices of their own.
+    """Scale the replicas of a run whose engines have their own devices.
 
     Args:
         replicas: The replicas.
-        scheduler: The request scheduler, which is told of the change.
-        sync: The weight sync, which is told where the replicas are.
-        planned: The initial replicas, whose devices stay reserved.
+        scheduler: Request scheduler, which is notified of the change.
+        sync: Weight sync, which is notified of the replicas' locations.
+        planned: Initial replicas, whose devices stay reserved.
         reserve: Returns a pool of one process with the devices of an engine, given the replica's number.
-        num_ranks: The number of ranks of an engine.
+        num_ranks: Number of ranks of an engine.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class ReplicaScaling:
         self._pools: list[RayResourcePool] = []  # the pools of replicas beyond the planned ones
 
     def scale(self, count: int) -> None:
-        """Changes the number of replicas to `count`.
+        """Change the number of replicas to `count`.
 
-        New replicas are starting when it returns, while the others generate; each gets the current weights
-        before its first request. Replicas with the highest numbers leave, and their requests go to the
-        others.
+        New replicas are still starting when this returns, while the others generate; each gets the current
+        weights before its first request. Replicas with the highest numbers leave, and their requests go to
+        the others.
 
         Raises:
-            InsufficientResourcesError: The cluster has no room. Nothing has changed.
+            InsufficientResourcesError: The cluster has no free devices. Nothing has changed.
         """
         # Reserve all devices before anything changes, so that a refusal leaves the run as it was.
         reserved = [
@@ -77,10 +77,11 @@ class ReplicaScaling:
                 pool.release()
             raise
 
-        # The generation thread must have no call under way while replicas join or leave.
+        # The generation thread must have no call in progress while replicas join or leave.
         self._pools += reserved
         with self._replicas.exclusive():
-            # The transfer schedules depend on the places of all replicas; the next push builds them again.
+            # The transfer schedules depend on the locations of all replicas; the next weight sync rebuilds
+            # them.
             self._sync.send_to([self._of(number).ranks for number in range(count)])
             while len(self._replicas) > count:
                 self._replicas.leave()
@@ -88,7 +89,7 @@ class ReplicaScaling:
                 self._replicas.join(self._of(len(self._replicas)).place)
             self._scheduler.resize()
 
-        # Give back devices only after their replicas have ended.
+        # Release devices only after their replicas have ended.
         while len(self._pools) > max(0, count - len(self._planned)):
             self._pools.pop().release()
 
@@ -96,7 +97,7 @@ class ReplicaScaling:
         if number < len(self._planned):
             return self._planned[number]
 
-        # A replica that joined shares no device with a trainer, so its rank places only have to be unique.
+        # A replica that joined shares no device with a trainer, so its rank locations only have to be unique.
         place = ReplicaPlace(self._pools[number - len(self._planned)])
         return PlannedReplica(
             place,

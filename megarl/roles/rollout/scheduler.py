@@ -1,5 +1,5 @@
-"""The request scheduler: it sends requests to replicas, collects finished samples, and replaces replicas that
-die or hang."""
+"""Request scheduler: sends requests to replicas, collects finished samples, and replaces replicas that die or
+hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.rollout.router import RequestRouter
 from megarl.workers.rollout_worker import RolloutWorker
 
 _MOST_SHOWN = 5
-_WAIT_S = 5.0  # A replica that has no finished sample answers after this time, to show that it is alive.
+_WAIT_S = 5.0  # A replica without a finished sample returns after this time, which shows that it is alive.
 
 Deliver = Callable[[int, FinishedRequest], None]  # replica and sample
 OnFailure = Callable[[str], None]  # the reason
@@ -35,9 +35,9 @@ class RolloutLimits:
     """Limits of a replica.
 
     Attributes:
-        max_concurrency: The most requests in flight at a replica.
-        answer_limit_s: A replica whose process does not answer for this time is considered hung.
-        sample_limit_s: A replica that finishes no sample, or does not come up, within this time is considered
+        max_concurrency: Maximum number of requests in flight at a replica.
+        answer_limit_s: A replica whose process does not respond for this time is considered hung.
+        sample_limit_s: A replica that finishes no sample, or does not start, within this time is considered
             hung.
     """
 
@@ -55,7 +55,7 @@ class _PendingRequest(NamedTuple):
 
 @dataclass
 class _Task:
-    """The call under way at a replica, or its start. A replica has at most one task."""
+    """Call in progress at a replica, or its startup. A replica has at most one task."""
 
     future: WorkerFuture
     deadline_s: float  # by the monotonic clock
@@ -64,16 +64,16 @@ class _Task:
 
 
 class RequestScheduler:
-    """Schedules requests on replicas. Requests may be added and cancelled at any time.
+    """Schedule requests on replicas. Requests may be added and cancelled at any time.
 
-    It makes progress only while `poll` is called, by one thread at a time.
+    The scheduler makes progress only while `poll` is called, by one thread at a time.
 
     Args:
         replicas: The replicas.
-        readmit: Sends the current weights to a restarted replica. Returns False if the replica died meanwhile
-            and is restarted again.
-        limits: The limits of each replica.
-        can_readmit: Returns whether `readmit` may be called now; restarted replicas wait otherwise. It may
+        readmit: Sends the current weights to a restarted replica. Returns False if the replica died in the
+            meantime and is restarted again.
+        limits: Limits of each replica.
+        can_readmit: Returns whether `readmit` may be called now; otherwise restarted replicas wait. It may
             return False only while another replica works.
         clock: Has the semantics of time.monotonic.
         wait: Has the semantics of wait_for_any.
@@ -99,10 +99,10 @@ class RequestScheduler:
         self._pending: dict[int, _PendingRequest] = {}
         self._queue: RequestRouter[GenerationRequest] = RequestRouter(len(replicas), limits.max_concurrency)
 
-        # the groups that have the requests in flight
+        # groups that have the requests in flight
         self._groups: list[RoleGroup | None] = [None] * len(replicas)
 
-        # assigned and not yet sent
+        # assigned, but not yet sent
         self._unsent: list[list[GenerationRequest]] = [[] for _ in range(len(replicas))]
         self._tasks: dict[int, _Task] = {}
 
@@ -136,18 +136,18 @@ class RequestScheduler:
         first: bool = False,
         prefer: int | None = None,
     ) -> list[int]:
-        """Adds requests to the queue.
+        """Add requests to the queue.
 
         Args:
             requests: The requests.
-            deliver: Is called with each sample, under the request's own id, during a call of `poll`.
-            on_failure: Is called for each sample that the engine cannot generate. Without it such a failure
+            deliver: Called with each sample, under the request's own id, during a call of `poll`.
+            on_failure: Called for each sample that the engine cannot generate. Without it, such a failure
                 ends the run.
-            first: Whether the requests go before all others in the queue.
+            first: Whether the requests have priority over all others in the queue.
             prefer: See RequestRouter.add.
 
         Returns:
-            The numbers under which the requests can be cancelled.
+            Numbers by which the requests can be cancelled.
         """
         # The caller's ids may repeat between batches, so each request gets a number of its own.
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
@@ -168,7 +168,7 @@ class RequestScheduler:
             self._pending.pop(number, None)
             self._losses.pop(number, None)
 
-        # Requests that were sent must be aborted at the engine. The others are just not sent.
+        # Abort requests that were sent at the engine. The others are just not sent.
         for replica, cancelled in self._queue.cancel(numbers).items():
             unsent = {request.request_id for request in self._unsent[replica]}
             self._unsent[replica] = [
@@ -179,13 +179,12 @@ class RequestScheduler:
                 self._replicas.groups[replica].call(RolloutWorker.abort, sent)
 
     def poll(self, wait_s: float = math.inf) -> None:
-        """Sends queued requests, waits at most `wait_s` for an answer of a replica, and delivers what has
-        finished.
+        """Send queued requests, wait at most `wait_s` for a replica to return, and deliver finished samples.
 
         A replica that dies or hangs is restarted while the others continue.
 
         Raises:
-            EngineFaultError: A sample cannot be what was requested.
+            EngineFaultError: A sample is not a possible result of its request.
             RequestRoutingError: A replica finished a request that it does not have.
             RestartLimitError: Too many replicas were restarted.
             RunError: An engine cannot generate a sample and the request has no `on_failure`.
@@ -197,8 +196,8 @@ class RequestScheduler:
         self._collect(wait_s)
 
     def pause(self) -> None:
-        """Ends all calls to replicas. Requests in flight stay with their replicas until the next `poll`."""
-        # A waiting start uses nothing at the replica, so it is dropped and waited for later.
+        """End all calls to replicas. Requests in flight stay with their replicas until the next `poll`."""
+        # A pending startup uses nothing at the replica, so it is dropped and awaited later.
         while self._tasks:
             for replica, task in self._tasks.items():
                 if not task.is_start:
@@ -208,14 +207,14 @@ class RequestScheduler:
                 self._collect(math.inf)
 
     def resize(self) -> None:
-        """Adapts to replicas that have joined or left (the last ones leave) while no call is under way.
+        """Adapt to replicas that have joined or left (the last ones leave) while no call is in progress.
 
-        The requests of replicas that left go to the others.
+        Requests of replicas that left go to the others.
         """
         count = len(self._replicas)
         before = len(self._groups)
 
-        # Requeue before the router forgets the replicas, which must have no request then.
+        # Requeue before the router removes the replicas, which must have no requests then.
         for replica in range(count, before):
             self._lose(replica)
             self._tasks.pop(replica, None)
@@ -232,10 +231,10 @@ class RequestScheduler:
     # ---- observation
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """Returns the unfinished requests, oldest first, and the replicas.
+        """Return the unfinished requests, oldest first, and the replicas.
 
-        Any thread may call it during a `poll`. Each part is copied atomically, so a request that moves
-        meanwhile is seen at its old or at its new place.
+        Any thread may call this during a `poll`. Each part is copied atomically, so a request that moves in
+        the meantime is seen at either its old or its new location.
         """
         orders = self._pending.copy()
         in_flight = self._queue.in_flight()
@@ -258,7 +257,7 @@ class RequestScheduler:
         return requests, replicas
 
     def totals(self) -> SchedulerTotals:
-        """Returns the totals up to now. Any thread may call it."""
+        """Return the totals so far. Thread-safe."""
         now_s = self._clock()
         counted_s = self._counted_s
 
@@ -277,13 +276,13 @@ class RequestScheduler:
                 self._busy_s[replica] += now_s - self._counted_s
         self._counted_s = now_s
 
-    # ---- the steps of a poll
+    # ---- steps of a poll
 
     def _check_starts(self) -> None:
-        """Notices replicas that a weight push has replaced or given weights, and starts to wait for restarted
+        """Detect replicas that a weight sync has replaced or given weights, and start to wait for restarted
         ones."""
         for replica, group in enumerate(self._replicas.groups):
-            # Another process has the place: what the old one was given is lost, and its call as well.
+            # Another process has replaced it: the old one's requests are lost, and its call as well.
             if group is not self._groups[replica]:
                 self._groups[replica] = group
                 self._lose(replica)
@@ -298,14 +297,14 @@ class RequestScheduler:
                 del self._tasks[replica]
 
     def _dispatch(self) -> None:
-        """Assigns queued requests. Calls each idle replica that has requests, and interrupts the call of one
+        """Assign queued requests. Call each idle replica that has requests, and interrupt the call of one
         that gets new requests."""
         now_s = self._clock()
         at_work = [
             replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
         ]
 
-        # An idle replica finishes no sample; its time without one starts with the next request.
+        # An idle replica finishes no sample; its silence is measured from the next request.
         for replica in at_work:
             if not self._queue.load(replica):
                 self._last_sample_s[replica] = now_s
@@ -322,7 +321,8 @@ class RequestScheduler:
                     RolloutWorker.submit_and_poll, self._unsent[replica], _WAIT_S
                 )
                 self._unsent[replica] = []
-                # Two ways to hang: the process does not answer, or it answers without finishing a sample.
+                # There are two ways to hang: the process does not respond, or it responds without finishing a
+                # sample.
                 deadline_s = min(
                     now_s + self._limits.answer_limit_s,
                     self._last_sample_s[replica] + self._limits.sample_limit_s,
@@ -330,7 +330,7 @@ class RequestScheduler:
                 self._tasks[replica] = _Task(future, deadline_s, is_start=False)
 
     def _interrupt(self, replica: int) -> None:
-        """Makes the call at a replica return now with what has finished."""
+        """Make the call at a replica return immediately with its finished samples."""
         task = self._tasks.get(replica)
         if task is not None and not task.is_interrupted:
             task.is_interrupted = True
@@ -355,20 +355,23 @@ class RequestScheduler:
                     self._deliver(replica, finished)
 
     def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
-        """Return samples, or none if the replica has just started or is restarted. `task`: None if it took
-        too long."""
+        """Return samples, or none if the replica has just started or is restarted.
+
+        Args:
+            task: None if it took too long.
+        """
         if task is not None and task.is_start and not _is_lost(task.future):
-            if self._can_readmit():  # another that started at the same time may have taken the room
+            if self._can_readmit():  # another replica that started at the same time may have used the room
                 self._readmit(replica)
             return []
 
-        # Without a task the deadline has passed: the reports of the processes say what they were doing.
+        # Without a task, the deadline has passed: the processes' reports show what they were doing.
         try:
             if task is not None:
                 return task.future.get()
             reports = self._replicas.groups[replica].reports()
             why = "\n".join(
-                ["no answer, or no sample, for too long:", *(report.describe() for report in reports)]
+                ["no response, or no sample, for too long:", *(report.describe() for report in reports)]
             )
         except (WorkerError, PhaseTimeoutError) as error:
             if not is_dead(error):
@@ -379,7 +382,7 @@ class RequestScheduler:
         return []
 
     def _lose(self, replica: int) -> Collection[int]:
-        """Puts the requests of a lost replica back into the queue and returns their numbers."""
+        """Requeue the requests of a lost replica, and return their numbers."""
         self._unsent[replica] = []
         lost = self._queue.requeue(replica)
         self._losses.update(lost)
@@ -387,8 +390,8 @@ class RequestScheduler:
         return lost
 
     def _describe(self, lost: Collection[int]) -> str:
-        """Names prompts that may be the cause: several replicas were lost while they had them."""
-        # A single loss says nothing about the prompt: all requests of the replica were lost with it.
+        """Name prompts that may be the cause, because several replicas were lost while they had them."""
+        # A single loss does not implicate the prompt: all requests of the replica were lost with it.
         most = max((self._losses[number] for number in lost), default=0)
         if most < 2:
             return ""
@@ -414,7 +417,7 @@ class RequestScheduler:
         self._losses.pop(number, None)
         request, deliver, on_failure, _ = self._pending.pop(number)
 
-        # Only the owner of the request knows whether a run can continue without the sample.
+        # Only the owner of the request knows whether the run can continue without the sample.
         if isinstance(finished, FailedRequest):
             if on_failure is None:
                 raise RunError(
@@ -424,7 +427,7 @@ class RequestScheduler:
             on_failure(finished.why)
             return
 
-        # A faulty sample ends the run before anything can train on it.
+        # An invalid sample ends the run before anything can train on it.
         sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
@@ -433,8 +436,8 @@ class RequestScheduler:
 
 
 def _is_lost(start: WorkerFuture[Any]) -> bool:
-    """Whether the process of a starting replica is gone. Other failures of a start are reported when it is
-    given weights."""
+    """Return whether the process of a starting replica is gone. Other startup failures are reported when it
+    is given weights."""
     try:
         start.get()
     except (WorkerError, PhaseTimeoutError) as error:

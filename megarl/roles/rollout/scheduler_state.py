@@ -1,4 +1,4 @@
-"""What the request scheduler reports about its requests and replicas."""
+"""State that the request scheduler reports about its requests and replicas."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 
 class RequestState(NamedTuple):
-    """The state of an unfinished request.
+    """State of an unfinished request.
 
     Attributes:
         uid: The uid of its prompt.
-        replica: The replica that has it, None if it is queued.
-        seconds: The time since it was added.
-        waits_for_tools: Whether its episode waits for tools, for `seconds`, and no engine works on it.
+        replica: Replica that has it; None if it is queued.
+        seconds: Time since it was added.
+        waits_for_tools: Whether its episode has been waiting for tools for `seconds`, so that no engine works
+            on it.
     """
 
     uid: str
@@ -22,12 +23,12 @@ class RequestState(NamedTuple):
 
 
 class ReplicaState(NamedTuple):
-    """The state of a replica.
+    """State of a replica.
 
     Attributes:
         is_starting: Whether it has no weights yet.
-        in_flight: The number of its requests.
-        silent_s: The time since its last sample, or since its first request; 0 if it has no requests.
+        in_flight: Number of its requests.
+        silent_s: Time since its last sample, or since its first request; 0 if it has no requests.
     """
 
     is_starting: bool

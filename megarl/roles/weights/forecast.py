@@ -1,8 +1,8 @@
-"""What a push of weights will move, before anything starts: the plan of the run, made from its configuration
-alone. Imports no torch.
+"""Forecast of the bytes that a weight sync moves, computed from the configuration before anything starts.
+Imports no torch.
 
-Engines are asked for what they keep when a run starts. Here it is made up: an engine of one rank keeps
-everything; several ranks cut matrices as Megatron does, and the vocabulary in equal parts as SGLang does.
+A real run asks its engines which slices they need. The forecast assumes that an engine of one rank needs
+everything, and that several ranks shard matrices like Megatron and the vocabulary in equal parts like SGLang.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from megarl.weights.plan import (
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import slices_by_rank
 
-_VOCABULARY_PADDING = 64  # SGLang's
+_VOCABULARY_PADDING = 64  # SGLang's padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForecast:
-    """Of one push. Sizes are bytes; `sent`, `sent_away` (to other devices) of each trainer rank, `received`
-    of each engine rank."""
+    """Forecast of one weight sync, in bytes.
+
+    `sent` and `sent_away` (to other devices) are per trainer rank, `received` is per engine rank.
+    """
 
     plan: TransferPlan
     trainer_places: Sequence[RankLocation]
@@ -53,7 +55,7 @@ class WeightForecast:
     def sent_away(self) -> list[int]:
         away = [0] * len(self.trainer_places)
 
-        # What stays on the device goes through IPC buffers and uses no link between devices.
+        # Transfers within a device use IPC buffers, and no link between devices.
         for (source, target), schedule in self.plan.schedules.items():
             if self.trainer_places[source] != self.engine_places[target]:
                 away[source] += schedule.numel * self.element_bytes
@@ -63,8 +65,10 @@ class WeightForecast:
 def forecast_weights(
     config: PPOConfig, placement: PlacementPlan, policy: Architecture
 ) -> WeightForecast | None:
-    """None where weights go through files. With `device: auto` messages are as large as on GPUs. Raises as
-    `plan_transfer`."""
+    """Forecast the weight sync. Returns None if weights go through files.
+
+    With `device: auto`, messages are as large as on GPUs. Raises the errors of `plan_transfer`.
+    """
     if (transport := choose_transport(config, placement)) is Transport.folder:
         return None
     element_bytes = weight_bytes(config.model.dtype)
@@ -72,7 +76,7 @@ def forecast_weights(
         transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu
     )
 
-    # Where the ranks are, and which slices each of them holds or needs.
+    # Locations of the ranks, and the slices that each of them has or needs.
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
     held = slices_by_rank(policy, layouts_of(policy, config.actor.parallel))
@@ -99,7 +103,7 @@ def forecast_weights(
 
 
 def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
-    """Of each process of a role, where its ranks are: one on each of its devices."""
+    """Return, for each process of a role, the locations of its ranks: one on each of its devices."""
     return [
         [RankLocation(str(process.node), f"{process.node}:{device}") for device in process.devices]
         for process in plan.group_of(role).processes
@@ -107,15 +111,17 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
 
 
 def engine_slices(architecture: Architecture, size: int, expert_parallel_size: int = 1) -> list[TensorSlices]:
-    """What each of an engine's `size` ranks keeps. Where these are more than the key-value heads, each head
-    is on several of them. Experts are spread over `expert_parallel_size` groups of neighbours, which cut each
-    of theirs."""
+    """Return the slices that each of an engine's `size` ranks needs.
+
+    If there are more ranks than key-value heads, each head is replicated on several of them. Experts are
+    distributed over `expert_parallel_size` groups of neighboring ranks, which shard each of their experts.
+    """
     heads = architecture.num_key_value_heads
     if size <= heads:
         return list(_tensor_parallel_slices(architecture, size, expert_parallel_size))
 
-    # As if each rank had a head of its own, but for the tensors of keys and values, which are cut in as many
-    # parts as there are heads.
+    # Plan as if each rank had its own head, except for the tensors of keys and values, which are sharded into
+    # as many parts as there are heads.
     widened = replace(architecture, num_key_value_heads=size)
     shapes = _shapes(architecture)
     widened_shapes = _shapes(widened)
@@ -157,7 +163,7 @@ def _padded(rows: int, unit: int) -> int:
 
 
 def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Of every tensor once, in the order in which they are sent."""
+    """Return the shape of every tensor once, in sending order."""
     weights = weights_of(architecture, "lm")
     return {
         tensor.name: tensor.shape for weight in weights if not weight.is_copy for tensor in weight.tensors

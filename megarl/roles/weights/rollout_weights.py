@@ -1,5 +1,5 @@
-"""The weights that the rollout works with: sent by the actor after each update, and again to engines that
-slept or were restarted; or, where nothing is trained, read from a folder."""
+"""Weights of the rollout: synced from the actor after each update and to engines that slept or were
+restarted, or loaded from a folder if nothing is trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.workers.rollout_worker import RolloutWorker
 
 
 class Pusher(Protocol):
-    """What carries weights to replicas (roles/weights/sync.py)."""
+    """Interface for sending weights to replicas (roles/weights/sync.py)."""
 
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
@@ -24,8 +24,11 @@ class Pusher(Protocol):
 
 
 class RolloutWeights:
-    """`version`: of the weights that were sent last; 0 where none were. All replicas have the same one
-    whenever they generate."""
+    """Weights of the rollout replicas.
+
+    All replicas have the same `version` whenever they generate: that of the last weight sync, 0 before the
+    first.
+    """
 
     def __init__(self, pusher: Pusher, replicas: Replicas, schedule: OffloadSchedule) -> None:
         self._pusher = pusher
@@ -35,23 +38,27 @@ class RolloutWeights:
         self.version = 0
 
     def resume(self, version: int) -> None:
-        """The next weights to be sent are those of `version`, which engines had before the run was
-        resumed."""
+        """Set the version of the next weight sync, which engines had before the run was resumed."""
         self.version = version - 1
 
     def await_actor(self) -> None:
-        """Until the actor has done what it was asked last. Raises its failure."""
+        """Wait for the actor's last call, and raise its error."""
         self._schedule.finish("actor")
 
     def push(self, again: bool = False) -> None:
-        """Every replica gets the weights that the actor has when it has done what it was asked last; `again`:
-        with the version that they had.
+        """Sync the actor's weights, as of its last call, to every replica.
 
-        Replicas that are lost in it are restarted and get the weights when `can_readmit` allows. Raises the
-        failure of what the actor was asked, what WeightSync.push raises, RestartLimitError, and RunError if a
-        replica reports another version than it was sent.
+        Replicas that are lost in the sync are restarted, and get the weights when `can_readmit` allows.
+
+        Args:
+            again: Keep the version of the previous sync.
+
+        Raises:
+            RestartLimitError: Too many replicas were restarted.
+            RunError: A replica reports another version than it was sent. Errors of the actor's call and of
+                WeightSync.push are raised as well.
         """
-        # An update under way would change the weights while they are sent.
+        # An update in progress would change the weights while they are sent.
         self.await_actor()
         with self._replicas.exclusive(for_weights=True):
             self.version += 0 if again else 1
@@ -61,17 +68,17 @@ class RolloutWeights:
             lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
             to = {number: replica for number, replica in replicas.items() if number not in lost}
             self._report, lost_in_push = self._pusher.push(to, self.version)
-            # The actor leaves before the engines allocate their caches, which need its memory.
+            # Offload the actor before the engines allocate their caches, which need its memory.
             self._schedule.after_push()
             self._finish(to, lost | lost_in_push)
 
     def bring_in(self) -> None:
-        """Make the engines ready to generate with the weights that were sent last. Raises as `push`.
+        """Make the engines ready to generate with the weights of the last sync. Raises the errors of `push`.
 
-        Replicas that were restarted during the last generation, and could not be readmitted then, get their
+        Replicas that were restarted during the last generation and could not be readmitted then get their
         weights here.
         """
-        # Restarted replicas count only if the actor is offloaded; the scheduler readmits them otherwise.
+        # Restarted replicas count only if the actor is offloaded; otherwise the scheduler readmits them.
         left_out = self._replicas.starting and self._schedule.actor_is_offloaded
         if self.version and (self._schedule.engines_are_offloaded or left_out):
             self.push(again=True)
@@ -79,19 +86,19 @@ class RolloutWeights:
     def can_readmit(self) -> bool:
         """Return whether a restarted replica can get its weights now.
 
-        Where the actor has left the devices to the engines, its parameters and IPC buffers have no room
-        beside the caches of the other replicas. Those finish the generation alone, unless there is none.
+        If the actor is offloaded for the engines, its parameters and IPC buffers do not fit next to the other
+        replicas' caches. Those replicas finish the generation without the restarted one, unless there are
+        none.
         """
         return not self._schedule.actor_is_offloaded or self._replicas.starting >= self._replicas.all.keys()
 
     def readmit(self, number: int) -> bool:
-        """Send the current weights to a restarted replica. Return False if it was lost in it and is started
-        once more.
+        """Send the current weights to a restarted replica.
 
-        Raises as `push`.
+        Returns False if it was lost in the process and is restarted again. Raises the errors of `push`.
         """
         assert self.can_readmit(), (
-            "there is no room for the actor's weights beside the caches of the other replicas"
+            "there is no room for the actor's weights next to the caches of the other replicas"
         )
 
         # Only this replica receives; the others keep their weights and continue to generate.
@@ -101,7 +108,7 @@ class RolloutWeights:
         if not lost:
             _, lost = self._pusher.push(replicas, self.version)
 
-        # The actor was in memory only for this push. The caches need its room.
+        # The actor was loaded only for this sync. The caches need its memory.
         if came_in:
             self._schedule.take_out_actor()
         self._finish(replicas, lost)
@@ -109,32 +116,35 @@ class RolloutWeights:
         return number not in self._replicas.starting
 
     def _finish(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Those of `replicas` that are not lost have the weights."""
+        """Finish a sync to `replicas`: those that are not lost have the weights."""
         well = {number: replica for number, replica in replicas.items() if number not in lost}
         if self._schedule.engines_move:
-            lost |= self._replicas.wake_cache(well)  # the actor has made room for it
+            lost |= self._replicas.wake_cache(well)  # the actor has been offloaded
 
-        # Restart the lost replicas, then let the others confirm the version that they have.
+        # Restart the lost replicas, then let the others confirm their version.
         self._replicas.replace(lost)
         well = {number: replica for number, replica in well.items() if number not in lost}
         self._replicas.replace(self._replicas.accept(well, self.version))
 
     def settle(self) -> None:
-        """Wait for the replicas that are restarting, and send them the weights, as far as they can be
-        readmitted now."""
+        """Wait for the restarting replicas, and send them the weights if they can be readmitted now."""
         while self._replicas.starting and self.can_readmit():
             self.readmit(min(self._replicas.starting))
 
     def drain_metrics(self) -> dict[str, float]:
-        """Of the last push of weights (PushReport.metrics), where there was one since the last time."""
+        """Return the metrics of the last weight sync (PushReport.metrics), if there was one since the last
+        call."""
         report = self._report
         self._report = None
         return {} if report is None else report.metrics()
 
 
 class FolderWeights:
-    """A folder that all nodes of the replicas see; `manifest`: of the tensors in its files, all of which are
-    loaded."""
+    """Weights in a folder that all nodes of the replicas can read.
+
+    Args:
+        manifest: The tensors in its files, all of which are loaded.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -143,7 +153,8 @@ class FolderWeights:
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
     ) -> tuple[PushReport | None, dict[int, Exception]]:
-        """As WeightSync.push; there is no report, as no trainer sends anything."""
+        """Load the weights; same interface as WeightSync.push. There is no report, since no trainer sends
+        anything."""
         lost: dict[int, Exception] = {}
         loading = {
             number: replica.call_rank(

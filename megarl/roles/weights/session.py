@@ -1,5 +1,5 @@
-"""Who gets which weights from whom, and the ranks brought together for it: once for each replica, kept from
-push to push."""
+"""Session of weight transfers: plans which rank sends what to which, and connects the ranks once per replica,
+for all later syncs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,14 @@ from megarl.workers.weight_export import WeightExport
 
 
 class TransferSession:
-    """Of one source and all replicas that it may send to, by `transport`. trainer_places, replica_places: of
-    their ranks. limit_s: for a message."""
+    """Connections of one source with all replicas that it may send to.
+
+    Args:
+        trainer_places: Locations of the source's ranks.
+        replica_places: Locations of the ranks of each replica.
+        transport: The transport.
+        limit_s: Time limit of a message.
+    """
 
     def __init__(
         self,
@@ -50,16 +56,19 @@ class TransferSession:
         self._limit_s = limit_s
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
-        self._needed: list[TensorSlices] = []  # of the ranks of a replica
+        self._needed: list[TensorSlices] = []  # by the ranks of a replica
         self._plan: TransferPlan | None = None
         self._joined: dict[int, RoleGroup] = {}
-        self._names: dict[int, str] = {}  # of what replicas have joined
+        self._names: dict[int, str] = {}  # of each replica's connection
 
     def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """All of `replicas` are joined when it returns, but for those that it returns, which are lost, with
-        the reason.
+        """Join all of `replicas`.
 
-        Raises WorkerError where the tensors are not those of an engine's model, or a trainer rank fails.
+        Returns:
+            The lost replicas, with the reason. All others are joined.
+
+        Raises:
+            WorkerError: The tensors do not match an engine's model, or a trainer rank failed.
         """
         lost: dict[int, Exception] = {}
 
@@ -75,7 +84,7 @@ class TransferSession:
             self._expect(needed, number)
         new = {number: replica for number, replica in new.items() if number not in lost}
 
-        # A name is used once, so that a replica that joined another session in between is recognized.
+        # A name is used once, so that a replica that joined another session in the meantime is recognized.
         if new:
             self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
             join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
@@ -85,15 +94,15 @@ class TransferSession:
         return lost
 
     def name(self, replica: int) -> str:
-        """Under which it was joined."""
+        """Return the name under which the replica joined."""
         return self._names[replica]
 
     def forget(self, lost: Collection[int]) -> None:
-        """Forget dead replicas. A replacement has to join again; the others are not affected."""
+        """Remove dead replicas. A replacement has to join again; the others are not affected."""
         for number in lost:
             self._joined.pop(number, None)
 
-        # The trainer ranks release what they hold for the dead replicas.
+        # The trainer ranks release their resources for the dead replicas.
         if lost and not self._source.group.has_ended:
             gather(
                 *(
@@ -104,7 +113,7 @@ class TransferSession:
             )
 
     def close(self) -> None:
-        """Lets go of all."""
+        """Disconnect all replicas."""
         joined = self._joined
         self._joined = {}
         leaving = [
@@ -123,25 +132,28 @@ class TransferSession:
     def _ranks(self) -> range:
         return range(len(self._source.group.mesh))
 
-    # ---- the plan
+    # ---- planning
 
     def _expect(self, needed: list[TensorSlices], number: int) -> None:
-        """All replicas are made alike, so that the plan of the first is that of all, and of those that come
-        in their places."""
+        """Check the needs of a replica. All replicas are built in the same way, so the first one's plan applies to all
+        others and to their replacements."""
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
                 raise WeightTransferError(
-                    f"an engine of {len(self._targets[number])} ranks says what {len(needed)} need"
+                    f"an engine of {len(self._targets[number])} ranks reports the needs of {len(needed)} ranks"
                 )
             self._needed, self._plan = needed, self.plan(needed)
         if needed != self._needed:
             raise WeightTransferError(
-                f"rollout replica {number} keeps other parts of the tensors than the first did; restart the "
-                f"run"
+                f"rollout replica {number} needs other tensor slices than the first one; restart the run"
             )
 
     def plan(self, needed: Sequence[TensorSlices]) -> TransferPlan:
-        """`needed`: of the ranks of each replica. Raises as `plan_transfer`."""
+        """Plan the transfer. Raises the errors of `plan_transfer`.
+
+        Args:
+            needed: Slices needed by the ranks of each replica.
+        """
         source = self._source
         return plan_transfer(
             {name: meta.shape for name, meta in source.manifest.items()},
@@ -167,13 +179,13 @@ class TransferSession:
         joining: dict[int, WorkerFuture[None]] = {}
 
         for number, replica in replicas.items():
-            # Route the schedules: who is beside each engine rank, and who relays to it.
+            # Route the schedules: who shares a device with each engine rank, and who relays to it.
             targets = {
                 target: place.device
                 for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
             }
             route = device_transfers(self._plan, devices, targets)
-            # The trainer rank beside each engine rank opens the IPC buffers.
+            # The trainer rank on each engine rank's device opens the IPC buffers.
             serving = [
                 call(rank, WeightExport.serve_weights, number, device, sources)
                 for rank, device, sources in zip(route.beside, targets.values(), route.sources, strict=True)
@@ -195,21 +207,21 @@ class TransferSession:
         results_of(joining, lost, is_lost)
 
     def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Each engine's ranks and its senders meet at the same time; trainers meet one engine after the
-        other."""
+        """Join process groups. Each engine's ranks and its senders meet concurrently; trainers meet one
+        engine after the other."""
         assert self._plan is not None
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
 
         for number, replica in replicas.items():
-            # The first sender is rank 0 of the process group and reserves the port where all meet.
+            # The first sender is rank 0 of the process group and reserves the port where all members meet.
             route = group_transfers(self._plan, self._targets[number])
             point = call(route.senders[0], WeightExport.reserve_weight_group).get()
             address = P2PAddress(
                 self._names[number], point.host, point.port, route.size, point.backend, self._limit_s
             )
-            # Nobody waits here: joining blocks until all members have been called.
+            # Do not wait here: joining blocks until all members have been called.
             meeting[number] = [
                 call(rank, WeightExport.join_weight_group, number, GroupEndpoint(address, own), schedules)
                 for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
@@ -222,7 +234,7 @@ class TransferSession:
             ]
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
 
-        # Hear the engines first: a dead one is the reason why its trainers report a failure.
+        # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
         for number, futures in meeting.items():
             for future in futures:
@@ -231,12 +243,12 @@ class TransferSession:
                 except WorkerError as error:
                     if error.error_type != qualified_name(WeightTransferError):
                         raise
-                    lost.setdefault(number, error)  # who did not come
+                    lost.setdefault(number, error)  # did not join
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Of a replica in a push: it is dead, or it lost the trainers on the way; another in its place would do
-    better."""
+    """Return whether a replica is lost in a sync: it died, or it lost the trainers, so that a replacement may
+    succeed."""
     return is_dead_or_failed_start(error) or (
         isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError)
     )

@@ -1,4 +1,4 @@
-"""A trained model on the ranks of a worker group, as something whose weights can be sent or saved."""
+"""A trained model on the ranks of a worker group, whose weights can be sent or saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.weights.transports.folder import folder_message_bytes
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.weight_export import WeightExport
 
-_LOOK_S = 10.0  # without a sign of any rank
+_LOOK_S = 10.0  # poll interval without a sign of any rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class WeightSource:
     architecture: Architecture
     parallel: ParallelConfig
     dtype: DType
-    bucket_bytes: int  # that a rank sends, or receives, at a time
+    bucket_bytes: int  # bytes that a rank sends or receives at a time
     head: Head = "lm"
-    nodes: Sequence[str] = ()  # of the ranks; none: all are on one
+    nodes: Sequence[str] = ()  # of the ranks; empty if all are on one node
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -52,9 +52,9 @@ class WeightSource:
         return manifest_of(self.architecture, self.torch_dtype, self.head)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
-        """That add up to those of all tensors: experts' are those of their first copy, which may be in
-        several replicas."""
-        # of a stage's experts
+        """Return checksum parts that add up to those of all tensors. Experts' parts are those of their first
+        copy, which may be spread over several replicas."""
+        # ranks with a stage's experts
         num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size
         calls = []
 
@@ -69,12 +69,12 @@ class WeightSource:
 
     @cached_property
     def _layouts(self) -> Sequence[ShardLayout]:
-        """Of each rank, copies included."""
+        """Layout of each rank, including copies."""
         return layouts_of(self.architecture, self.parallel)
 
     @cached_property
     def slices(self) -> Sequence[TensorSlices]:
-        """What each rank holds, copies included."""
+        """Slices of each rank, including copies."""
         return slices_by_rank(self.architecture, self._layouts, self.head)
 
     @cached_property
@@ -82,16 +82,16 @@ class WeightSource:
         return self.group.call_rank(0, WeightExport.weights_are_on_cuda).get()
 
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """Writes a Hugging Face folder whose tokenizer and configuration are those of `source_folder`; all of
-        it or nothing, and onto the disk.
+        """Write a Hugging Face folder atomically and durably, with the tokenizer and configuration of
+        `source_folder`.
 
-        Several ranks write, so all nodes must see the folder. Raises as save_hf_folder.
+        Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
         return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """As `save_hf`, into a folder that is read soon and by nobody else: it is there when this returns, a
-        power cut may take it."""
+        """Write a Hugging Face folder like `save_hf`, without durability: it is complete on return, but may
+        not survive a power failure. For folders that are read soon by a single reader."""
         folder.mkdir()
         return self._write(
             partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False
@@ -130,11 +130,11 @@ class WeightSource:
 def _all_written(
     call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]
 ) -> list[SendReport]:
-    """Returns the reports of all ranks.
+    """Return the reports of all ranks.
 
-    A rank that returns without a report is called again. So are the others after one could not write, because
-    what they send to it must not stay behind. Then the likeliest failure is raised. The failure of a rank
-    that died is raised at once.
+    A rank that returns without a report is called again. If one cannot write, the others are still called
+    until they finish, so that nothing sent to it remains in transit; then the likeliest cause is raised. The
+    failure of a rank that died is raised at once.
     """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
@@ -142,10 +142,11 @@ def _all_written(
 
     while pending:
         ended = wait_for_any(list(pending), _LOOK_S)
-        # A rank that hangs ends no call by itself; asking for the results applies the limit of the calls.
+        # A rank that hangs ends no call by itself; asking for the results applies the time limit of the
+        # calls.
         if not ended:
-            with suppress(WorkerError):  # which is heard below
-                gather(*pending)  # who hangs is found in time
+            with suppress(WorkerError):  # raised below
+                gather(*pending)  # detects hanging ranks in time
         for future in ended:
             rank = pending.pop(future)
             try:

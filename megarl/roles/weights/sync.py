@@ -1,8 +1,7 @@
-"""The way of the weights to the engines: a push is one call to each rank, which works through its part of a
-plan.
+"""Weight sync to the engines. A sync is one call per rank, in which the rank executes its part of a plan.
 
-The driver makes the plan and brings the ranks together (session.py); it never holds a weight, and no round
-needs it.
+The driver makes the plan and connects the ranks (session.py). It never holds a weight, and takes part in no
+round.
 """
 
 from __future__ import annotations
@@ -28,18 +27,22 @@ from megarl.weights.transports.interface import SendReport
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
-PUSHED_FOLDERS = ".weights-*"  # the transport `folder` has one while it works
-_LOOK_S = 10.0  # without a sign of any rank
+PUSHED_FOLDERS = ".weights-*"  # the transport `folder` creates one while it works
+_LOOK_S = 10.0  # poll interval without a sign of any rank
 _GLANCE_S = 0.01
-_GRACE_S = 2.0  # for the failure of a replica that a trainer rank has lost
+_GRACE_S = 2.0  # waiting time for the error of a replica that a trainer rank has lost
 
 
 class PushReport(NamedTuple):
-    """Of one push. packing_s: copying into messages, and waiting_s: for others, of the slowest trainer rank;
-    they are parts of `seconds`.
-    load_s: until the last engine had everything. verify_s: comparing checksums. nbytes: given away by all
-    trainer ranks together.
-    extra_bytes: the most memory that a trainer rank took for it, as planned or as measured.
+    """Report of one weight sync.
+
+    Attributes:
+        packing_s: Time for copying into messages, of the slowest trainer rank; part of `seconds`.
+        waiting_s: Time waiting for peers, of the slowest trainer rank; part of `seconds`.
+        load_s: Time until the last engine had everything.
+        verify_s: Time for comparing checksums.
+        nbytes: Bytes sent by all trainer ranks together.
+        extra_bytes: Maximum memory that a trainer rank used for the sync, planned or measured.
     """
 
     seconds: float
@@ -51,7 +54,7 @@ class PushReport(NamedTuple):
     extra_bytes: int
 
     def metrics(self) -> dict[str, float]:
-        """`resharding/<field>`, and `resharding/gb_per_s` of the push without its verification."""
+        """Return `resharding/<field>`, and `resharding/gb_per_s` of the sync without verification."""
         speed = self.nbytes / 1e9 / max(self.seconds - self.verify_s, 1e-9)
         return {
             **{f"resharding/{name}": float(value) for name, value in self._asdict().items()},
@@ -60,14 +63,18 @@ class PushReport(NamedTuple):
 
 
 class WeightSync:
-    """Gives a model's weights to rollout replicas (workers/rollout_worker.py), one worker group of one
-    process each.
+    """Sync a model's weights to rollout replicas (workers/rollout_worker.py), each a worker group of one
+    process.
 
-    trainer_places: of the source's ranks; replica_places: of the ranks of each replica. transport: not
-    `auto`. verify: compare the checksum of every tensor, trainer and engine: never, when a replica gets its
-    first weights, or always. scratch_dir: for the folder of the transport `folder`, seen by all nodes.
-    config_dir: the Hugging Face folder of the model, whose configuration goes beside the weights. limit_s:
-    for a message.
+    Args:
+        trainer_places: Locations of the source's ranks.
+        replica_places: Locations of the ranks of each replica.
+        transport: The transport; not `auto`.
+        verify: When to compare the checksum of every tensor between trainer and engine: never, when a replica
+            gets its first weights, or always.
+        scratch_dir: Parent of the folder of the transport `folder`, visible to all nodes.
+        config_dir: Hugging Face folder of the model, whose configuration accompanies the weights.
+        limit_s: Time limit of a message.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class WeightSync:
         limit_s: float,
     ) -> None:
         if transport is Transport.auto:
-            raise ValueError("transport auto is to be resolved from the placement before weights are sent")
+            raise ValueError("transport auto must be resolved from the placement before weights are sent")
         self._source = source
         self._trainer_places = trainer_places
         self._limit_s = limit_s
@@ -97,13 +104,17 @@ class WeightSync:
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
     ) -> tuple[PushReport | None, dict[int, Exception]]:
-        """Every replica, by its number, gets all weights, stamped `version`; it refuses to generate from the
-        first message to the last.
+        """Send all weights, stamped `version`, to every replica (by number). A replica refuses to generate
+        from the first message to the last.
 
-        Returns what it took, None where no replica is left, and the replicas that are lost, with the reason:
-        they died or hang, or do not hold what they were sent, and must be restarted. Raises WorkerError
-        where a trainer rank fails or dies, or an engine fails in what no other would do better;
-        WeightMismatchError that names tensors where the checksums of all of them differ.
+        Returns:
+            The report (None if no replica is left), and the lost replicas with the reason: they died or hang,
+            or do not have the weights that they were sent, and must be restarted.
+
+        Raises:
+            WorkerError: A trainer rank failed or died, or an engine failed in a way that a replacement would
+                not avoid.
+            WeightMismatchError: The checksums of all replicas differ; the message names tensors.
         """
         lost: dict[int, Exception] = {}
         start_s = time.perf_counter()
@@ -111,15 +122,15 @@ class WeightSync:
         if self._transport is Transport.folder:
             reports = self._through_folder(replicas, version, lost)
         else:
-            # Join the replicas that are new since the last push; the others stay joined.
+            # Join the replicas that are new since the last sync; the others stay joined.
             lost |= self._session.make(replicas)
             to = {number: replica for number, replica in replicas.items() if number not in lost}
-            if not to:  # nobody is left to receive, and trainers may have joined nobody
+            if not to:  # no replica is left to receive, and trainers may have joined none
                 self._session.forget(lost)
                 return None, lost
             reports = self._between_ranks(to, version, lost)
 
-        # The replicas have all weights. Compare checksums if the configuration asks for it.
+        # The replicas have all weights. Compare checksums if configured.
         load_s = time.perf_counter() - start_s
         verify_s = self._check(
             {number: replica for number, replica in replicas.items() if number not in lost}, lost
@@ -128,7 +139,7 @@ class WeightSync:
         if len(lost) == len(replicas):
             return None, lost
 
-        # The slowest rank determines the time of the push, so take the maximum over the ranks.
+        # The slowest rank determines the time of the sync, so take the maximum over the ranks.
         report = PushReport(
             seconds=time.perf_counter() - start_s,
             packing_s=max(report.packing_s for report in reports),
@@ -144,21 +155,21 @@ class WeightSync:
         return report, lost
 
     def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None:
-        """Adopt new replicas. The next push makes a new plan and joins all of them again."""
+        """Register new replicas. The next sync makes a new plan and joins all of them again."""
         self._session.close()
         self._session = TransferSession(
             self._source, self._trainer_places, replica_places, self._transport, self._limit_s
         )
 
     def close(self) -> None:
-        """Disconnect all replicas and free the memory for messages. The next push joins them again."""
+        """Disconnect all replicas and free the message buffers. The next sync joins them again."""
         self._session.close()
 
     def _between_ranks(
         self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
     ) -> list[SendReport]:
-        """Send the weights from the trainer ranks to replicas that have joined. Adds those that are lost to
-        `lost`. Raises what `push` raises."""
+        """Send the weights from the trainer ranks to joined replicas. Adds lost replicas to `lost`. Raises
+        the errors of `push`."""
         # Start both sides before waiting for either: each waits for the other.
         receiving = {
             number: replica.call_rank(
@@ -200,14 +211,14 @@ class WeightSync:
     # ---- verification
 
     def _check(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> float:
-        """Seconds."""
+        """Verify the checksums if necessary. Returns the seconds it took."""
         start_s = time.perf_counter()
         to_check = {
             number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)
         }
 
         if to_check:
-            # Trainers and engines compute their checksums at the same time.
+            # Trainers and engines compute their checksums concurrently.
             parts = self._source.checksums()
             asking = {
                 number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()
@@ -221,7 +232,7 @@ class WeightSync:
                 except WeightMismatchError as error:
                     differing[number] = error
             if differing and len(differing) == len(replicas):
-                raise next(iter(differing.values()))  # it is the push that is wrong, not one of the engines
+                raise next(iter(differing.values()))  # the sync is wrong, not one of the engines
             lost |= differing
             # Remember the groups, since a restarted replica is another group and has to be verified.
             if self._verify is Verify.first:
@@ -236,10 +247,11 @@ class WeightSync:
 
 
 class _Push:
-    """The calls of one push: of the trainer ranks, by rank, and of the replicas, by number.
+    """Calls of one weight sync: of the trainer ranks, by rank, and of the replicas, by number.
 
-    failure: of an engine, that no other would do better with: to be raised when all are done, which are not
-    to be left in the middle.
+    Attributes:
+        failure: Failure of an engine that a replacement would not avoid. It is raised when all calls are
+            done, so that none is left in the middle.
     """
 
     def __init__(
@@ -259,13 +271,13 @@ class _Push:
         self._next_look_s = time.monotonic() + _LOOK_S
 
     def finish(self) -> list[SendReport]:
-        """Waits for all. A rank that waits for others returns without a report and is called again, without
-        the lost replicas. Raises the failure of a trainer rank."""
+        """Wait for all calls. A rank that waits for peers returns without a report and is called again,
+        without the lost replicas. Raises the error of a trainer rank."""
         while self._sending or self._receiving:
             if not self._sending and self._receiving.keys() <= self._lost.keys():
                 for number, received in list(self._receiving.items()):
-                    self._hear_replica(number, received, _GRACE_S)  # its own last words say more
-                break  # who says nothing waits for trainers that have given it up
+                    self._hear_replica(number, received, _GRACE_S)  # its own error is more informative
+                break  # a silent replica waits for trainers that have dropped it
             ended = wait_for_any([*self._sending.values(), *self._receiving.values()], _LOOK_S)
             for rank, sent in list(self._sending.items()):
                 if sent in ended:
@@ -284,7 +296,7 @@ class _Push:
             raise self._cause(error) from None
 
         if report is None:
-            # It waits for someone: tell it who is lost, so that it stops waiting for those.
+            # It waits for a peer: report the lost replicas, so that it stops waiting for them.
             dropped = [number for number in self._replicas if number in self._lost]
             self._sending[rank] = self._trainers.call_rank(
                 rank, WeightExport.send_weights, self._replicas, dropped, False
@@ -294,15 +306,17 @@ class _Push:
         del self._sending[rank]
         self._reports.append(report)
 
-        # A rank may see that a replica is gone before the replica's own call fails.
+        # A rank may detect the loss of a replica before the replica's own call fails.
         for number, why in report.lost.items():
             self._lost.setdefault(
-                number, RunError(f"rollout replica {number} was lost to trainer rank {rank} in a push: {why}")
+                number,
+                RunError(f"rollout replica {number} was lost to trainer rank {rank} in a weight sync: {why}"),
             )
 
     def _cause(self, error: WorkerError) -> WorkerError:
-        """Of a trainer rank's failure: where another has died, those that waited for it say so first."""
-        # Give the others a moment: the death of a rank is often reported after its peers' failures.
+        """Return the cause of a trainer rank's failure: if another rank has died, those that waited for it
+        report first."""
+        # Wait briefly for the others: the death of a rank is often reported after its peers' failures.
         deadline_s = time.monotonic() + _GRACE_S
         for sent in self._sending.values():
             try:
@@ -327,7 +341,7 @@ class _Push:
         del self._receiving[number]
 
     def _look_for_hangs(self) -> None:
-        """Of processes that do not answer at all, beyond the limit of the run."""
+        """Raise for processes that do not respond at all, beyond the time limit of the run."""
         self._next_look_s = time.monotonic() + _LOOK_S
 
         # Asking for a result raises if the call has exceeded its limit.
