@@ -375,7 +375,7 @@ def test_differences_failures_and_damage_are_shown(chromium: Chrome, page: str, 
         f"==== megarl train failed ====\nwhat    RuntimeError: {EVIL}"
     )
     assert find(chromium, ".problem").text.startswith(
-        f"{runs.failed / 'generations.jsonl'}: cannot be read as samples"
+        f"{runs.failed / 'generations.jsonl'}: cannot be read as validation samples"
     )
     show(chromium, page, "summary")
     states = [

@@ -96,7 +96,7 @@ def test_samples_do_not_depend_on_the_number_of_replicas(
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
     check_metrics_and_calls(rollout, tmp_path)
 
-    with pytest.raises(RunError, match=r"sent the weights of version 6, and say that they have \{1: 5\}"):
+    with pytest.raises(RunError, match=r"sent the weights of version 6, but report that they have \{1: 5\}"):
         rollout.update_weights(lambda replicas: Push(WEIGHTS, 6)({0: replicas[0]}), 6)
 
 
@@ -218,9 +218,9 @@ LIES: dict[What, tuple[type[RunError], str]] = {
     ),
     What.lie_too_long: (
         EngineFaultError,
-        r"rollout replica 0 gave .*: \d+ tokens where 1 to 12 were asked for",
+        r"rollout replica 0 .*: \d+ tokens, but 1 to 12",
     ),
-    What.lie_log_probs: (EngineFaultError, r"rollout replica 0 gave .*: \d+ log-probs for \d+ tokens"),
+    What.lie_log_probs: (EngineFaultError, r"rollout replica 0 .*: \d+ log-probs for \d+ tokens"),
 }
 
 

@@ -135,12 +135,12 @@ class TransferSession:
     # ---- planning
 
     def _expect(self, needed: list[TensorSlices], number: int) -> None:
-        """Check the needs of a replica. All replicas are built in the same way, so the first one's plan applies to all
-        others and to their replacements."""
+        """Check the needs of a replica. All replicas are built in the same way, so the first one's plan
+        applies to all others and to their replacements."""
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
                 raise WeightTransferError(
-                    f"an engine of {len(self._targets[number])} ranks reports the needs of {len(needed)} ranks"
+                    f"an engine of {len(self._targets[number])} ranks reports needs of {len(needed)} ranks"
                 )
             self._needed, self._plan = needed, self.plan(needed)
         if needed != self._needed:

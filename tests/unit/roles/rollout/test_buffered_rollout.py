@@ -368,7 +368,7 @@ def test_prompts_without_any_score_end_the_run_and_the_message_says_so() -> None
     rules = GroupRules(SAMPLING, max_without_signal=0)
     with (
         scene(0, 9, OnUpdate.drain, rules=rules, scoring=FailsToScore()) as one,
-        pytest.raises(NoSignalError, match="only 0 of .* the mean score is unknown, of no sample"),
+        pytest.raises(NoSignalError, match="only 0 of .* the mean score is unknown, no sample was scored"),
     ):
         train(one, [1])
 

@@ -203,7 +203,7 @@ def test_two_trainers_cannot_have_an_engine_at_once(
 
     report, lost = second.push(replicas.all, 4)
     assert report is None
-    assert "has joined another trainer since" in str(lost[0])
+    assert "joined another trainer" in str(lost[0])
     assert second.push(replicas.all, 5)[1] == {}  # joined anew
     assert replicas.groups[0].call(RolloutWorker.weight_version) == 5
     second.close()
