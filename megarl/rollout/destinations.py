@@ -1,10 +1,10 @@
-"""Finds where an engine's model keeps the elements of each Hugging Face tensor, using the model's own
+"""Find where an engine's model stores the elements of each Hugging Face tensor, using the model's own
 `load_weights`.
 
-The model is given tensors without data (on the "meta" device). Every copy out of them is recorded instead of
+The model is given tensors without data (on the "meta" device). Every copy from them is recorded instead of
 executed: the slice of the tensor that is read and the view of the parameter that would be written. The
-resulting plan says which slices a rank needs, copies slices of any size to their destination, and reads the
-model back under Hugging Face names.
+resulting plan contains the slices that a rank needs, copies slices of any size to their destination, and
+reads the model back under Hugging Face names.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megarl.weights.tensors import (
 
 
 class Destination(NamedTuple):
-    """`elements`, a view of a parameter in the shape of `tensor_slice`, holds that slice of the Hugging Face
-    tensor."""
+    """A slice of a Hugging Face tensor in a parameter. `elements` is a view of the parameter in the shape of
+    `tensor_slice`."""
 
     tensor_slice: TensorSlice
     elements: torch.Tensor
@@ -37,19 +37,19 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorDestinations:
-    """One Hugging Face tensor, as far as this rank holds it."""
+    """The parts of one Hugging Face tensor on this rank."""
 
     meta: TensorMeta
     parts: tuple[Destination, ...]
 
     def places(self, tensor_slice: TensorSlice) -> Iterator[torch.Tensor]:
-        """Yields the views that `tensor_slice` is copied to. It lies in one of the parts."""
+        """Yield the views to which `tensor_slice` is copied. It must lie in one of the parts."""
         for whole, elements in self.parts:
             if tensor_slice.intersect(whole) == tensor_slice:
                 yield elements[tensor_slice.relative_to(whole.starts).index]
 
     def checksums(self) -> list[tuple[TensorSlice, int]]:
-        """Returns what each slice adds to the checksum of the whole tensor, in the manifest's dtype."""
+        """Return each slice's contribution to the checksum of the whole tensor, in the manifest's dtype."""
         strides = row_major_strides(self.meta.shape)
         return [
             (
@@ -61,10 +61,10 @@ class TensorDestinations:
 
 
 class ParameterMemory(NamedTuple):
-    """Identifies the memory of a parameter.
+    """Identity of the memory of a parameter.
 
-    A plan's views keep their storages alive, so no other storage can take the same identity. A storage that
-    is emptied and refilled, as an engine's sleep does on a CPU, keeps its identity.
+    A plan's views keep their storages alive, so no other storage can get the same identity. A storage that is
+    emptied and refilled, as an engine's sleep does on a CPU, keeps its identity.
     """
 
     storage: int
@@ -74,9 +74,13 @@ class ParameterMemory(NamedTuple):
 
 
 class DestinationPlan(NamedTuple):
-    """`tensors`: by Hugging Face name. `not_followed`: of tensors whose loader does more than to copy, in
-    words; they have no plan.
-    `unreached`: parameters into which nothing goes on this rank. `places`: where the model's parameters were.
+    """Plan of where each tensor goes.
+
+    Attributes:
+        tensors: Destinations by Hugging Face name.
+        not_followed: Reasons for tensors whose loader does more than copying; they have no plan.
+        unreached: Parameters that receive nothing on this rank.
+        places: Memory of the model's parameters when the plan was recorded.
     """
 
     tensors: dict[str, TensorDestinations]
@@ -90,19 +94,20 @@ class DestinationPlan(NamedTuple):
 
     @property
     def manifest(self) -> Manifest:
-        """Of the tensors that have a plan."""
+        """Manifest of the tensors that have a plan."""
         return {name: tensor.meta for name, tensor in self.tensors.items()}
 
     @property
     def slices(self) -> dict[str, list[TensorSlice]]:
-        """What of each tensor is on this rank; what is there twice, as tied weights may be, counts once."""
+        """Return the slices of each tensor on this rank. Slices stored twice, such as tied weights, count
+        once."""
         return {
             name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts))
             for name, tensor in self.tensors.items()
         }
 
     def is_of(self, model: Any) -> bool:
-        """Returns whether the model's parameters still use the memory that this plan's views refer to."""
+        """Return whether the model's parameters still use the memory to which this plan's views refer."""
         storages = {place.storage for place in self.places}
         return self.places == _places(model) and all(
             _storage(destination.elements) in storages for destination in self.destinations
@@ -110,10 +115,10 @@ class DestinationPlan(NamedTuple):
 
 
 def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
-    """Records where `model.load_weights` would copy each tensor of the manifest. The weights do not change.
+    """Record where `model.load_weights` would copy each tensor of the manifest, without changing the weights.
 
-    All tensors go through one call: a loader may build tables of all parameters and experts each time it is
-    called. If that call fails, each tensor is tried by itself to find the one at fault.
+    All tensors go through one call, because a loader may build tables of all parameters and experts in each
+    call. If that call fails, each tensor is tried separately to find the one at fault.
 
     Raises:
         WeightTransferError: The model refuses a tensor. The message names it and quotes the model's own
@@ -125,7 +130,7 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
         recorded = _record_one_by_one(model, manifest)
 
     plan = DestinationPlan({}, recorded.not_followed, [], _places(model))
-    # Translate each recorded copy into a slice of the tensor and the view that holds it.
+    # Convert each recorded copy into a slice of the tensor and the view that receives it.
     for name, copies in recorded.copies.items():
         shape = manifest[name].shape
         try:
@@ -135,7 +140,7 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
             continue
         plan.tensors[name] = TensorDestinations(manifest[name], parts)
 
-    # A parameter that nothing fills shows that the manifest is not that of the model.
+    # A parameter that receives nothing shows that the manifest is not that of the model.
     reached = {_storage(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(
@@ -146,10 +151,10 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
 
 
 def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
-    """The engine pads some parameters, and starts with random numbers in them: what no tensor fills must not
-    count."""
+    """Zero parameters with unwritten elements. The engine pads some parameters and initializes them randomly;
+    elements that no tensor fills must not count."""
     if plan.not_followed:
-        return  # SGLang's own loader is to fill all of it
+        return  # SGLang's own loader fills all of it
     written: dict[int, int] = {}
 
     # Count the elements that are filled in each storage.
@@ -157,26 +162,26 @@ def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
         key = _storage(destination.elements)
         written[key] = written.get(key, 0) + destination.tensor_slice.volume
 
-    # A parameter with padding is zeroed as a whole: the weights that follow fill the rest.
+    # A parameter with padding is zeroed completely: the weights that follow fill the rest.
     for parameter in model.parameters():
         if written.get(_storage(parameter), 0) < parameter.numel():
             parameter.detach().zero_()
 
 
 class _Recorded(NamedTuple):
-    """Copies (source, target) of each tensor that could be followed, and why the others could not be."""
+    """Copies (source, target) of each tensor that could be followed, and the reasons for the others."""
 
     copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
     not_followed: dict[str, str]
 
 
 def _record(model: Any, manifest: Manifest) -> _Recorded:
-    """Records one call of `load_weights` with all tensors of the manifest.
+    """Record one call of `load_weights` with all tensors of the manifest.
 
-    A copy belongs to the tensor whose storage it reads, so the loader may hold tensors back and copy them in
+    A copy belongs to the tensor whose storage it reads, so the loader may hold back tensors and copy them in
     any order.
     """
-    # Copies out of meta tensors can be recorded, as there is no data to be copied.
+    # Copies from meta tensors can be recorded, since there is no data to copy.
     tensors = {
         name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in manifest.items()
     }
@@ -203,7 +208,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
-    """Records one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the
+    """Record one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the
     model refuses."""
     all_recorded = _Recorded({}, {})
     for name, meta in manifest.items():
@@ -212,7 +217,7 @@ def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
         except (
             _NotFollowedError,
             NotImplementedError,
-        ) as error:  # the second: torch, for elements that a meta tensor lacks
+        ) as error:  # RuntimeError: torch, for elements that a meta tensor lacks
             all_recorded.not_followed[name] = str(error)
         except _LOADER_ERRORS as error:
             raise WeightTransferError(
@@ -226,10 +231,10 @@ def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tensor) -> Destination:
-    """Finds which slice of a tensor of `shape` its view `source` is, and the view of `target` that holds this
-    slice.
+    """Find the slice of a tensor of `shape` that its view `source` is, and the view of `target` that receives
+    this slice.
 
-    Raises _NotFollowedError when `source` is not a slice with its dimensions in any order.
+    Raises _NotFollowedError if `source` is not a slice with its dimensions in any order.
     """
     strides = row_major_strides(shape)
     source = source if source.shape == target.shape else source.expand(target.shape)
@@ -276,7 +281,7 @@ def _places(model: Any) -> list[ParameterMemory]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Returns the identity of the tensor's storage, which views share and meta tensors have as well."""
+    """Return the identity of the tensor's storage, which views share and meta tensors have as well."""
     return tensor.untyped_storage()._cdata
 
 
@@ -284,27 +289,27 @@ class _NotFollowedError(RuntimeError):
     pass
 
 
-# What the code of a model raises for a tensor that it does not expect.
+# Exceptions that model code raises for an unexpected tensor.
 _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies out of meta tensors instead of executing them.
+    """Record copies from meta tensors instead of executing them.
 
-    Views of meta tensors are followed. `computed` says of each storage which other function it was first
-    given to.
+    Views of meta tensors are followed. `computed` maps each storage to the other function that first received
+    it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source, target
         self.computed: dict[int, str] = {}  # storage -> reason
-        self._views: set[Any] = set()  # functions known to return views; asking takes longer than looking up
+        self._views: set[Any] = set()  # functions known to return views, cached because asking is slower
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # A copy from a tensor of the manifest into a parameter is what is looked for.
+        # Look for copies from a tensor of the manifest into a parameter.
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
             return args[0]

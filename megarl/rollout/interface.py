@@ -1,5 +1,5 @@
-"""What every inference engine offers: token ids in, samples out, weights from trainers, and memory given back
-on request."""
+"""Interface of inference engines: token ids in, samples out, weights from trainers, and memory freed on
+request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ _WAIT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineSpec:
-    """What an engine is made from. model: the policy; no weights are read from its folder. device: cpu or
-    cuda.
-    release_memory: the engine takes turns with others. returns_routes: samples may ask for their routes."""
+    """Specification of an engine.
+
+    Attributes:
+        model: The policy. No weights are read from its folder.
+        device: cpu or cuda.
+        release_memory: Whether the engine shares its device with other roles by turns.
+        returns_routes: Whether samples may request their routes.
+    """
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -36,16 +41,22 @@ class RolloutEngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
-    """How to continue each prompt.
+    """Sampling parameters of a request.
 
-    n: samples per prompt. temperature: 0 is greedy. top_k: the k most probable tokens, -1 for all; then
-    top_p: of these the fewest whose probability reaches top_p. min_new_tokens: until then no token that would
-    end the sample is drawn.
-    stop_token_ids: end a sample, beside the model's own end tokens. ignore_eos: no token ends a sample (for
-    benchmarks).
-    with_routes: samples have `routed_experts`; of an engine that returns routes.
-    seed: the same seed on the same weights gives the same sample, whatever else is generated at the same
-    time. Raises ValueError that names the field.
+    Attributes:
+        n: Samples per prompt.
+        temperature: 0 is greedy.
+        top_k: Keep the k most probable tokens; -1 keeps all.
+        top_p: After top_k, keep the smallest set of tokens whose probability reaches top_p.
+        min_new_tokens: Before that many tokens, no token that would end the sample is drawn.
+        stop_token_ids: Tokens that end a sample, in addition to the model's own end tokens.
+        ignore_eos: No token ends a sample (for benchmarks).
+        with_routes: Samples have `routed_experts`; requires an engine that returns routes.
+        seed: The same seed on the same weights gives the same sample, whatever else is generated at the same
+            time.
+
+    Raises:
+        ValueError: A value is invalid; the message names the field.
     """
 
     max_new_tokens: int
@@ -70,7 +81,7 @@ class SamplingParameters:
             )
 
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling top_p is {self.top_p}; it must lie in (0, 1], 1 switches it off")
+            raise ValueError(f"sampling top_p is {self.top_p}; it must lie in (0, 1], 1 disables it")
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"sampling top_k is {self.top_k}; it must be at least 1, or -1 for all tokens")
 
@@ -82,8 +93,13 @@ class SamplingParameters:
 
 
 class GenerationRequest(NamedTuple):
-    """One sample to be written. `request_id` is unique among those in flight; `sampling.n` is 1. uid: of the
-    prompt."""
+    """A request for one sample.
+
+    Attributes:
+        request_id: Unique among the requests in flight.
+        sampling: Its `n` is 1.
+        uid: The uid of the prompt.
+    """
 
     request_id: int
     prompt: list[int]
@@ -92,24 +108,25 @@ class GenerationRequest(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """The tokens of a sample from the end of the span before, or its beginning, up to `end` were drawn by the
-    weights of `version`."""
+    """Span of tokens sampled by the weights of `version`: from the end of the previous span, or the start of
+    the sample, up to `end`."""
 
     version: int
     end: int
 
 
 class Sample(NamedTuple):
-    """One continuation. `token_ids` (N,) int32 are what the model wrote, the end token included where it
-    wrote one.
+    """One continuation of a prompt.
 
-    log_probs: (N,) float32, THE contract of every engine (docs/logprobs.md): log_softmax(logits /
-    temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
-    log_softmax(logits).
-    finish_reason: "stop" where the last token ended it, "length" where max_new_tokens did.
-    spans: which weights drew which tokens, in order; the last ends at N. More than one where weights were
-    updated in the middle.
-    routed_experts: a row of ROUTED_EXPERTS, of prompt and sample, where that was asked for.
+    Attributes:
+        token_ids: Shape (N,) int32, the tokens that the model wrote, including the end token if there is one.
+        log_probs: Shape (N,) float32. THE contract of every engine (docs/logprobs.md): log_softmax(logits /
+            temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
+            log_softmax(logits).
+        finish_reason: "stop" if the last token ended the sample, "length" if max_new_tokens did.
+        spans: Which weights sampled which tokens, in order; the last span ends at N. There are several if
+            weights were synced in the middle.
+        routed_experts: A row of ROUTED_EXPERTS for prompt and sample, if requested.
     """
 
     token_ids: np.ndarray
@@ -120,12 +137,12 @@ class Sample(NamedTuple):
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Of the weights that wrote it, in order."""
+        """Versions of the weights that wrote it, in order."""
         return tuple(span.version for span in self.spans)
 
     @property
     def token_versions(self) -> np.ndarray:
-        """(N,) int32: of the weights that drew each token."""
+        """Version of the weights that sampled each token, (N,) int32."""
         lengths = np.diff([span.end for span in self.spans], prepend=0)
         return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
 
@@ -136,86 +153,87 @@ class FinishedRequest(NamedTuple):
 
 
 class FailedRequest(NamedTuple):
-    """The engine works, and cannot write this sample; why is for who reads it."""
+    """The engine works but cannot write this sample. `why` is a message for the user."""
 
     request_id: int
     why: str
 
 
 class RequestFailedError(RuntimeError):
-    """As FailedRequest, where somebody waits for all samples."""
+    """Same as FailedRequest, for a caller that waits for all samples."""
 
 
-# What a run can change when the memory of an engine's device is full.
+# What a user can change when the memory of an engine's device is full.
 LESS_ENGINE_MEMORY = (
     "sequences at a time: {rollout.max_concurrency}; try half",
     "the engine's share of the device: {engine_share}; try 0.1 less",
-    "more devices a replica: {rollout.tensor_parallel_size}",
-    "weights on their way: {resharding.bucket_mb}",
+    "devices per replica: {rollout.tensor_parallel_size}; try more",
+    "weights in transit: {resharding.bucket_mb}",
     "roles that share its devices: {placement.strategy}",
 )
 ENGINE_ENDED = (
-    "the engine's last words are above; if it ran out of memory:",
+    "the engine's last output is above; if it ran out of memory:",
     *(f"  {line}" for line in LESS_ENGINE_MEMORY),
-    "where it comes and goes, allow more restarts: {rollout.restart_limit, rollout.health_limit_s}",
+    "if it is intermittent, allow more restarts: {rollout.restart_limit, rollout.health_limit_s}",
 )
 
 
 class EngineDeadError(RunError):
-    """The engine's processes ended, or make no progress. Start another; what was in flight is to be sent
-    again."""
+    """The engine's processes ended, or make no progress. Start another engine, and send its requests in
+    flight again."""
 
     hint = ENGINE_ENDED
     role = "rollout"
 
 
 class RolloutEngine(ABC):
-    """An engine is usable from the end of a complete weight update until it sleeps, is updated again, or is
-    closed.
+    """An inference engine. It is usable from the end of a complete weight update until it sleeps, is updated
+    again, or is closed.
 
-    In between it raises EngineStateError: no sample is ever written by half-loaded weights. Methods are
-    called by one thread. Any method may raise EngineDeadError.
+    At other times it raises EngineStateError, so that no sample is written by half-loaded weights. One thread
+    calls the methods. Any method may raise EngineDeadError.
     """
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests, in order; returns at once.
+        """Queue requests in order, without blocking. If an error is raised, none of them is queued.
 
-        Raises EngineStateError where the engine has no complete weights, ValueError for an empty prompt, a
-        token id outside the vocabulary, or a prompt that leaves no room for `max_new_tokens`; then none of
-        `requests` is queued.
+        Raises:
+            EngineStateError: The engine has no complete weights.
+            ValueError: A prompt is empty, has a token id outside the vocabulary, or leaves no room for
+                `max_new_tokens`.
         """
 
     @abstractmethod
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        """What has finished since the last time, in the order of finishing; waits at most `wait_s` for the
-        first to finish."""
+        """Return the requests that finished since the last call, in order of finishing. Waits at most
+        `wait_s` for the first one."""
 
     def failed(self) -> list[FailedRequest]:
-        """Requests that have failed since the last time; `collect` ends its wait for them."""
+        """Return the requests that failed since the last call. A failure also ends the wait of `collect`."""
         return []
 
     @abstractmethod
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Forgets these requests, or all, where they are in flight."""
+        """Cancel these requests, or all, if they are in flight."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Ends the wait of the `collect` under way, or else that of the next one. Any thread may call it.
+        """End the wait of the current `collect`, or else of the next one. Thread-safe.
 
         An engine whose `collect` does not wait does nothing.
         """
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
-        """`sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) * n).
-        Raises as `submit`."""
+        """Generate `sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) *
+        n). Raises the errors of `submit`."""
         requests = plan_requests(prompts, sampling)
         self.submit(requests)
         samples: dict[int, Sample] = {}
 
         while len(samples) < len(requests):
             samples |= dict(self.collect(_WAIT_S))
-            # All samples are wanted, so the first failure ends the wait.
+            # All samples are needed, so the first failure ends the wait.
             if failed := self.failed():
                 raise RequestFailedError(failed[0].why)
 
@@ -223,85 +241,93 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        """Of a model with these tensors, what each of its ranks keeps.
+        """Return the slices that each of its ranks needs of a model with these tensors.
 
-        Raises WeightTransferError where the manifest is not that of the engine's model; EngineStateError
-        while asleep or closed.
+        Raises:
+            WeightTransferError: The manifest is not that of the engine's model.
+            EngineStateError: The engine is asleep or closed.
         """
 
     @abstractmethod
     def join_weights(self, links: Sequence[EngineLink]) -> None:
-        """Where its ranks get their weights from, of each rank, in the place of what was joined before;
-        returns when all are there."""
+        """Connect each rank to the source of its weights, replacing earlier connections. Returns when all are
+        connected."""
 
     @abstractmethod
     def leave_weights(self) -> None:
-        """Lets go of the trainers, whatever is under way."""
+        """Disconnect from the trainers, whatever is in progress."""
 
     @abstractmethod
     def begin_weight_update(self, manifest: Manifest) -> None:
-        """From here to `end_weight_update` the engine refuses to generate.
+        """Begin an update. Until `end_weight_update`, the engine refuses to generate.
 
-        Pauses generation: requests in flight continue after the update. An update that was begun and not
-        ended is dropped. Raises as `needed_slices`, and then leaves the engine as it was.
+        Generation pauses: requests in flight continue after the update. An unfinished earlier update is
+        dropped. Raises the errors of `needed_slices`, which leave the engine unchanged.
         """
 
     @abstractmethod
     def receive_weights(self) -> None:
-        """Takes all weights from the trainers that it joined, while they send them; returns when all are
-        there.
+        """Receive all weights from the joined trainers, while they send them. Returns when all have arrived.
 
-        Raises WeightTransferError where a trainer is gone or none was joined; EngineStateError outside an
-        update.
+        Raises:
+            WeightTransferError: A trainer is gone, or none was joined.
+            EngineStateError: No update is in progress.
         """
 
     @abstractmethod
     def load_folder(self, folder: Path) -> None:
-        """All weights from a Hugging Face folder with safetensors. Raises WeightTransferError for tensors
-        that are not the manifest's; EngineStateError outside an update."""
+        """Load all weights from a Hugging Face folder with safetensors.
+
+        Raises:
+            WeightTransferError: The folder has tensors that are not in the manifest.
+            EngineStateError: No update is in progress.
+        """
 
     @abstractmethod
     def end_weight_update(self, version: int) -> None:
-        """Stamps the version, flushes the prefix cache, resumes generation: the engine is usable.
+        """Set the version, flush the prefix cache and resume generation: the engine is usable.
 
-        Raises WeightTransferError that names tensors missing or doubled: then it stays unusable.
+        Raises:
+            WeightTransferError: Tensors are missing or duplicated; the message names them, and the engine
+                stays unusable.
         """
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Hugging Face name -> checksum (weights/checksum.py) of the weights as the engine holds them, read
-        back from its model.
+        """Return Hugging Face name -> checksum (weights/checksum.py) of the engine's weights, read back from
+        its model.
 
-        Raises EngineStateError without complete weights.
+        Raises:
+            EngineStateError: There are no complete weights.
         """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Gives back the memory of weights and cache. Sleeping twice is sleeping. Requests in flight are
-        forgotten."""
+        """Free the memory of weights and cache. Calling it twice is allowed. Requests in flight are
+        dropped."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Takes the memory of the weights again. They are gone: the engine is usable after the next update.
-        Waking twice is waking."""
+        """Allocate the memory of the weights again. Their contents are lost: the engine is usable after the
+        next update. Calling it twice is allowed."""
 
     @abstractmethod
     def wake_cache(self) -> None:
-        """Takes the memory of the cache again, after an update; until then it does not generate. Nothing
-        where it has it."""
+        """Allocate the memory of the cache again, after an update; before that, the engine does not generate.
+        Does nothing if the memory is allocated."""
 
     @property
     @abstractmethod
     def weight_version(self) -> int | None:
-        """Of the complete weights at hand, None where there are none."""
+        """Version of the complete weights, None without complete weights."""
 
     @abstractmethod
     def process_ids(self) -> list[int]:
-        """Of the processes that it consists of beside the caller's; empty for an engine inside it."""
+        """Return the ids of its processes other than the caller's; empty for an engine in this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and what it started."""
+        """End the engine and the processes that it started."""
 
 
 def plan_requests(
@@ -311,10 +337,14 @@ def plan_requests(
     *,
     first: int = 0,
 ) -> list[GenerationRequest]:
-    """One request per sample, prompt-major, each with a seed of its own that depends on its place alone.
-    uids: of the prompts. first: place of the first prompt, where others come before it."""
+    """Plan one request per sample, prompt-major, each with its own seed, which depends only on its position.
+
+    Args:
+        uids: The uids of the prompts.
+        first: Position of the first prompt, if others come before it.
+    """
     names = [""] * len(prompts) if uids is None else uids
-    # A seed depends on the sample's place alone: generate from place 0 on, and skip the earlier ones.
+    # A seed depends only on the sample's position: generate from position 0, and skip the earlier ones.
     seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[
         first * sampling.n :
     ]
@@ -331,7 +361,11 @@ def plan_requests(
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_length: int) -> None:
-    """max_length: tokens of prompt and sample together. Raises ValueError, see `RolloutEngine.submit`."""
+    """Validate a request; see `RolloutEngine.submit`. Raises ValueError.
+
+    Args:
+        max_length: Limit on the tokens of prompt and sample together.
+    """
     prompt = request.prompt
     max_new_tokens = request.sampling.max_new_tokens
     name = f"the prompt of request {request.request_id}"
@@ -340,7 +374,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
 
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise ValueError(
-            f"{name} has token ids {min(prompt)}..{max(prompt)}, the model's vocabulary is "
+            f"{name} has token ids {min(prompt)}..{max(prompt)}, but the model's vocabulary is "
             f"0..{vocab_size - 1}"
         )
 
@@ -352,10 +386,14 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
 
 
 def end_token_ids(folder: str | Path) -> frozenset[int]:
-    """generation_config.json decides where it is there: chat models end turns with another token than
-    documents; else config.json.
+    """Return the model's end tokens.
 
-    Raises ValueError for a file that cannot be read, OSError.
+    generation_config.json decides if it exists, because chat models end turns with another token than
+    documents; otherwise config.json.
+
+    Raises:
+        ValueError: A file cannot be parsed.
+        OSError: A file cannot be read.
     """
     decides = next(
         file for name in ("generation_config.json", "config.json") if (file := Path(folder) / name).is_file()
@@ -369,7 +407,7 @@ def end_token_ids(folder: str | Path) -> frozenset[int]:
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(index, int) and index >= 0 for index in ids):
         raise ValueError(
-            f"{decides}: eos_token_id is {found!r}, but must be a token's number or a list of such"
+            f"{decides}: eos_token_id is {found!r}, but must be a token id or a list of token ids"
         )
 
     return frozenset(ids)

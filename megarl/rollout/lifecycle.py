@@ -1,5 +1,5 @@
-"""When an engine may generate: the states between "has no weights" and "closed", the same for every
-engine."""
+"""Lifecycle of an engine: the states between "has no weights" and "closed", and when it may generate. It is
+the same for every engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
-    """The engine was asked for what it cannot do in its state; the message says the state and what leads out
-    of it."""
+    """The engine cannot do what it was asked in its state. The message names the state and how to leave
+    it."""
 
 
 class LifecycleState(Enum):
@@ -25,16 +25,16 @@ class LifecycleState(Enum):
 
 
 _HINT = {
-    LifecycleState.EMPTY: "it has no complete weights: run a weight update to its end",
-    LifecycleState.UPDATING: "its weights are half loaded: end the weight update, or start it again",
+    LifecycleState.EMPTY: "it has no complete weights: complete a weight update",
+    LifecycleState.UPDATING: "its weights are partially loaded: complete the weight update, or restart it",
     LifecycleState.READY: "it has complete weights: begin a weight update first",
-    LifecycleState.ASLEEP: "it gave its memory back: wake it, then update its weights",
-    LifecycleState.CLOSED: "it is closed: start another",
+    LifecycleState.ASLEEP: "it has released its memory: wake it, then update its weights",
+    LifecycleState.CLOSED: "it is closed: start another engine",
 }
 
 
 class EngineLifecycle:
-    """The state, the version of the weights, and the receipt of the update under way."""
+    """State, version of the weights, and receipt of the update in progress."""
 
     def __init__(self) -> None:
         self.state = LifecycleState.EMPTY
@@ -46,7 +46,7 @@ class EngineLifecycle:
         return self._version
 
     def require_ready(self) -> int:
-        """The version of the weights. Raises EngineStateError where they are not complete."""
+        """Return the version of the weights. Raises EngineStateError if they are not complete."""
         self.require("generate", LifecycleState.READY)
         assert self._version is not None
         return self._version
@@ -55,7 +55,7 @@ class EngineLifecycle:
         self.require(
             "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )
-        # From here on no sample may be written, whatever becomes of the update.
+        # From here on, no sample may be written, whatever the outcome of the update.
         self.state = LifecycleState.UPDATING
         self._version = None
         self._receipt = WeightReceipt(manifest)
@@ -64,13 +64,14 @@ class EngineLifecycle:
         self.require("load weights", LifecycleState.UPDATING)
 
     def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
-        """Before the chunk is copied. Raises WeightTransferError for one that does not belong."""
+        """Record a chunk before it is copied. Raises WeightTransferError if it does not belong to the
+        update."""
         self.require_update()
         assert self._receipt is not None
         self._receipt.record(chunk, dtype)
 
     def record_all(self) -> None:
-        """Everything has arrived, as whoever received it has counted."""
+        """Record that everything has arrived, as the receiver has counted."""
         self.require_update()
         assert self._receipt is not None
         for name, meta in self._receipt.manifest.items():
@@ -88,14 +89,14 @@ class EngineLifecycle:
         self._version = version
 
     def must_wake(self) -> bool:
-        """Whether it sleeps. Raises EngineStateError where it is closed."""
+        """Return whether it sleeps. Raises EngineStateError if it is closed."""
         self.require(
             "wake", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY, LifecycleState.ASLEEP
         )
         return self.state is LifecycleState.ASLEEP
 
     def leave(self, state: LifecycleState) -> None:
-        """Into a state without weights: EMPTY, ASLEEP or CLOSED."""
+        """Change to a state without weights: EMPTY, ASLEEP or CLOSED."""
         self.state = state
         self._version = None
         self._receipt = None

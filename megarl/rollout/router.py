@@ -1,11 +1,11 @@
-"""The request router, which decides which replica gets which request. It is pure, so that tests can try every
+"""Request router, which decides which replica gets which request. It is pure, so that tests can try every
 order of events.
 
-Requests are queued in the order of their arrival, except for those with priority. A replica gets the next
-requests up to its limit of requests in flight; among several replicas with room, the one with the fewest
-requests in flight is served first. When a replica is lost, its requests return to their positions in the
-queue. Each request finishes once: a request that finishes twice, or at a replica that does not have it, is an
-error. A cancelled request that finishes all the same is ignored.
+Requests are queued in order of arrival, except for those with priority. A replica gets the next requests up
+to its limit of requests in flight; among several replicas with room, the one with the fewest requests in
+flight is served first. When a replica is lost, its requests return to their positions in the queue. Each
+request finishes once: a request that finishes twice, or at a replica that does not have it, is an error. A
+cancelled request that still finishes is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from typing import Generic, TypeVar
 
 Request = TypeVar("Request")
-# 0 for continued requests, 1 for requests that go first, 2 for others; then the request id
+# 0 for continued requests, 1 for requests with priority, 2 for others; then the request id
 _Priority = tuple[int, int]
 
 
@@ -24,21 +24,21 @@ class RequestRoutingError(RuntimeError):
 
 
 class RequestRouter(Generic[Request]):
-    """A queue of requests in front of replicas.
+    """Queue of requests for replicas.
 
     Args:
-        num_replicas: The number of replicas, which are numbered from 0.
-        max_concurrency: The most requests in flight at a replica.
+        num_replicas: Number of replicas, which are numbered from 0.
+        max_concurrency: Maximum number of requests in flight at a replica.
     """
 
     def __init__(self, num_replicas: int, max_concurrency: int) -> None:
         self._requests: dict[int, Request] = {}  # unfinished requests
         self._priorities: dict[int, _Priority] = {}
-        self._preferred: dict[int, int] = {}  # request -> the replica that has its prefix in the cache
-        self._waiting: list[tuple[_Priority, int]] = []  # a heap, which still contains cancelled requests
+        self._preferred: dict[int, int] = {}  # request -> replica that has its prefix in the cache
+        self._waiting: list[tuple[_Priority, int]] = []  # a heap, which may still contain cancelled requests
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
 
-        # while they were in flight at the replica
+        # cancelled while they were in flight at the replica
         self._cancelled: list[set[int]] = [set() for _ in range(num_replicas)]
         self._max_concurrency = max_concurrency
         self._last_id = -1
@@ -48,31 +48,31 @@ class RequestRouter(Generic[Request]):
         return len(self._requests)
 
     def load(self, replica: int) -> int:
-        """Returns the number of requests in flight at a replica."""
+        """Return the number of requests in flight at a replica."""
         return len(self._in_flight[replica])
 
     def in_flight(self) -> list[set[int]]:
-        """Returns the ids of the requests in flight at each replica. Any thread may call it."""
+        """Return the ids of the requests in flight at each replica. Thread-safe."""
         return [numbers.copy() for numbers in self._in_flight]
 
     def add(
         self, requests: Iterable[tuple[int, Request]], *, first: bool = False, prefer: int | None = None
     ) -> None:
-        """Queues requests.
+        """Queue requests.
 
         Args:
-            requests: Pairs of id and request in the order of arrival.
-            first: Whether they go before others.
-            prefer: The replica that has the prefix of the requests in its cache. They go before all others,
-                to this replica unless it has no room or more than twice as many requests in flight as
-                another.
+            requests: Pairs of id and request in order of arrival.
+            first: Whether they have priority over others.
+            prefer: Replica that has the prefix of the requests in its cache. They have priority over all
+                others, and go to this replica unless it has no room or more than twice as many requests in
+                flight as another.
 
         Raises:
             ValueError: The ids do not increase.
         """
         for request_id, request in requests:
             if request_id <= self._last_id:
-                raise ValueError(f"the ids of requests must rise: {request_id} came after {self._last_id}")
+                raise ValueError(f"request ids must increase: {request_id} came after {self._last_id}")
             self._last_id = request_id
             self._requests[request_id] = request
             self._priorities[request_id] = place = (
@@ -84,22 +84,21 @@ class RequestRouter(Generic[Request]):
                 self._preferred[request_id] = prefer
 
     def resize(self, num_replicas: int) -> None:
-        """Adds replicas, or removes those with the highest numbers, whose requests must have been
-        requeued."""
+        """Add replicas, or remove those with the highest numbers, whose requests must have been requeued."""
         joining = num_replicas - len(self._in_flight)
         assert not any(self._in_flight[num_replicas:])
         self._in_flight = self._in_flight[:num_replicas] + [set() for _ in range(joining)]
         self._cancelled = self._cancelled[:num_replicas] + [set() for _ in range(joining)]
 
     def cancel(self, request_ids: Collection[int]) -> dict[int, list[int]]:
-        """Cancels requests. Returns those that were in flight, by replica."""
-        # Ids that are no longer known belong to requests that have finished.
+        """Cancel requests. Returns those that were in flight, by replica."""
+        # Unknown ids belong to requests that have finished.
         wanted = self._requests.keys() & set(request_ids)
         for request_id in wanted:
             self._drop(request_id)
         cancelled: dict[int, list[int]] = {}
 
-        # A replica may still finish what was cancelled, so its ids are kept until it does.
+        # A replica may still finish a cancelled request, so its id is kept until then.
         for replica, in_flight in enumerate(self._in_flight):
             if begun := in_flight & wanted:
                 in_flight -= begun
@@ -109,7 +108,7 @@ class RequestRouter(Generic[Request]):
         return cancelled
 
     def assign(self, ready: Collection[int]) -> dict[int, list[Request]]:
-        """Assigns queued requests to the replicas in `ready` up to their limits. Returns the requests of each
+        """Assign queued requests to the replicas in `ready` up to their limits. Returns the requests of each
         replica that got any."""
         assigned: dict[int, list[Request]] = {}
         while self._waiting and ready:
@@ -117,7 +116,7 @@ class RequestRouter(Generic[Request]):
             if self.load(least) >= self._max_concurrency:
                 break
             _, request_id = heapq.heappop(self._waiting)
-            # A cancelled request stays in the heap until its turn comes.
+            # A cancelled request stays in the heap until it is popped.
             if request_id in self._requests:
                 # Follow the cached prefix unless its replica is much busier than the least busy one.
                 preferred = self._preferred.get(request_id, least)
@@ -129,7 +128,7 @@ class RequestRouter(Generic[Request]):
         return assigned
 
     def finish(self, replica: int, request_id: int) -> bool:
-        """Marks a request as finished. Returns False if it was cancelled.
+        """Mark a request as finished. Returns False if it was cancelled.
 
         Raises:
             RequestRoutingError: The replica does not have the request in flight.
@@ -151,13 +150,12 @@ class RequestRouter(Generic[Request]):
         return True
 
     def requeue(self, replica: int) -> Collection[int]:
-        """Puts the requests in flight at a replica back into the queue, at their old positions. Returns their
-        ids."""
+        """Requeue the requests in flight at a replica at their old positions. Returns their ids."""
         lost = self._in_flight[replica]
         for request_id in lost:
             heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
         self._in_flight[replica] = set()
-        # A lost replica finishes nothing any more, so its cancelled requests can be forgotten.
+        # A lost replica finishes nothing, so its cancelled requests can be forgotten.
         self._cancelled[replica] = set()
 
         return lost

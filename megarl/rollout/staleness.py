@@ -1,4 +1,4 @@
-"""The staleness controller, which decides which groups may be started and which are trained next. It is pure.
+"""Staleness controller, which decides which groups may be started and which are trained next. It is pure.
 
 Groups (a prompt with its samples) are started and trained in the order of the prompts: step s trains the next
 `prompts_per_step` groups, however long they take. A group is admitted only if the step that will train it
@@ -6,11 +6,11 @@ exists, and if the weights of that step are at most `max_staleness` versions new
 group. Finished groups are therefore never discarded for their age, and long responses are trained as often as
 short ones. A group may be dropped because its samples carry no signal or cannot be generated; later groups
 are then trained earlier, never later. Without `in_order` a step trains the oldest finished groups; late
-groups keep their place, and their age is not bounded.
+groups keep their position, and their age is not bounded.
 
-At `max_staleness` 0 no later group can replace a dropped one, because the next step trains newer weights. A
+At `max_staleness` 0, no later group can replace a dropped one, because the next step trains newer weights. A
 step is then generated in rounds: the first has as many groups as the step trains, and each further one
-replaces what was dropped, with a margin. Groups of the last round that are not needed are discarded.
+replaces dropped groups, with a margin. Groups of the last round that are not needed are discarded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from itertools import islice
 
 from megarl.machine.errors import RunError
 
-_MARGIN = 1.2  # A few groups for nothing cost less than one more round.
+_MARGIN = 1.2  # A few surplus groups cost less than one more round.
 
 
 class StalenessController:
-    """Bounds how old the weights behind a training batch may be. Groups are numbered from 0.
+    """Bound the age of the weights that generated a training batch. Groups are numbered from 0.
 
     Args:
-        max_staleness: The most versions between the weights that start a group and those that train it.
-        prompts_per_step: The number of groups of a step.
-        total_steps: The last step of the run.
-        next_step: The first step that trains.
-        version: The version of the weights that `next_step` trains.
-        step_pushes: Returns whether new weights are pushed at the end of a step.
-        in_order: Whether groups are trained in the order of the prompts, as at `max_staleness` 0 they always
-            are.
+        max_staleness: Maximum number of versions between the weights that start a group and those that train
+            it.
+        prompts_per_step: Number of groups of a step.
+        total_steps: Last step of the run.
+        next_step: First step that trains.
+        version: Version of the weights that `next_step` trains.
+        step_pushes: Returns whether weights are synced at the end of a step.
+        in_order: Whether groups are trained in the order of the prompts, as they always are at
+            `max_staleness` 0.
     """
 
     def __init__(
@@ -56,64 +57,64 @@ class StalenessController:
         self._total_steps = total_steps
         self._step_pushes = step_pushes
         self.next_step = next_step
-        self._next_version = version  # the version that `next_step` trains
+        self._next_version = version  # version that `next_step` trains
 
         # in order: group -> (version that started it, whether it is finished)
         self._live: dict[int, tuple[int, bool]] = {}
         self._dropped: list[int] = []  # since the last taken group, in order
         self._num_admitted = 0
 
-        # at max_staleness 0, of the next step
+        # at max_staleness 0, for the next step
         self.num_rounds = 1
-        self._num_wanted = prompts_per_step  # groups of all its rounds
+        self._num_wanted = prompts_per_step  # number of groups over all its rounds
 
     @property
     def live(self) -> dict[int, int]:
-        """The groups that are neither taken nor dropped, in order, with the versions that started them."""
+        """Groups that are neither taken nor dropped, in order, with the versions that started them."""
         return {group: version for group, (version, _) in self._live.items()}
 
     @property
     def num_finished(self) -> int:
-        """The number of finished groups that are not taken."""
+        """Number of finished groups that are not taken."""
         return sum(is_finished for _, is_finished in self._live.values())
 
     @property
     def num_missing(self) -> int:
-        """The number of groups of this round that have not been admitted yet, at `max_staleness` 0."""
+        """Number of groups of this round that have not been admitted yet, at `max_staleness` 0."""
         return self._num_wanted - len(self._live) - len(self._dropped)
 
     def may_admit(self, version: int) -> bool:
-        """Whether weights of `version` may start the next group."""
+        """Return whether weights of `version` may start the next group."""
         if self.max_staleness == 0:
             step = self.next_step
             has_room = self.num_missing > 0
         else:
-            step = self.next_step + len(self._live) // self.prompts_per_step  # the step that would train it
+            step = self.next_step + len(self._live) // self.prompts_per_step  # step that would train it
             has_room = len(self._live) < (self.max_staleness + 1) * self.prompts_per_step
         if not has_room or step > self._total_steps:
             return False
 
-        # Dropped groups only bring later ones forward, so this step gives the largest possible age.
+        # Dropped groups only move later ones forward, so this step gives the largest possible age.
         return self.trained_version(step) - version <= self.max_staleness
 
     def trained_version(self, step: int) -> int:
-        """Returns the version of the weights that `step` trains. `step` must not be before `next_step`."""
+        """Return the version of the weights that `step` trains. `step` must not be before `next_step`."""
         return self._next_version + sum(map(self._step_pushes, range(self.next_step, step)))
 
     def admit(self, version: int) -> int:
-        """Admits a group and returns its number. The caller has checked `may_admit`."""
+        """Admit a group and return its number. The caller has checked `may_admit`."""
         group = self._num_admitted
         self._num_admitted += 1
         self._live[group] = (version, False)
         return group
 
     def finish(self, group: int) -> None:
-        """Marks a group as finished: it has all its samples."""
+        """Mark a group as finished: it has all its samples."""
         self._live[group] = (self._live[group][0], True)
         self._extend_round()
 
     def drop(self, group: int) -> None:
-        """Drops a group, which is then not trained."""
+        """Drop a group, which is then not trained."""
         del self._live[group]
         self._dropped.insert(bisect_left(self._dropped, group), group)
         self._extend_round()
@@ -128,42 +129,43 @@ class StalenessController:
 
     @property
     def num_dropped(self) -> int:
-        """The number of groups that were dropped among or before the groups of the next step."""
+        """Number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
         if self.max_staleness == 0 or len(first) < self.prompts_per_step:
             return len(self._dropped)
         return bisect_left(self._dropped, first[-1])
 
     def expect(self, version: int) -> None:
-        """Declares the version of the weights that the next step trains.
+        """Declare the version of the weights that the next step trains.
 
-        A loop of the user's own may push fewer weights than `step_pushes` says, which makes groups younger.
+        A user's own loop may sync weights less often than `step_pushes` specifies, which makes groups
+        younger.
 
         Raises:
-            RunError: It pushed more weights, so that groups for this step may be too old.
+            RunError: It synced weights more often, so that groups for this step may be too old.
         """
         if self.max_staleness and version > self._next_version:
             raise RunError(
                 f"step {self.next_step} would train weights of version {version}, but its samples were begun "
                 f"for version {self._next_version}: with rollout.max_staleness={self.max_staleness} push "
-                f"weights once in a step, or use max_staleness=0"
+                f"weights once per step, or use max_staleness=0"
             )
         self._next_version = version
 
     def take(self, version: int) -> list[int]:
-        """Returns the groups of the next step in order. The step must be ready and train the weights of
+        """Return the groups of the next step in order. The step must be ready and train the weights of
         `version`."""
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()
-        # Forget the drops among these groups now: `num_dropped` depends on `_live`, which changes below.
+        # Clear the drops among these groups now: `num_dropped` depends on `_live`, which changes below.
         self._dropped = self._dropped[self.num_dropped :]
 
         for group in groups:
             age = version - self._live.pop(group)[0]
             assert 0 <= age <= (self.max_staleness if self.in_order else age), (group, age)
 
-        # What is left at staleness 0 would be too old for the next step.
+        # At staleness 0, remaining groups would be too old for the next step.
         if self.max_staleness == 0:
             self._live.clear()
             self.num_rounds = 1
@@ -174,7 +176,7 @@ class StalenessController:
         return groups
 
     def _next(self) -> list[int]:
-        """Returns the groups that the next step trains, or as many of them as have been admitted."""
+        """Return the groups that the next step trains, or as many of them as have been admitted."""
         candidates = (
             self._live
             if self.in_order
@@ -188,7 +190,7 @@ class StalenessController:
         return self.num_missing > 0 or not all(is_finished for _, is_finished in self._live.values())
 
     def _extend_round(self) -> None:
-        """Begins another round when all groups of this one are decided and too few are left."""
+        """Begin another round when all groups of this one are decided and too few remain."""
         if self.max_staleness == 0 and not self._is_open and len(self._live) < self.prompts_per_step:
             self.num_rounds += 1
             num_decided = len(self._live) + len(self._dropped)
@@ -196,10 +198,10 @@ class StalenessController:
 
 
 def _num_to_replace(num_wanted: int, num_kept: int, num_decided: int) -> int:
-    """Returns the number of groups of a further round.
+    """Return the number of groups of a further round.
 
-    These are somewhat more than suffice if as many of them are kept as up to now, and no more than a whole
-    step's.
+    The result exceeds the number that suffices at the current rate of kept groups by a margin, and is at most
+    a whole step.
     """
     missing = _MARGIN * (num_wanted - num_kept)
     share = num_kept / num_decided

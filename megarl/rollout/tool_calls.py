@@ -12,18 +12,18 @@ from megarl.rollout.sglang.function_calls import sglang_parser
 
 
 def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thinking: bool) -> CallParser:
-    """Returns the parser of the calls in a turn that `agent.parser` and `agent.calls_in_thinking` ask for.
+    """Return the parser of the calls in a turn, according to `agent.parser` and `agent.calls_in_thinking`.
 
-    Without a name in `agent.parser` it is megarl's own parser of `<tool_call>` JSON, which imports nothing of
+    Without a name in `agent.parser`, this is megarl's own parser of `<tool_call>` JSON, which does not import
     SGLang.
 
     Args:
         agent: The section of the configuration.
-        tools: The schemas of the tools that the model may call.
+        tools: Schemas of the tools that the model may call.
         opens_thinking: Whether the chat template opens the thinking of each turn.
 
     Raises:
-        ValueError: There is no such parser, or SGLang does not take the schema of a tool.
+        ValueError: There is no such parser, or SGLang rejects the schema of a tool.
     """
     if agent.parser is None:
         return parse_outside_thinking(
@@ -35,5 +35,5 @@ def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thi
 
 
 def check_parser(name: str, tools: Sequence[Schema]) -> None:
-    """Raises ValueError as `call_parser` does. Call it in a separate process, because it imports SGLang."""
+    """Raise the ValueError of `call_parser`. Call this in a separate process, because it imports SGLang."""
     sglang_parser(name, tools)

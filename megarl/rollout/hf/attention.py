@@ -1,8 +1,8 @@
-"""Keys, values and attention of the decoding loop. Per step, keys and values are neither copied nor repeated,
-and are read once.
+"""Keys, values and attention of the decoding loop. A step neither copies nor repeats keys and values, and
+reads them once.
 
 transformers' growing cache copies all keys and values for every token, and its attention repeats them for
-each query head of a group when there is a mask. Here the attention function itself appends a token's keys and
+each query head of a group if there is a mask. Here the attention function itself appends a token's keys and
 values to buffers with spare capacity. The query heads of a group become rows of one matrix product, and so do
 the samples of a prompt, whose keys and values are stored once.
 
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-GROUPED = "megarl_grouped"  # the name of `grouped_attention` in transformers
+GROUPED = "megarl_grouped"  # name of `grouped_attention` in transformers
 SLOTS = 16  # rows that read a prompt together
 _ROOM = 64  # tokens of the first enlargement; each further one doubles
 
@@ -51,7 +51,8 @@ class KVCache:
         return self._layers[layer].append(keys, values)
 
     def select(self, rows: Tensor) -> None:
-        """Replace the rows of the cache by these of its B rows, (A,), in this order. Repeats are allowed."""
+        """Replace the rows of the cache with these of its B rows, (A,), in this order. Repeats are
+        allowed."""
         for layer in self._layers.values():
             layer.select(rows)
 
@@ -77,7 +78,7 @@ class _LayerCache:
         begin = self._length
         end = self._length + keys.shape[2]
 
-        # The spare room doubles, so that buffers are rarely copied.
+        # The spare capacity doubles, so that buffers are rarely copied.
         if end > self.keys.shape[2]:
             self.keys, self.values = (
                 self._enlarged(buffer, end + self._room) for buffer in (self.keys, self.values)
@@ -111,12 +112,15 @@ class _LayerCache:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """What was computed of prompts, each once for up to SLOTS rows that continue it: they attend to it
-    together, as so many more queries.
+    """Keys and values of prompts, each computed once for up to SLOTS rows that continue it. These rows attend
+    to it together, as additional queries.
 
-    keys, values: of each layer (G, K, P, D), float32. bias: (G, 1, 1, P), 0 or, at padding, -inf. slots: (G,
-    N), the rows of each prompt, any where there are fewer. places: (A,), where a row is among the G x N
-    slots.
+    Attributes:
+        keys: Keys of each layer, (G, K, P, D), float32.
+        values: Values of each layer, (G, K, P, D), float32.
+        bias: Shape (G, 1, 1, P); 0, or -inf at padding.
+        slots: Rows of each prompt, (G, N); unused slots contain any row.
+        places: Position of each row among the G x N slots, (A,).
     """
 
     keys: Sequence[Tensor]
@@ -127,12 +131,17 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, cache: KVCache, mask: Tensor, owners: Sequence[int]) -> SharedPrompts:
-        """cache: after a prefill of the prompts. mask: (prompts, P) bool, False at padding. owners: (A,), the
-        prompt of each row."""
+        """Build the shared prompts.
+
+        Args:
+            cache: Cache after a prefill of the prompts.
+            mask: Shape (prompts, P) bool, False at padding.
+            owners: The prompt of each row, (A,).
+        """
         rows_of: dict[int, list[int]] = {}
         for row, owner in enumerate(owners):
             rows_of.setdefault(owner, []).append(row)
-        # Cut the rows of a prompt into parts of at most SLOTS, each of which reads the prompt together.
+        # Split the rows of a prompt into parts of at most SLOTS, each of which reads the prompt together.
         parts = [
             (owner, rows[first : first + SLOTS])
             for owner, rows in rows_of.items()
@@ -144,17 +153,22 @@ class SharedPrompts:
         return whole._arranged([owner for owner, _ in parts], [rows for _, rows in parts])
 
     def select(self, rows: Tensor) -> SharedPrompts:
-        """rows: (A',) of the A; they become the rows. Prompts that none of them continues are let go."""
+        """Select rows (A',) of the A rows. Prompts that no selected row continues are dropped."""
         rows_of: dict[int, list[int]] = {}
         for row, prompt in enumerate((self.places[rows] // self.slots.shape[1]).tolist()):
             rows_of.setdefault(prompt, []).append(row)
         return self._arranged(list(rows_of), list(rows_of.values()))
 
     def _arranged(self, prompts: list[int], rows: list[list[int]]) -> SharedPrompts:
-        """prompts: (G',) of the G. rows: of each of these, N' at most."""
+        """Arrange rows into slots.
+
+        Args:
+            prompts: Indices (G',) of the G prompts.
+            rows: Rows of each of these prompts, at most N' each.
+        """
         num_slots = max(map(len, rows))
         device = self.bias.device
-        # Unused slots repeat row 0, and nothing reads their results.
+        # Unused slots repeat row 0, and their results are not read.
         slots = [[*own, *([0] * (num_slots - len(own)))] for own in rows]
         place_of = {
             row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)
@@ -164,7 +178,7 @@ class SharedPrompts:
         values = self.values
         bias = self.bias
 
-        # Copy keys and values only if prompts have left or changed their order.
+        # Copy keys and values only if prompts were dropped or reordered.
         if prompts != list(range(len(bias))):
             chosen = torch.tensor(prompts, device=device)
             keys, values = ([each.index_select(0, chosen) for each in layers] for layers in (keys, values))
@@ -173,17 +187,17 @@ class SharedPrompts:
         return SharedPrompts(keys, values, bias, torch.tensor(slots, device=device), places)
 
     def scores(self, queries: Tensor, layer: int) -> Tensor:
-        """(A, K, N, D) -> (A, K, N, P), -inf at padding."""
+        """Return the attention scores: (A, K, N, D) -> (A, K, N, P), -inf at padding."""
         return self._by_row(
             self._together(queries) @ self.keys[layer].transpose(-1, -2) + self.bias, queries.shape[2]
         )
 
     def mix(self, weights: Tensor, layer: int) -> Tensor:
-        """(A, K, N, P) -> (A, K, N, D): sums of the prompts' values."""
+        """Return weighted sums of the prompts' values: (A, K, N, P) -> (A, K, N, D)."""
         return self._by_row(self._together(weights) @ self.values[layer], weights.shape[2])
 
     def _together(self, rows: Tensor) -> Tensor:
-        """(A, K, N, X) -> (G, K, slots x N, X)."""
+        """Group rows by prompt: (A, K, N, X) -> (G, K, slots x N, X)."""
         _, heads, queries, size = rows.shape
         prompts, slots = self.slots.shape
         # Rows that continue the same prompt become queries of one matrix product.
@@ -191,7 +205,7 @@ class SharedPrompts:
         return of_slots.transpose(1, 2).reshape(prompts, heads, slots * queries, size)
 
     def _by_row(self, prompts: Tensor, queries: int) -> Tensor:
-        """(G, K, slots x N, X) -> (A, K, N, X)."""
+        """Ungroup rows: (G, K, slots x N, X) -> (A, K, N, X)."""
         number, heads, _, size = prompts.shape
         of_slots = prompts.view(number, heads, self.slots.shape[1], queries, size).transpose(1, 2)
         return of_slots.reshape(-1, heads, queries, size).index_select(0, self.places)
@@ -208,20 +222,20 @@ def grouped_attention(
     prompts: SharedPrompts | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what rows have written and, in decoding steps, to the prompts that they share. Has
+    """Attend to the tokens of each row and, in decoding steps, to the prompts that rows share. Has
     transformers' attention interface.
 
     Args:
-        query: Shape (A, H, N, D); N is 1 when `prompts` is given.
+        query: Shape (A, H, N, D); N is 1 if `prompts` is given.
         key: Shape (A, K, N, D), of the same tokens. The H / K query heads of a group share a key head.
         value: Shape (A, K, N, D).
-        attention_mask: Passed to transformers' attention when `prompts` is None. Otherwise unused: all rows
+        attention_mask: Passed to transformers' attention if `prompts` is None. Otherwise unused: all rows
             have the same length, so that only the padding of `prompts` is masked.
         kv_cache: Receives the keys and values. The rows attend to everything in it.
-        prompts: The prompts that the rows continue. Without them, transformers' own attention is computed.
+        prompts: Prompts that the rows continue. Without them, transformers' own attention is computed.
 
     Returns:
-        The output, (A, N, H, D), and None in place of the attention weights.
+        The output, (A, N, H, D), and None instead of the attention weights.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     if kv_cache is not None:
@@ -233,7 +247,7 @@ def grouped_attention(
     queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (
         size**-0.5 if scaling is None else scaling
     )
-    # One softmax over the prompt's tokens and the row's own; each part then mixes its values.
+    # One softmax over the prompt's tokens and the row's own; each part then weights its values.
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
     of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()

@@ -1,8 +1,8 @@
-"""The decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step
-for every row.
+"""Decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step for
+every row.
 
-transformers' own `generate` spends more time per token on its bookkeeping than a small model spends on its
-forward pass, and keeps all steps' logits to return log-probs; this loop keeps one step's.
+transformers' own `generate` spends more time per token on bookkeeping than a small model spends on its
+forward pass, and keeps the logits of all steps to return log-probs; this loop keeps those of one step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from megarl.rollout.interface import SamplingParameters
 
 
 class Decoded(NamedTuple):
-    token_ids: torch.Tensor  # (B, N) int64, N steps were made
+    token_ids: torch.Tensor  # (B, N) int64, after N steps
     log_probs: torch.Tensor  # (B, N) float32
-    lengths: torch.Tensor  # (B,) int64: what lies beyond is no part of the sample
+    lengths: torch.Tensor  # (B,) int64: later tokens are not part of the sample
     stopped: torch.Tensor  # (B,) bool: the last token is a stop token
 
 
 class _Rows(NamedTuple):
-    """The rows that are still computed, (A,) of the B; `positions` (A,) of the next token; what they have
-    read and written."""
+    """Rows that are still being generated.
+
+    `rows` are their indices (A,) among the B rows, and `positions` (A,) the positions of their next tokens.
+    The other fields are what they have read and written.
+    """
 
     indices: torch.Tensor
     positions: torch.Tensor
@@ -43,10 +46,13 @@ def decode(
     seeds: Sequence[int],
     is_ended: Callable[[list[int]], bool] | None = None,
 ) -> Decoded:
-    """One sample of each prompt, equal prompts being prefilled once; `seeds`, one per prompt, stand for the
-    seed of `sampling`. Where `is_ended` is true of a sample's tokens, it stops there as at a stop token.
+    """Generate one sample per prompt. Equal prompts are prefilled once.
 
-    Rows that have ended leave the batch as soon as they are half of it.
+    Rows that have ended leave the batch once they make up half of it.
+
+    Args:
+        seeds: One seed per prompt, used instead of the seed of `sampling`.
+        is_ended: If it returns True for a sample's tokens, the sample stops as at a stop token.
     """
     batch_size = len(prompts)
     sampled_ids = torch.zeros(batch_size, sampling.max_new_tokens, dtype=torch.int64, device=model.device)
@@ -69,7 +75,7 @@ def decode(
         if is_ended is not None:
             written = sampled_ids[rows.indices, : step + 1].tolist()
             ends |= torch.tensor([is_ended(token_ids) for token_ids in written], device=model.device)
-        # A row that has ended may still be computed along; only its first end counts.
+        # A row that has ended may still be computed; only its first end counts.
         ends &= ~stopped[rows.indices]
         lengths[rows.indices[ends]] = step + 1
         stopped[rows.indices[ends]] = True
@@ -81,7 +87,7 @@ def decode(
 
 
 def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Tensor, _Rows]:
-    """Logits (B, V) of each prompt's last token, and the rows, which have written nothing."""
+    """Return the logits (B, V) of each prompt's last token, and the rows, which have no tokens yet."""
     distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
     # Positions count real tokens only, so that padding does not shift them.
@@ -91,11 +97,11 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
         input_ids=token_ids,
         attention_mask=mask.long(),
         position_ids=positions,
-        use_cache=False,  # transformers' own
+        use_cache=False,  # transformers' own cache
         kv_cache=cache,
         logits_to_keep=1,
     )
-    # Spread the results of the distinct prompts over the rows that share them.
+    # Expand the results of the distinct prompts to the rows that share them.
     owners = [distinct[tuple(prompt)] for prompt in prompts]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
@@ -106,13 +112,13 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
 
 
 def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """Logits (A, V) after one more token of each row; token_ids: (A,)."""
+    """Return the logits (A, V) after one more token (A,) of each row."""
     output = model(
         input_ids=token_ids[:, None],
-        # of four dimensions it is taken as it is: transformers would build another at every step
+        # a four-dimensional mask is used as it is; otherwise transformers would build one at every step
         attention_mask=rows.prompts.bias,
         position_ids=rows.positions[:, None],
-        use_cache=False,  # transformers' own
+        use_cache=False,  # transformers' own cache
         kv_cache=rows.written,
         prompts=rows.prompts,
     )
@@ -120,8 +126,7 @@ def _step(model: PreTrainedModel, token_ids: torch.Tensor, rows: _Rows) -> torch
 
 
 def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
-    """Copying what was written costs about what a step does, so it is done when it halves the steps to
-    come."""
+    """Drop rows that have ended if that halves the batch: copying the cache costs about as much as a step."""
     alive = (~stopped[rows.indices]).nonzero().squeeze(-1)
     if 2 * len(alive) > len(rows.indices):
         return rows
@@ -133,14 +138,14 @@ def _drop_ended(rows: _Rows, stopped: torch.Tensor) -> _Rows:
 
 
 def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, P) token ids, 0 at the padding, and (B, P) bool, False there."""
+    """Return token ids (B, P), 0 at padding, and a mask (B, P) bool, False at padding."""
     width = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     return token_ids, torch.arange(width, device=device) >= width - lengths[:, None]
 
 
-# ---- one token per row from a row of logits, with its log-prob as the contract of `Sample` has it
+# ---- sampling one token per row of logits, with its log-prob as defined by `Sample`
 
 
 class SampledTokens(NamedTuple):
@@ -151,15 +156,17 @@ class SampledTokens(NamedTuple):
 def sample_tokens(
     logits: torch.Tensor, sampling: SamplingParameters, keys: torch.Tensor, step: int, forbidden: torch.Tensor
 ) -> SampledTokens:
-    """Token `step` of each row; the seed of `sampling` is not used.
+    """Sample token `step` of each row. The seed of `sampling` is not used.
 
-    logits: (B, V) in any float type; memory for a few float32 copies of it is used. keys: (B,) of row_keys.
-    forbidden: (F,) token ids that are not drawn.
+    Args:
+        logits: Shape (B, V), any float type. A few float32 copies of it are allocated.
+        keys: Shape (B,), from row_keys.
+        forbidden: Shape (F,), token ids that are not sampled.
     """
     logits = logits.float()
     if sampling.temperature != 0:
         logits = logits / sampling.temperature
-    # The draw sees restricted logits; the log-prob is over the whole vocabulary.
+    # Sample from restricted logits; the log-prob is over the whole vocabulary.
     allowed = logits.index_fill(-1, forbidden, -torch.inf) if len(forbidden) else logits
     if sampling.temperature != 0:
         allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
@@ -170,61 +177,64 @@ def sample_tokens(
 
 
 def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
-    """Tokens that top-k, and then top-p, leave out become -inf; ties are broken by the sort, so exactly k
-    stay."""
+    """Set tokens excluded by top-k, and then top-p, to -inf. Ties are broken by the sort, so exactly k
+    remain."""
     top_k = min(sampling.top_k, logits.shape[-1]) if sampling.top_k != -1 else logits.shape[-1]
     if top_k == logits.shape[-1] and sampling.top_p == 1:
         return logits
-    values, token_ids = logits.topk(top_k, dim=-1)  # sorted, the most probable first
+    values, token_ids = logits.topk(top_k, dim=-1)  # sorted, most probable first
 
     if sampling.top_p < 1:
         probs = values.softmax(dim=-1)
         reached_before = probs.cumsum(dim=-1) - probs  # the first token always stays
         values = values.masked_fill(reached_before >= sampling.top_p, -torch.inf)
 
-    # Put the remaining logits back at the places of their tokens.
+    # Scatter the remaining logits back to the positions of their tokens.
     return torch.full_like(logits, -torch.inf).scatter(-1, token_ids, values)
 
 
-# ---- random numbers by position instead of by turn
+# ---- random numbers by position instead of by state
 #
-# A token's noise follows from (seed, step, token id) and nothing else.
-# A generator with a state would hand a row other numbers when the batch around it changes. This hash has no
-# state, so that a sample can be written again, alone or beside others, and comes out the same.
+# The noise of a token depends only on (seed, step, token id). A stateful generator would give a row other
+# numbers when the batch around it changes. This hash is stateless, so that a sample can be regenerated, alone
+# or in a batch, with the same result.
 
 # SplitMix64 (Steele, Lea, Flood 2014): the increment and the two multipliers, as signed 64-bit numbers.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _SHIFTS = (30, 27, 31)
-_BITS = 53  # of a hash that are used
+_BITS = 53  # bits of a hash that are used
 
 
 def row_keys(seeds: Sequence[int], device: torch.device) -> torch.Tensor:
-    """(B,) int64, one per row; `seeds` are any integers, of which the lowest 63 bits count."""
+    """Return one key per row, (B,) int64. `seeds` are any integers, of which the lowest 63 bits count."""
     return _mix(torch.tensor([seed % 2**63 for seed in seeds], dtype=torch.int64, device=device) + _INCREMENT)
 
 
 def gumbel_noise(keys: torch.Tensor, step: int, vocab_size: int) -> torch.Tensor:
-    """(B, V) float32, Gumbel(0, 1): the argmax of log-probs plus this noise is a draw from the distribution.
+    """Return Gumbel(0, 1) noise, (B, V) float32. The argmax of log-probs plus this noise is a sample from the
+    distribution.
 
-    keys: (B,) int64 of `row_keys`. step: how many tokens of the sample were drawn before.
+    Args:
+        keys: Shape (B,) int64, from `row_keys`.
+        step: Number of tokens of the sample drawn before.
     """
-    # Hash in two stages: seed and step give a key, key and token id give the noise.
+    # Hash in two stages: seed and step give a key; key and token id give the noise.
     keys = _mix(keys + step)
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _INCREMENT
     bits = _mix(keys[:, None] + counters)
-    # Take the highest bits; the mask removes the copies of the sign that the shift brings in.
+    # Take the highest bits; the mask removes the copies of the sign bit that the shift produces.
     bits = bits.bitwise_right_shift_(64 - _BITS).bitwise_and_(2**_BITS - 1)
 
-    # In (0, 1], and exact near 0, where the largest noise comes from; a float32 near 1 has no room for that.
+    # In (0, 1], and exact near 0, where the largest noise comes from; float32 lacks the precision near 1.
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-_BITS)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix(state: torch.Tensor) -> torch.Tensor:
-    """Every bit of the result depends on every bit of `state`, which is overwritten."""
+    """Mix the bits of `state` in place, so that every bit of the result depends on every input bit."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        # The shift keeps the sign; the mask takes its copies away.
+        # The shift preserves the sign; the mask removes its copies.
         state.bitwise_xor_((state >> shift).bitwise_and_(2 ** (64 - shift) - 1))
         if multiplier != 1:
             state.mul_(multiplier)

@@ -1,4 +1,4 @@
-"""The reference engine: transformers in the process of the rollout worker, exact and without a server."""
+"""Reference engine: transformers in the process of the rollout worker, exact and without a server."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field
 
 
 class HFEngine(RolloutEngine):
-    """Starts without weights, from the folder's config.json: they come by an update, so they are always the
-    trainer's.
+    """Engine on transformers. It starts without weights, from the folder's config.json; a weight sync
+    provides the trainer's.
 
-    Requests wait until `collect`, which decodes one batch of them to its end. is_ended: of a sample's tokens,
-    ends it beside the model's end tokens.
+    Requests wait until `collect`, which decodes one batch of them to the end.
+
+    Args:
+        is_ended: Ends a sample, given its tokens, in addition to the model's end tokens.
     """
 
     def __init__(self, spec: RolloutEngineSpec, is_ended: Callable[[list[int]], bool] | None = None) -> None:
@@ -49,16 +51,16 @@ class HFEngine(RolloutEngine):
         trusted = spec.model.trust_remote_code
         config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
 
-        # All weights come by an update, so their initialization would be wasted.
+        # All weights come from a weight sync, so initializing them would be wasted work.
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted
             )
 
-        model.tie_weights()  # a part of the initialisation that was skipped
+        model.tie_weights()  # part of the skipped initialization
 
-        # With its number, by which NCCL finds the communicator of a device.
+        # With its index, by which NCCL finds the communicator of a device.
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
             if spec.device is Device.cuda
@@ -71,10 +73,10 @@ class HFEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(path)
         self._is_ended = is_ended
         self._lifecycle = EngineLifecycle()
-        self.parameters = dict(self.model.named_parameters())  # a tied output layer is not in it twice
+        self.parameters = dict(self.model.named_parameters())  # contains a tied output layer only once
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self._receiver = WeightReceiver(self._device)
-        self._has_moved = False  # the parameters, since weights came last
+        self._has_moved = False  # whether the parameters have moved since the last weights arrived
         self._waiting: list[GenerationRequest] = []
 
     @property
@@ -91,12 +93,12 @@ class HFEngine(RolloutEngine):
         self._waiting += requests
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        """Waits for as long as the batch takes, whatever `wait_s` says."""
+        """Decode a batch to the end, however long it takes; `wait_s` is ignored."""
         version = self._lifecycle.require_ready()
         batch = self._next_batch()
         if not batch:
             return []
-        # Requests of a batch differ in prompt and seed only.
+        # Requests of a batch differ only in prompt and seed.
         sampling = batch[0].sampling
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
@@ -110,7 +112,7 @@ class HFEngine(RolloutEngine):
             self._is_ended,
         )
 
-        # Cut each row at its own length: what lies beyond is not part of the sample.
+        # Truncate each row to its own length: later tokens are not part of the sample.
         return [
             FinishedRequest(
                 request.request_id,
@@ -132,8 +134,8 @@ class HFEngine(RolloutEngine):
         ]
 
     def _next_batch(self) -> list[GenerationRequest]:
-        """Takes up to max_concurrency requests that differ in nothing but prompt and seed; like lengths
-        together: little padding."""
+        """Return up to max_concurrency requests that differ only in prompt and seed. Similar lengths are
+        batched, to reduce padding."""
         if not self._waiting:
             return []
         # The longest prompt decides which kind of request is decoded next, and how wide the batch is.
@@ -155,13 +157,13 @@ class HFEngine(RolloutEngine):
         ]
 
     def interrupt(self) -> None:
-        """A batch is decoded to its end."""
+        """Do nothing: a batch is decoded to the end."""
 
     # ---- weights
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         self._lifecycle.require(
-            "say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+            "report what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )
         self._check(manifest)
         return [whole_slices(self._shapes)]
@@ -173,7 +175,7 @@ class HFEngine(RolloutEngine):
             f"{name} is not a tensor of the engine's model" for name in shapes.keys() - self._shapes.keys()
         ]
         faults += [
-            f"{name} has shape {shape}, the engine's model {self._shapes[name]}"
+            f"{name} has shape {shape}, but {self._shapes[name]} in the engine's model"
             for name, shape in shapes.items()
             if name in self._shapes and shape != self._shapes[name]
         ]
@@ -211,7 +213,7 @@ class HFEngine(RolloutEngine):
 
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
-            # Record first: a tensor that does not belong is refused before it is copied.
+            # Record first: a tensor that does not belong to the model is refused before it is copied.
             self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
             self.parameters[name].data.copy_(tensor)
 
@@ -244,7 +246,7 @@ class HFEngine(RolloutEngine):
         self._lifecycle.leave(LifecycleState.EMPTY)
 
     def wake_cache(self) -> None:
-        """There is none between two batches."""
+        """Do nothing: there is no cache between two batches."""
 
     def process_ids(self) -> list[int]:
         return []
@@ -256,6 +258,6 @@ class HFEngine(RolloutEngine):
 
     def _release(self) -> None:
         self.abort()
-        # Only the memory is given back; the parameters themselves stay part of the model.
+        # Free only the memory; the parameters stay part of the model.
         for parameter in self.model.parameters():
             parameter.data = parameter.data.new_empty(0)

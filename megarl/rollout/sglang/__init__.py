@@ -1,2 +1,1 @@
-"""SGLang behind the engines' interface. Only its own processes, and processes that host it, import
-`sglang`."""
+"""SGLang engine. Only its own processes, and processes that host it, import `sglang`."""

@@ -1,5 +1,5 @@
-"""The two ways to SGLang behind one interface: its Engine in this process, or its HTTP server in a process
-beside it."""
+"""Interface of the two ways to run SGLang: its Engine in this process, or its HTTP server in a separate
+process."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from megarl.rollout.sglang.features import Features
 
 
 class CallRefusedError(RuntimeError):
-    """SGLang answered that it did not do what it was asked; the message is its own."""
+    """SGLang refused or failed a call. The message is its own."""
 
 
 class Backend(ABC):
-    """`generate` and `call` are awaited in the loop of the thread that `SGLangEngine` keeps for it; the rest
-    may be called anywhere.
+    """Connection to SGLang.
 
-    Payloads are dictionaries of plain values and bytes, by the field names of SGLang's request classes.
+    `generate` and `call` are awaited in the event loop of the thread that `SGLangEngine` keeps for it; the
+    other methods may be called from any thread. Payloads are dictionaries of plain values and bytes, with the
+    field names of SGLang's request classes.
     """
 
     @abstractmethod
     def start(self) -> None:
-        """Returns when SGLang answers, in the thread of the loop and before that runs. Raises EngineDeadError
-        with its last words."""
+        """Start SGLang and return when it responds. Called in the loop's thread, before the loop runs. Raises
+        EngineDeadError with SGLang's last output."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Once, first in the loop."""
+        """Open the connection; called once, first in the loop."""
 
     @abstractmethod
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """SGLang's answer to one GenerateReqInput. Raises ValueError with its message where it refuses it."""
+        """Return SGLang's response to one GenerateReqInput. Raises ValueError with its message if it refuses
+        the request."""
 
     @abstractmethod
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
-        """Raises CallRefusedError where SGLang answers that it failed."""
+        """Call an endpoint. Raises CallRefusedError if SGLang reports a failure."""
 
     @abstractmethod
     async def flush_cache(self) -> bool:
-        """Empties the prefix cache; False where requests are running."""
+        """Empty the prefix cache. Returns False if requests are running."""
 
     @abstractmethod
     async def abort(self, names: Collection[str] | None) -> None:
-        """Ends the requests of these names that have arrived; None: all."""
+        """Abort the requests of these names that have arrived; None: all."""
 
     @abstractmethod
     async def is_responsive(self, limit_s: float) -> bool:
-        """Whether the model has given a sign of life within the last `limit_s`, or gives one now. There are
+        """Return whether the model has shown progress within the last `limit_s`, or shows it now. There are
         requests in flight."""
 
     @property
     @abstractmethod
     def features(self) -> Features:
-        """Of the SGLang that was started."""
+        """Features of the SGLang version that was started."""
 
     @abstractmethod
     def dead_process(self) -> str | None:
-        """Says which of its processes has ended, None where all live."""
+        """Describe which of its processes has ended; None if all are alive."""
 
     @abstractmethod
     def process_ids(self) -> list[int]: ...
 
     @abstractmethod
     async def close(self) -> None:
-        """In the loop, last."""
+        """Close the connection; called last in the loop."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the processes."""
+        """End the processes."""

@@ -1,8 +1,7 @@
-"""What SGLang needs in order to run well on a machine without CUDA: replacements for the few places that want
-the GPU.
+"""Replacements for the few places in SGLang that need a GPU, so that it runs well on a machine without CUDA.
 
-SGLang is used as published: nothing of it is edited on disk. `EVIDENCE` names, for each replacement, a piece
-of SGLang's source that makes it necessary: a test fails when a new SGLang no longer holds it.
+SGLang is used as published: nothing in it is edited on disk. For each replacement, `EVIDENCE` names a piece
+of SGLang's source that makes it necessary; a test fails when a new SGLang no longer contains it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 
 class SGLangEvidence(NamedTuple):
-    module: str  # below sglang
+    module: str  # in the package sglang
     attribute: str  # of the module; with a dot, of a class in it
     source: str  # must occur in the attribute's source
     reason: str
@@ -58,25 +57,25 @@ EVIDENCE = (
         _UPDATER,
         "SchedulerWeightUpdaterManager.release_memory_occupation",
         "torch.get_device_module().synchronize()",
-        "synchronizes CUDA with a CUDA build of torch, also where there is no GPU",
+        "synchronizes CUDA with a CUDA build of torch, even without a GPU",
     ),
     SGLangEvidence(
         "srt.layers.moe.fused_moe_native",
         "moe_forward_native",
         "cnts.scatter_(1, topk_ids.to(torch.int64), 1)",
-        "counts tokens by expert, and has no place for -1, which stands for an expert of another rank",
+        "counts tokens by expert, and does not support -1, which denotes an expert of another rank",
     ),
     SGLangEvidence(
         "srt.state_capturer.base",
         "BaseHostCache.__init__",
         "pin_memory=True",
-        "keeps the routes of tokens in memory that it has CUDA pin",
+        "stores the routes of tokens in memory pinned by CUDA",
     ),
     SGLangEvidence(
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",
-        "looks for messages without a pause while it is paused, and takes a core from those that send it "
+        "polls for messages in a busy loop while it is paused, and takes a core from those that send it "
         "weights",
     ),
 )
@@ -85,14 +84,14 @@ _MASK = 0xFFFFFFFF
 
 
 def install_in_arguments() -> None:
-    """Before ServerArgs are made: torch_native may be used with per-request seeds."""
+    """Allow torch_native with per-request seeds. Call this before ServerArgs are created."""
     from sglang.srt.server_args import add_deterministic_attention_backend_choices
 
     add_deterministic_attention_backend_choices(["torch_native"])
 
 
 def install_in_scheduler() -> None:
-    """In a scheduler process, before its model is made."""
+    """Install the replacements in a scheduler process, before its model is created."""
     _name_the_cpu_as_device()
     _replace_murmur_hash()
     _disable_batch_invariant_kernels()
@@ -104,8 +103,8 @@ def install_in_scheduler() -> None:
 
 
 def _name_the_cpu_as_device() -> None:
-    """Make `torch.get_device_module()` return torch.cpu, as it does in a CPU build. A CUDA build returns
-    torch.cuda, GPU or not."""
+    """Make `torch.get_device_module()` return torch.cpu, as in a CPU build. A CUDA build returns torch.cuda,
+    with or without a GPU."""
     get_device_module = torch.get_device_module
 
     def of_a_cpu_build(device: Any = None) -> Any:
@@ -118,13 +117,20 @@ def _replace_murmur_hash() -> None:
     from sglang.kernels.ops.sampling import murmur_hash
     from sglang.srt.layers import sampler
 
-    murmur_hash.murmur_hash32 = sampler.murmur_hash32 = murmur_hash32  # imported by name there
+    murmur_hash.murmur_hash32 = sampler.murmur_hash32 = murmur_hash32  # the sampler imports it by name
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column), as SGLang's Triton kernel has it.
+    """Return MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column), like SGLang's Triton
+    kernel.
 
-    seed: (B,) 64-bit. positions: (B,) and columns: (V,), of which 32 bits count. Returns (B, V) uint32.
+    Args:
+        seed: Shape (B,), 64-bit.
+        positions: Shape (B,), of which 32 bits count.
+        columns: Shape (V,), of which 32 bits count.
+
+    Returns:
+        Shape (B, V) uint32.
     """
     seed = seed.to(torch.int64)
     # Mix in the four blocks of 32 bits: both halves of the seed, the position, the column.
@@ -152,8 +158,8 @@ def _mix(hashed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _disable_batch_invariant_kernels() -> None:
-    """They are Triton's. A CPU row of a product differs by rounding with the batch, which flips a sample next
-    to never."""
+    """Disable the batch-invariant kernels, which need Triton. On a CPU, a row of a product differs with the
+    batch by rounding, which almost never changes a sample."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.model_executor import model_runner
 
@@ -161,14 +167,17 @@ def _disable_batch_invariant_kernels() -> None:
         pass
 
     batch_invariant_ops.enable_batch_invariant_mode = nothing
-    if hasattr(model_runner, "enable_batch_invariant_mode"):  # imported by name in some versions
+    if hasattr(model_runner, "enable_batch_invariant_mode"):  # some versions import it by name
         model_runner.enable_batch_invariant_mode = nothing
 
 
 class _PaddedBatch(NamedTuple):
-    """Where the keys of a decode step lie, the same for all layers. slots: (B * L,) rows of the cache, L the
-    longest sequence;
-    bias: (B, 1, 1, L), -inf beyond a sequence's end."""
+    """Positions of the keys in a decode step, the same for all layers.
+
+    Attributes:
+        slots: Rows of the cache, (B * L,), with L the longest sequence.
+        bias: Shape (B, 1, 1, L), -inf after a sequence's end.
+    """
 
     length: int
     slots: torch.Tensor
@@ -180,7 +189,7 @@ def pad_batch(
 ) -> _PaddedBatch:
     length = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :length].long().flatten()
-    # Slots beyond a sequence's end are arbitrary, so they are masked.
+    # Slots after a sequence's end are arbitrary, so they are masked.
     beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
 
     return _PaddedBatch(
@@ -189,7 +198,7 @@ def pad_batch(
 
 
 def _batch_decode_attention() -> None:
-    """One attention over the padded batch per layer, instead of a Python loop over its sequences."""
+    """Compute one attention over the padded batch per layer, instead of a Python loop over its sequences."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
     init_forward_metadata = Backend.init_forward_metadata
@@ -217,7 +226,7 @@ def _batch_decode_attention() -> None:
             not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
         )
 
-        # SGLang's own loop stays responsible for cross-attention and sliding windows.
+        # SGLang's own loop still handles cross-attention and sliding windows.
         if not is_plain or (sliding_window is not None and sliding_window > -1):
             return one_by_one(
                 self,
@@ -252,8 +261,16 @@ def padded_decode_attention(
     scaling: float | None,
     grouped: bool,
 ) -> torch.Tensor:
-    """query: (B, heads, D), the newest token of each sequence; caches: (slots, KV heads, D). Returns (B,
-    heads, D)."""
+    """Compute the attention of a decode step.
+
+    Args:
+        query: Shape (B, heads, D), the newest token of each sequence.
+        k_cache: Shape (slots, KV heads, D).
+        v_cache: Shape (slots, KV heads, D).
+
+    Returns:
+        Shape (B, heads, D).
+    """
     shape = (query.shape[0], batch.length, *k_cache.shape[1:])
     keys = k_cache.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
     values = (
@@ -270,8 +287,8 @@ def padded_decode_attention(
 
 
 def _release_memory_for_real() -> None:
-    """Storages of weights and cache are emptied and made again, in place: every tensor and view of them stays
-    what it is."""
+    """Empty and refill the storages of weights and cache in place, so that all tensors and views of them stay
+    valid."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )
@@ -291,7 +308,7 @@ def _release_memory_for_real() -> None:
         return answer
 
     def resume_for_real(self: Any, request: Any) -> Any:
-        # The memory must be there before SGLang resumes.
+        # The memory must be allocated before SGLang resumes.
         for tag in list(released):
             if not request.tags or tag in request.tags:
                 refill_storages(released.pop(tag))
@@ -302,12 +319,13 @@ def _release_memory_for_real() -> None:
 
 
 def _sleep_while_paused() -> None:
-    """Until a message comes, as where it is idle. Other ranks wait for what the first one hears."""
+    """Sleep until a message arrives, as in the idle state. Other ranks wait for the messages of the first
+    one."""
     from sglang.srt.managers.scheduler import Scheduler
 
     record = getattr(Scheduler, "_record_scheduler_state_for_paused_engine", None)
     if record is None:
-        return  # a version without this place spins, and is right all the same
+        return  # a version without this place polls in a busy loop, which is only slower
 
     def record_and_sleep(self: Any) -> None:
         record(self)
@@ -323,7 +341,7 @@ def _skip_experts_of_others() -> None:
 
     def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, runner_config: Any) -> torch.Tensor:
         weights, ids, _ = topk_output
-        # SGLang's own implementation works where all experts are this rank's.
+        # SGLang's own implementation works if all experts are on this rank.
         if not bool((ids < 0).any()):
             return forward(layer, x, topk_output, runner_config)
         assert runner_config.activation == "silu"
@@ -335,7 +353,7 @@ def _skip_experts_of_others() -> None:
 
 def _leave_memory_unpinned() -> None:
     if importlib.util.find_spec("sglang.srt.state_capturer") is None:
-        return  # an older version, which has this place elsewhere
+        return  # an older version, which has this code elsewhere
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda buffer, granularity=None: None
@@ -344,10 +362,18 @@ def _leave_memory_unpinned() -> None:
 def own_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
-    """What a rank's experts add to its tokens: all ranks' sums are added up behind it.
+    """Return the contribution of a rank's experts to its tokens. The sums of all ranks are added afterwards.
 
-    x: (T, H). weights, ids: (T, k), the experts of each token by their places in w13 (E, 2M, H), gate and up,
-    and w2 (E, H, M); any other number stands for an expert of another rank. Returns (T, H).
+    Args:
+        x: Shape (T, H).
+        weights: Shape (T, k).
+        ids: Experts of each token, (T, k), as indices into w13 and w2; any other number denotes an expert of
+            another rank.
+        w13: Gate and up projections, (E, 2M, H).
+        w2: Down projection, (E, H, M).
+
+    Returns:
+        Shape (T, H).
     """
     added = torch.zeros_like(x)
     for expert, (gate_and_up, down) in enumerate(zip(w13, w2, strict=True)):
@@ -361,7 +387,7 @@ def own_experts(
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
-    """By SGLang's tags: parameters, and the key and value cache. Buffers (rotary tables) are no weights and
+    """Return the parameters and the KV cache by SGLang's tags. Buffers (rotary tables) are not weights and
     stay."""
     pool = model_runner.token_to_kv_pool
     parameters = [parameter.data for parameter in model_runner.model.parameters()]
@@ -369,7 +395,7 @@ def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Gives the memory back; returns each storage once, with its size in bytes."""
+    """Free the memory of tensors. Returns each storage once, with its size in bytes."""
     storages = {
         storage.data_ptr(): storage
         for storage in (tensor.untyped_storage() for tensor in tensors)
@@ -384,15 +410,15 @@ def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStora
 
 
 def refill_storages(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
-    """Takes the memory again. Zeros: what is read before it is written (padding) must not be chance."""
+    """Allocate the memory again, zeroed: padding that is read before it is written must be deterministic."""
     for storage, nbytes in sizes:
         storage.resize_(nbytes)
         storage.fill_(0)  # type: ignore[attr-defined]
 
 
 def _trim_heap() -> None:
-    """glibc keeps freed blocks below its mapping threshold, which grows with use, until it is asked for
-    them."""
+    """Return freed memory to the system. glibc keeps freed blocks below its mapping threshold, which grows
+    with use, until it is told to release them."""
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library

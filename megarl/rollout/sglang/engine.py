@@ -1,4 +1,4 @@
-"""The fast engine: SGLang, in this process or as a server beside it, behind the interface of all engines."""
+"""The fast engine: SGLang, in this process or as a separate server, with the interface of all engines."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
 T = TypeVar("T")
 
-_HOST = "127.0.0.1"  # of the server mode: who asks is on the same node
+_HOST = "127.0.0.1"  # of the server mode: its client is on the same node
 _START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
 _ABORT_POLL_S = 0.02
-_NUDGE = -1  # in the place of a ticket
+_NUDGE = -1  # sent instead of a ticket
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -65,11 +65,12 @@ class _InFlight(NamedTuple):
     future: Future[None]
 
 
-_CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags of memory that only generation needs
+_CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags for memory that only generation needs
 
 
 class SGLangEngine(RolloutEngine):
-    """Starts without weights. Raises EngineDeadError with SGLang's last words where it does not start."""
+    """SGLang engine. It starts without weights. Raises EngineDeadError with SGLang's last output if it does
+    not start."""
 
     def __init__(self, spec: RolloutEngineSpec) -> None:
         server_args = build_server_args(spec)
@@ -99,7 +100,7 @@ class SGLangEngine(RolloutEngine):
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
             queue.SimpleQueue()
         )
-        self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never used twice
+        self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never reused
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
         self._has_cache = True
@@ -109,7 +110,7 @@ class SGLangEngine(RolloutEngine):
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
 
         if spec.release_memory:
-            # The trainer's weights and message buffers come next, and have no room beside a full cache.
+            # The trainer's weights and message buffers come next, and do not fit next to a full cache.
             self._release(_CACHE)
 
     @property
@@ -122,7 +123,7 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.require_ready()
         if requests and not self._has_cache:
             raise EngineStateError(
-                "the engine cannot generate: it gave the memory of its cache back: wake_cache first"
+                "the engine cannot generate: the memory of its cache is released: call wake_cache first"
             )
 
         self._raise_if_dead()
@@ -130,7 +131,7 @@ class SGLangEngine(RolloutEngine):
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
             if request.sampling.with_routes and self._routes_as is None:
-                raise ValueError("routes are asked for, but the engine was started without returns_routes")
+                raise ValueError("routes are requested, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
                     "min_new_tokens needs an engine with a tokenizer, from which SGLang takes the end "
@@ -138,7 +139,7 @@ class SGLangEngine(RolloutEngine):
                     "start it with rollout.validation.min_new_tokens above 0"
                 )
 
-        # An idle engine gives no sign of life, so the health limit counts from here.
+        # An idle engine shows no progress, so the health limit counts from here.
         if not self._in_flight:
             self._last_sign_s = time.monotonic()
         for request in requests:
@@ -146,7 +147,7 @@ class SGLangEngine(RolloutEngine):
             self._in_flight[ticket] = _InFlight(request, self._loop.submit(self._generate(ticket, request)))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
-        # Older versions do not say which weights wrote which tokens, so keep the version at submission.
+        # Older versions do not report which weights wrote which tokens, so keep the version at submission.
         submitted = self._last_version
         outcome: FinishedRequest | BaseException
 
@@ -169,7 +170,7 @@ class SGLangEngine(RolloutEngine):
 
         while self._in_flight and not self._failed:
             remaining_s = deadline_s - time.monotonic()
-            # Wait for the first request only, then take those that have finished already.
+            # Wait only for the first request, then take those that have already finished.
             try:
                 ticket, outcome = self._finished.get(
                     timeout=0 if collected else max(0.0, min(_POLL_S, remaining_s))
@@ -177,7 +178,7 @@ class SGLangEngine(RolloutEngine):
             except queue.Empty:
                 if collected:
                     break
-                # Nothing has finished: find out whether the engine still works before waiting again.
+                # Nothing has finished: check that the engine still works before waiting again.
                 self._check_health()
                 if remaining_s <= 0:
                     break
@@ -187,7 +188,7 @@ class SGLangEngine(RolloutEngine):
                 continue
             in_flight = self._in_flight.pop(ticket, None)
             if in_flight is None:
-                continue  # of a request that was forgotten
+                continue  # of a request that was dropped
             self._last_sign_s = time.monotonic()
             if isinstance(outcome, BaseException):
                 # A dead process is the cause of whatever error its requests end with.
@@ -210,31 +211,32 @@ class SGLangEngine(RolloutEngine):
         self._finished.put((_NUDGE, None))
 
     def _check_health(self) -> None:
-        """Raises EngineDeadError where a process has ended, or where nothing has been heard of the model for
+        """Raise EngineDeadError if a process has ended, or if the model has shown no progress for
         `health_limit_s`."""
         self._raise_if_dead()
         limit_s = self.health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
             return
 
-        # Without a finished request the responses may only be long, so ask before giving up.
+        # Without a finished request, the responses may simply be long, so ask before declaring the engine
+        # dead.
         if not self._wait_for(self.backend.is_responsive(limit_s), 2 * limit_s):
             raise EngineDeadError(
-                f"SGLang has {len(self._in_flight)} requests and has given no sign of life for {limit_s:g} s"
+                f"SGLang has {len(self._in_flight)} requests and has shown no progress for {limit_s:g} s"
             )
 
         self._last_sign_s = time.monotonic()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Aborts the requests that SGLang knows. A request still on its way to its server is met by a later
-        call."""
+        """Abort the requests that SGLang knows. A request still in transit to its server is aborted by a
+        later call."""
         tickets = [
             ticket
             for ticket, in_flight in self._in_flight.items()
             if request_ids is None or in_flight.request.request_id in request_ids
         ]
         futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
-        # SGLang can abort all requests at once, but not while others must continue.
+        # SGLang can abort all requests at once, but not if others must continue.
         has_others = bool(self._in_flight)
         start_s = time.monotonic()
 
@@ -242,7 +244,7 @@ class SGLangEngine(RolloutEngine):
             self._wait_for(
                 self.backend.abort(list(futures.values()) if has_others else None), self.health_limit_s
             )
-            if self._is_paused:  # it does not answer them
+            if self._is_paused:  # it does not respond to them
                 for future in futures:
                     future.cancel()
                 return
@@ -257,7 +259,7 @@ class SGLangEngine(RolloutEngine):
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         self._lifecycle.require(
-            "say what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
+            "report what it needs", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )
         with self._paused():
             return self._loader.needed_slices(manifest)
@@ -287,7 +289,7 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.record_all()
 
     def load_folder(self, folder: Path) -> None:
-        """By SGLang's own reading of the files."""
+        """Load the weights with SGLang's own loader."""
         self._lifecycle.require_update()
         # Check the headers against the manifest before SGLang loads anything.
         for chunk, dtype in _tensors_of(folder):
@@ -306,7 +308,7 @@ class SGLangEngine(RolloutEngine):
         except CallRefusedError as error:
             raise WeightTransferError(f"SGLang could not load {folder}: {error}") from error
         finally:
-            self._loader.meet()  # the answer was the first rank's: the others may still read the folder
+            self._loader.meet()  # the response was the first rank's: the others may still read the folder
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.require("end a weight update", LifecycleState.UPDATING)
@@ -317,7 +319,7 @@ class SGLangEngine(RolloutEngine):
 
         # Cached prefixes were computed by the old weights.
         if not self._wait_for(self._stamp_and_flush(version), self.health_limit_s):
-            # Older versions flush only what is idle: requests that wait for the end of the update start again
+            # Older versions flush only when idle: requests that wait for the end of the update are restarted
             # after it.
             started_anew = [in_flight.request for in_flight in self._in_flight.values()]
             self.abort()
@@ -327,8 +329,8 @@ class SGLangEngine(RolloutEngine):
         self.submit(started_anew)
 
     async def _stamp_and_flush(self, version: int) -> bool:
-        """In one go: each wait for the loop's thread takes as long as the stamp. Whether the cache could be
-        flushed."""
+        """Set the version and flush the cache in one coroutine: each wait for the loop's thread takes as long
+        as setting the version. Returns whether the cache could be flushed."""
         if self.backend.features.has("update_weight_version"):
             await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
         return await self.backend.flush_cache()
@@ -360,9 +362,9 @@ class SGLangEngine(RolloutEngine):
                 self._resume()
 
     def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
-        """One message to the weight loader of every rank, while generation is paused."""
+        """Send one message to the weight loader of every rank, while generation is paused."""
         assert self._is_paused
-        # Versions that have sessions take weights only inside one.
+        # Versions with sessions accept weights only inside one.
         if not self._session_is_open and self.backend.features.has("begin_weight_update"):
             self._call("begin_weight_update")
             self._session_is_open = True
@@ -386,7 +388,8 @@ class SGLangEngine(RolloutEngine):
             self._session_is_open = False
 
     def _pause(self) -> None:
-        """Running requests go back into the queue: what they have written is kept, their cache is not."""
+        """Pause generation. Running requests return to the queue: their tokens are kept, their cache is
+        not."""
         if not self._is_paused:
             self._call("pause_generation", mode="retract")
             self._is_paused = True
@@ -399,7 +402,7 @@ class SGLangEngine(RolloutEngine):
         return self._wait_for(self.backend.flush_cache(), self.health_limit_s)
 
     def _flush(self) -> None:
-        """When all requests have been aborted, which SGLang does when it comes to it."""
+        """Flush the cache once SGLang has processed the aborts of all requests."""
         start_s = time.monotonic()
         while not self._try_to_flush():
             if time.monotonic() - start_s > self.health_limit_s:
@@ -421,17 +424,17 @@ class SGLangEngine(RolloutEngine):
         if self._lifecycle.state is LifecycleState.ASLEEP:
             return
         self._close_session()
-        # A paused engine does not answer aborts.
+        # A paused engine does not respond to aborts.
         if self._is_paused:
             self._resume()
         self.abort()
-        # Nothing may use the cache any more when its memory is released.
+        # Nothing may use the cache when its memory is released.
         self._pause()
         self._flush()
         self._lifecycle.leave(LifecycleState.ASLEEP)
         self._loader.forget_padding()
         self._release(["weights", *(_CACHE if self._has_cache else [])])
-        self._resume()  # a paused scheduler takes a core for itself; nothing is asked of it until it is awake
+        self._resume()  # a paused scheduler keeps a core busy; it receives no requests until it is awake
 
     def wake(self) -> None:
         if not self._lifecycle.must_wake():
@@ -445,8 +448,8 @@ class SGLangEngine(RolloutEngine):
             self._has_cache = True
 
     def _release(self, tags: list[str]) -> None:
-        """Give back the memory of weights or cache, which nothing may use now. SGLang refuses to release a
-        tag twice."""
+        """Free the memory of weights or cache, which must be unused. SGLang refuses to release a tag
+        twice."""
         self._call("release_memory_occupation", tags=tags)
         self._has_cache = False
 
@@ -466,7 +469,11 @@ class SGLangEngine(RolloutEngine):
     # ---- calls
 
     def _call(self, endpoint: str, *, time_limit_s: float | None = 0.0, **values: Any) -> None:
-        """time_limit_s: None: no limit; 0: `health_limit_s`."""
+        """Call an endpoint.
+
+        Args:
+            time_limit_s: None for no limit; 0 for `health_limit_s`.
+        """
         self._wait_for(
             self._request(endpoint, **values), self.health_limit_s if time_limit_s == 0 else time_limit_s
         )
@@ -475,7 +482,7 @@ class SGLangEngine(RolloutEngine):
         return self.backend.call(endpoint, self.backend.features.payload(endpoint, **values))
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
-        """Raises EngineDeadError where a process ends, or the limit is reached, before there is an answer."""
+        """Wait for a coroutine. Raises EngineDeadError if a process ends or the limit is reached first."""
         future = self._loop.submit(coroutine)
         start_s = time.monotonic()
 
@@ -486,11 +493,11 @@ class SGLangEngine(RolloutEngine):
                 # The coroutine itself has raised TimeoutError.
                 if future.done():
                     raise
-                # A dead process never answers, so look for one during the wait.
+                # A dead process never responds, so check for one during the wait.
                 self._raise_if_dead()
                 if limit_s is not None and time.monotonic() - start_s > limit_s:
                     future.cancel()
-                    raise EngineDeadError(f"SGLang has not answered for {limit_s:g} s") from None
+                    raise EngineDeadError(f"SGLang has not responded for {limit_s:g} s") from None
 
     def _raise_if_dead(self) -> None:
         if (
@@ -501,16 +508,17 @@ class SGLangEngine(RolloutEngine):
 
 
 def _name(ticket: int) -> str:
-    """Of one length: SGLang aborts all requests whose names begin with the one that it is given."""
+    """Return the name of a request. All names have the same length, because SGLang aborts all requests whose
+    names begin with the given one."""
     return f"megarl-{ticket:016d}"
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
-    """What the folder's safetensors hold, from their headers. Raises WeightTransferError where there are
-    none."""
+    """Yield the tensors of the folder's safetensors, from their headers. Raises WeightTransferError if there
+    are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WeightTransferError(f"{folder} holds no safetensors files")
+        raise WeightTransferError(f"{folder} contains no safetensors files")
 
     for file in files:
         with safe_open(file, framework="pt") as tensors:

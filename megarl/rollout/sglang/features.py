@@ -1,7 +1,7 @@
-"""What differs between the versions of SGLang that megarl runs on (0.5.17 to 0.5.23), told apart by what is
-there, in one place.
+"""Differences between the SGLang versions that megarl supports (0.5.17 to 0.5.23), detected in one place by
+feature.
 
-What is detected is plain data, so that a process that does not import `sglang` can be told it.
+The result is plain data, so that it can be sent to a process that does not import `sglang`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 
 class Endpoint(NamedTuple):
-    """A call that both modes offer under one name: a path of the server, and here a method of the tokenizer
-    manager."""
+    """A call that both modes offer under one name: a path of the server, or a method of the tokenizer manager
+    in this process."""
 
     request: str  # class in SGLang's io_struct
     method: str
@@ -34,7 +34,11 @@ ENDPOINTS = {
 
 @dataclass(frozen=True)
 class Features:
-    """fields: endpoint -> names of its request's fields, for the endpoints that this version has."""
+    """Features of an SGLang version.
+
+    Attributes:
+        fields: Endpoint -> field names of its request, for the endpoints of this version.
+    """
 
     version: str
     fields: dict[str, list[str]]
@@ -43,12 +47,12 @@ class Features:
         return endpoint in self.fields
 
     def payload(self, endpoint: str, **values: Any) -> dict[str, Any]:
-        """`values` without those that this version's request has no field for."""
+        """Return `values` without those for which this version's request has no field."""
         return {name: value for name, value in values.items() if name in self.fields[endpoint]}
 
 
 def detect() -> Features:
-    """Imports SGLang."""
+    """Detect the features of the installed SGLang, which is imported."""
     import sglang
     import sglang.srt.managers.io_struct as requests
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -64,7 +68,8 @@ def detect() -> Features:
 
 
 def field_names(record: type) -> list[str]:
-    """Requests and ServerArgs are dataclasses in older versions, msgspec structs in newer ones."""
+    """Return the field names of a record. Requests and ServerArgs are dataclasses in older versions, msgspec
+    structs in newer ones."""
     if dataclasses.is_dataclass(record):
         return [field.name for field in dataclasses.fields(record)]
     return list(record.__struct_fields__)  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""SGLang's function-call parsers, which read the calls of models of any family. What they pass over in
-silence is reported to the model.
+"""SGLang's function-call parsers, which read the calls of models of any family. Calls that they ignore
+silently are reported to the model.
 
-SGLang serves users, for whom a call that cannot be read is best left out. A model that learns must be told of
-it (SGLang 0.5.21, run on what `tests/unit/rollout/test_tool_calls.py` has): broken JSON is no call and no
-text, or raises; unknown tools are dropped; arguments may be anything.
+SGLang serves users, for whom an unreadable call is best ignored. A model in training must be told about it
+(SGLang 0.5.21, tested on the cases of `tests/unit/rollout/test_tool_calls.py`): broken JSON is neither a call
+nor text, or raises; unknown tools are dropped; arguments may be anything.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAMES = "srt/function_call/parser_names.py"
 
 
 def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
-    """Returns the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang
-    rejects the schema of a tool."""
+    """Return the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang rejects
+    the schema of a tool."""
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
@@ -42,7 +42,7 @@ def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
 
 
 def _names() -> list[str] | None:
-    """Returns the names of SGLang's parsers, read from their file because importing SGLang takes seconds.
+    """Return the names of SGLang's parsers, read from their file because importing SGLang takes seconds.
 
     The list is empty for an SGLang that has no such file. The result is None without SGLang.
     """
@@ -58,7 +58,7 @@ class SGLangParser:
     """One of SGLang's parsers.
 
     Attributes:
-        tags: The marks around a call, None if the format has none that other text does not have as well.
+        tags: Delimiters of a call; None if the format's delimiters also occur in other text.
     """
 
     def __init__(self, name: str, tools: Sequence[Schema]) -> None:
@@ -69,21 +69,21 @@ class SGLangParser:
         self._name = name
         self._tools = [Tool.model_validate(tool) for tool in tools]
         self._make: Callable[[list[Any], str], Any] = FunctionCallParser
-        # Read the marks around a call from SGLang's detector of this format.
+        # Read the delimiters of a call from SGLang's detector of this format.
         detector = self._make(self._tools, name).detector
         begin = detector.bot_token.strip()
         end = detector.eot_token.strip()
 
-        # A bracket is no mark of a call: texts have others.
+        # A bracket does not identify a call, since other text contains brackets.
         self.tags = CallTags(begin, end if len(end) > 1 else "") if len(begin) > 1 else None
 
     def __call__(self, text: str) -> list[ToolCall | CallError]:
-        parser = self._make(self._tools, self._name)  # some remember what they have read
+        parser = self._make(self._tools, self._name)  # some parsers keep state
         try:
             has_call = parser.has_tool_call(text)
             _, items = parser.parse_non_stream(text)
         except Exception as error:  # noqa: BLE001
-            # They raise whatever comes of a text that they do not expect.
+            # They raise arbitrary exceptions for unexpected text.
             return [
                 unreadable(
                     f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
@@ -92,7 +92,7 @@ class SGLangParser:
 
         calls = [_read(item.name, item.parameters) for item in items]
 
-        # Where each call has a beginning of its own, those that were left out can be counted.
+        # If each call has its own start delimiter, calls that were ignored can be counted.
         begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
         num_lost = max(begun, int(has_call)) - len(calls)
         return [*calls, *[unreadable(f"it is no call of the form {self._name!r}")] * num_lost]
@@ -108,8 +108,7 @@ def _read(name: str | None, arguments: str) -> ToolCall | CallError:
 
 
 def _make_ready() -> None:
-    """This process has no engine, and may have imported transformers: it gets what the parsers need, and no
-    more."""
+    """Prepare this process for the parsers. It has no engine, and may have imported transformers."""
     from megarl.rollout.sglang.environment import STUBS
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
@@ -117,5 +116,5 @@ def _make_ready() -> None:
     if str(STUBS) not in sys.path:
         sys.path.append(str(STUBS))
 
-    # a model's slips are counted, and not logged one by one
+    # a model's mistakes are counted, not logged one by one
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)

@@ -1,5 +1,4 @@
-"""The HTTP client of SGLang's server: one connection per request, and repeats only where they cannot do
-harm."""
+"""HTTP client of SGLang's server: one connection per request, and retries only where they are safe."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import aiohttp
 
 from megarl.rollout.interface import EngineDeadError
 
-# Requests whose effect is the same if the server gets them twice. Sending weights or generating is not among
-# them.
+# Requests that have the same effect if the server receives them twice. Sending weights or generating is not
+# idempotent.
 _REPEATABLE = frozenset(
     {
         "abort_request",
@@ -56,16 +55,15 @@ class ServerAnswer(NamedTuple):
 
 
 class ServerClient:
-    """Sends requests to a server on this machine. Must be created and used in a running event loop.
+    """Client of a server on this machine. Must be created and used in a running event loop.
 
-    No connection is used twice. The server closes an idle one after a few seconds, and a request that is sent
-    at that moment fails although the engine is healthy; a new connection over loopback costs a fraction of a
+    No connection is reused. The server closes an idle one after a few seconds, and a request that is sent at
+    that moment fails although the engine is healthy; a new connection over loopback costs a fraction of a
     millisecond.
     """
 
     def __init__(self, url: str, key: str) -> None:
-        # There is no total limit: generation takes as long as it takes, and the engine's health is checked
-        # elsewhere.
+        # There is no total limit: generation may take any time, and the engine's health is checked elsewhere.
         self._session = aiohttp.ClientSession(
             url,
             headers={"Authorization": f"Bearer {key}"},
@@ -74,7 +72,7 @@ class ServerClient:
         )
 
     async def post(self, endpoint: str, payload: dict[str, Any] | None = None) -> ServerAnswer:
-        """Returns the answer, whatever its status. Raises EngineDeadError if there is none."""
+        """Return the answer, whatever its status. Raises EngineDeadError if there is none."""
         return await self._ask("POST", endpoint, payload)
 
     async def get(self, endpoint: str) -> ServerAnswer:
@@ -105,6 +103,6 @@ class ServerClient:
 def _can_repeat(endpoint: str, error: aiohttp.ClientError) -> bool:
     """Whether the request was certainly not sent, or has the same effect when it is received twice."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        # Nothing listens any more: the server has ended, and waiting would only delay its replacement.
+        # Nothing is listening: the server has ended, and waiting would only delay its replacement.
         return not isinstance(error.os_error, ConnectionRefusedError)
     return endpoint in _REPEATABLE

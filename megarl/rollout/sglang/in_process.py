@@ -1,5 +1,5 @@
-"""SGLang's Engine in this process: its tokenizer manager runs in our loop, its schedulers in processes that
-it spawns."""
+"""SGLang's Engine in this process: its tokenizer manager runs in our event loop, its schedulers in processes
+that it spawns."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class InProcessBackend(Backend):
         environment.prepare(self._server_args["device"], self._server_args["tp_size"])
         self._last_words = LastWords()
 
-        # SGLang would choose a port for its ranks seconds before they listen on it, and a busy machine give
-        # it to another.
+        # SGLang would choose a port for its ranks seconds before they listen on it; on a busy machine,
+        # another process could take it.
         self.held_port = hold_port("127.0.0.1")
         before = set(multiprocessing.active_children())
 
@@ -38,7 +38,7 @@ class InProcessBackend(Backend):
             self._engine = _make_engine({"nccl_port": self.held_port.getsockname()[1], **self._server_args})
         except (
             RuntimeError
-        ) as error:  # what SGLang raises when a process of its ends; what it says is where to look
+        ) as error:  # raised by SGLang when one of its processes ends; their output shows the cause
             self._children = [child for child in multiprocessing.active_children() if child not in before]
             words = self._last_words.read()
             self.stop()
@@ -47,8 +47,8 @@ class InProcessBackend(Backend):
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._manager = self._engine.tokenizer_manager
 
-        # It would end this whole process by a signal when one of the engine's ends; `dead_process` reports
-        # that instead.
+        # SGLang would end this whole process by a signal when one of the engine's processes ends;
+        # `dead_process` reports that instead.
         self._manager._subprocess_watchdog.stop()
         atexit.unregister(self._engine.shutdown)  # kills every child of this process, not only its own
         atexit.register(self.stop)
@@ -72,7 +72,7 @@ class InProcessBackend(Backend):
         kind = ENDPOINTS[endpoint]
         method: Callable[[Any], Any] = getattr(self._manager, kind.method)
         answer = await method(getattr(requests, kind.request)(**payload))
-        # Some methods answer with a pair of success and message instead of raising.
+        # Some methods return a pair of success and message instead of raising.
         if isinstance(answer, tuple) and not answer[0]:
             raise CallRefusedError(f"{endpoint}: {answer[1]}")
 
@@ -117,7 +117,7 @@ class InProcessBackend(Backend):
 def _make_engine(server_args: dict[str, Any]) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
-    # The arguments are checked when the engine is made, so their choices are extended before.
+    # The arguments are validated when the engine is created, so extend their choices first.
     if server_args["device"] == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 

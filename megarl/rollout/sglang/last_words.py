@@ -1,4 +1,4 @@
-"""What an engine's process says before it fails, left in a file so that whoever started the engine can repeat
+"""Files with the last error of an engine's processes, so that the process that started the engine can report
 it."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _NUM_CHARACTERS = 4000
 
 
 class LastWords:
-    """The folder that the processes started from here on write to."""
+    """Folder to which processes started from now on write their last error."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-engine-")
         os.environ[_FOLDER] = self._folder.name
 
     def read(self) -> str:
-        """The end of each; empty where none has said anything, as after kill -9."""
+        """Return the end of each file; empty if there is none, as after kill -9."""
         texts = [file.read_text() for file in sorted(Path(self._folder.name).glob("*.txt"))]
         return "\n".join(text.strip()[-_NUM_CHARACTERS:] for text in texts)
 
@@ -28,7 +28,7 @@ class LastWords:
 
 
 def leave(text: str) -> None:
-    """Called in a process that fails."""
+    """Store a message. Called in a process that fails."""
     folder = Path(os.environ[_FOLDER])
-    if folder.is_dir():  # else the one who would read it is gone
+    if folder.is_dir():  # otherwise the reader is gone
         (folder / f"{os.getpid()}.txt").write_text(text)

@@ -1,8 +1,9 @@
-"""How weights enter SGLang's scheduler processes: through its own extension point, the custom weight loader.
+"""Weight loading in SGLang's scheduler processes, through SGLang's own extension point, the custom weight
+loader.
 
-SGLang calls `run(model, named_tensors)` in every scheduler process. The one small tensor that is sent holds a
-message in JSON; the weights themselves each process takes from the trainers. SGLang has no way back for a
-loader's result: each rank writes its answer into a folder that the sender made.
+SGLang calls `run(model, named_tensors)` in every scheduler process. The single small tensor that is sent
+contains a message in JSON; each process receives the weights themselves from the trainers. SGLang cannot
+return a loader's result: each rank writes its answer to a folder that the sender created.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MAX_NAMED = 8  # faults in one message
 
 
 class RankLoader:
-    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
+    """Execute the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
     between commands.
 
     Arguments and results are JSON values.
@@ -45,16 +46,16 @@ class RankLoader:
     def __init__(self, device: torch.device) -> None:
         self._receiver = WeightReceiver(device)
         self._plan = DestinationPlan({}, {}, [], [])
-        self._has_moved = False  # the plan is another than at the last update
+        self._has_moved = False  # the plan has changed since the last update
         self._must_zero = False  # elements that no tensor fills may not be zero
 
-        # What SGLang made at its start lives as long as its process. Its flush of the prefix cache collects
-        # garbage on the CPU, and would look at all of it at the end of every update, for nearly half a
-        # second.
+        # Objects that SGLang created at startup live as long as its process. On the CPU, its flush of the
+        # prefix cache collects garbage, and would scan all of them at the end of every update, which takes
+        # nearly half a second.
         gc.freeze()
 
     def answer(self, model: Any, rank: int, command: str, arguments: dict[str, Any]) -> Any:
-        """Raises WeightTransferError."""
+        """Execute a command. Raises WeightTransferError."""
         if command == "prepare":
             return self._prepare(model, arguments["manifest"])
         if command == "zero":
@@ -113,9 +114,9 @@ class RankLoader:
             self._must_zero = False
 
     def _follow(self, model: Any) -> None:
-        """Records the plan again if SGLang has moved its parameters since it was recorded.
+        """Record the plan again if SGLang has moved its parameters since it was recorded.
 
-        Raises WeightTransferError if this rank now holds other slices of the tensors.
+        Raises WeightTransferError if this rank now has other slices of the tensors.
         """
         # An incomplete plan is never used to receive, so it need not follow the model.
         if self._plan.not_followed or self._plan.is_of(model):
@@ -129,7 +130,7 @@ class RankLoader:
                 "restart the engine"
             )
 
-        # The receiver must look up its places again, and the new memory's padding may hold anything.
+        # The receiver must look up its destinations again, and the new memory's padding may contain anything.
         self._plan = plan
         self._has_moved = True
         self._must_zero = True
@@ -139,24 +140,24 @@ _rank_loader: RankLoader | None = None
 
 
 def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry. Never raises: that would end the scheduler process."""
+    """Entry point for SGLang. Never raises, since that would end the scheduler process."""
     global _rank_loader
     message = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
-    rank = dist.get_rank()  # an engine is one world of as many processes as its tensor-parallel size
+    rank = dist.get_rank()  # an engine is one world with as many processes as its tensor-parallel size
 
     try:
-        # Made with the first message, since it needs the model's device.
+        # Created with the first message, since it needs the model's device.
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
         answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
     except WeightTransferError as error:
         answer = {"failure": str(error)}
     except Exception:  # noqa: BLE001
-        # The boundary of a process that must live: the engine's worker is told all of it.
+        # Boundary of a process that must stay alive: all errors are reported to the engine's worker.
         answer = {"failure": traceback.format_exc()}
 
     path = Path(message["answers"]) / f"{message['number']}.{rank}.json"
-    with contextlib.suppress(OSError):  # whoever asked misses the answer, and says so
-        # Rename the finished file, so that a reader never finds half an answer.
+    with contextlib.suppress(OSError):  # the sender detects and reports the missing answer
+        # Rename the finished file, so that a reader never finds a partial answer.
         path.with_suffix(".partial").write_text(json.dumps(answer))
         path.with_suffix(".partial").replace(path)
 
@@ -165,11 +166,12 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 class LoaderClient:
-    """Speaks to the loaders of all `num_ranks` scheduler processes of one engine, which run on this node.
+    """Client of the loaders in all `num_ranks` scheduler processes of one engine, which run on this node.
 
-    `send` hands the tensors to SGLang's update_weights_from_tensor with this module's `run` as load format,
-    for every rank, inside an open weight-update session where SGLang has sessions, and returns when all ranks
-    have run it: with a limit of time, or without.
+    Args:
+        send: Passes the tensors to SGLang's update_weights_from_tensor, with this module's `run` as load
+            format, for every rank, inside a weight-update session if SGLang has sessions. Returns when all
+            ranks have run it, with or without a time limit.
     """
 
     def __init__(self, send: Send, num_ranks: int) -> None:
@@ -185,17 +187,17 @@ class LoaderClient:
         self._waiting: set[int] = set()  # ranks that have not received everything
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        """Returns which slices of the tensors each rank keeps. Raises as `prepare`, and for tensors that
-        cannot be received in pieces."""
+        """Return the slices of the tensors that each rank needs. Raises the errors of `prepare`, and
+        WeightTransferError for tensors that cannot be received in pieces."""
         self.prepare(manifest)
         self._check_followed()
         return self._slices
 
     def prepare(self, manifest: Manifest) -> None:
-        """Makes every rank ready to receive the tensors of the manifest.
+        """Prepare every rank to receive the tensors of the manifest.
 
-        The plan of where they go is recorded once and kept: ranks compare it with the model before they use
-        it.
+        The plan of their destinations is recorded once and kept: ranks compare it with the model before they
+        use it.
 
         Raises:
             WeightTransferError: The manifest has tensors that the model does not have, or lacks some. The
@@ -214,8 +216,8 @@ class LoaderClient:
             self._must_zero = False
 
     def forget_padding(self) -> None:
-        """Notes that elements that no tensor fills may not be zero: memory was given back, or SGLang loaded
-        weights by itself."""
+        """Record that elements that no tensor fills may not be zero: memory was released, or SGLang loaded
+        weights itself."""
         self._must_zero = True
 
     def _record(self, manifest: Manifest) -> None:
@@ -237,10 +239,10 @@ class LoaderClient:
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
                 faults.append(f"{name} does not fit the engine's model: {fault}")
 
-        # Ranks keep different tensors, so only what is unreached on all of them is a fault.
+        # Ranks have different tensors, so only parameters that are unreached on all of them are a fault.
         unreached = set.intersection(*(set(answer["unreached"]) for answer in answers))
         if unreached and not not_followed:
-            faults.append(f"no tensor goes into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
+            faults.append(f"no tensor is loaded into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
 
         if faults:
             raise WeightTransferError(
@@ -260,19 +262,21 @@ class LoaderClient:
         ]
 
     def receive(self) -> bool:
-        """Whether all ranks have received everything; False after a while, to be called again. Raises
-        WeightTransferError where a trainer is gone, and for tensors that cannot be received in pieces."""
+        """Return whether all ranks have received everything. False after a while; call again to continue.
+
+        Raises WeightTransferError if a trainer is gone, and for tensors that cannot be received in pieces.
+        """
         self._check_followed()
         is_first = not self._waiting
         waiting = self._waiting or set(range(self._num_ranks))
-        self._waiting = set()  # after a failure nothing is under way
+        self._waiting = set()  # after a failure, nothing is in progress
         answers = self._ask("receive", time_limit=True, ranks=sorted(waiting), is_first=is_first)
         self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
 
         return not self._waiting
 
     def join(self, links: Sequence[EngineLink]) -> None:
-        """Raises WeightTransferError where the trainers are not there."""
+        """Connect to the trainers. Raises WeightTransferError if they are not there."""
         self._waiting = set()
         self._ask("join", links=[link.encode() for link in links])
 
@@ -280,11 +284,11 @@ class LoaderClient:
         self._ask("leave")
 
     def meet(self) -> None:
-        """Returns when every rank has done what SGLang was asked before."""
+        """Return when every rank has completed SGLang's previous requests."""
         self._ask("meet")
 
     def checksums(self) -> dict[str, int]:
-        """Returns the checksum of every tensor of the last manifest, read back from the parameters and summed
+        """Return the checksum of every tensor of the last manifest, read back from the parameters and summed
         over the ranks' slices.
 
         Raises WeightTransferError with the names of tensors whose copies differ between ranks.
@@ -296,7 +300,7 @@ class LoaderClient:
 
         for name in self._manifest:
             found = defaultdict(set)
-            # A slice that several ranks hold counts once, and its copies must agree.
+            # A slice that several ranks have counts once, and its copies must agree.
             for answer in answers:
                 for *corners, part in answer[name]:
                     found[decode_slice(corners)].add(part)
@@ -305,7 +309,7 @@ class LoaderClient:
 
         if differing:
             raise WeightTransferError(
-                f"the engine's ranks hold different copies of {', '.join(differing[:_MAX_NAMED])}"
+                f"the engine's ranks have different copies of {', '.join(differing[:_MAX_NAMED])}"
             )
 
         return sums
@@ -318,14 +322,17 @@ class LoaderClient:
             name, why = next(iter(self._not_followed.items()))
             raise WeightTransferError(
                 f"{len(self._not_followed)} tensors cannot be received in pieces, because SGLang does more "
-                f"than to copy them: "
+                f"than copy them: "
                 f"{name} ({why}), ...; set resharding.transport=folder and resharding.verify=off, which "
                 f"leave the loading to SGLang"
             )
 
     def _ask(self, command: str, time_limit: bool = False, **arguments: Any) -> list[Any]:
-        """The results of all ranks. time_limit: they answer soon, or hang. Raises WeightTransferError with
-        the failures of any."""
+        """Return the results of all ranks. Raises WeightTransferError with all failures.
+
+        Args:
+            time_limit: Whether ranks must answer soon, or are considered hung.
+        """
         self._number += 1
         message = {
             "number": self._number,
@@ -346,7 +353,7 @@ class LoaderClient:
             )
 
         answers = [json.loads(path.read_bytes()) for path in paths]
-        # Remove the answers before a failure is raised, or they would stay behind.
+        # Remove the answers before raising a failure; otherwise they would be left over.
         for path in paths:
             path.unlink()
 

@@ -1,5 +1,5 @@
-"""An asyncio loop in a thread of its own: SGLang's client side lives there, whatever thread the engine's
-methods are called from."""
+"""An asyncio event loop in its own thread, for SGLang's client side, whichever thread calls the engine's
+methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _END_LIMIT_S = 10.0
 
 
 class LoopThread:
-    """`prepare` runs first, in the thread and before the loop runs; what it raises is raised here."""
+    """Thread with an event loop. `prepare` runs first, in the thread and before the loop runs; its errors are
+    raised here."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         started: Future[asyncio.AbstractEventLoop] = Future()
@@ -27,7 +28,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        """Cancels what runs."""
+        """Stop the loop, cancelling its tasks."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_LIMIT_S)
 
@@ -45,7 +46,7 @@ def _run(prepare: Callable[[], None], started: Future[asyncio.AbstractEventLoop]
 
     started.set_result(loop)
     loop.run_forever()
-    # Cancel what is left, so that no task is destroyed while it is pending.
+    # Cancel the remaining tasks, so that none is destroyed while it is pending.
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

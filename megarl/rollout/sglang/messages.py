@@ -1,4 +1,4 @@
-"""Our requests in SGLang's words, and its answers in ours. Pure."""
+"""Conversion of our requests to SGLang's format, and of its responses to ours. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.rollout.interface import (
 def generation_payload(
     request: GenerationRequest, end_token_ids: Collection[int], name: str
 ) -> dict[str, Any]:
-    """A GenerateReqInput, which can be aborted by its name."""
+    """Return a GenerateReqInput, which can be aborted by its name."""
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
     return {
@@ -45,19 +45,22 @@ def generation_payload(
 def read_sample(
     answer: dict[str, Any], sampling: SamplingParameters, submitted: int, routes_as: np.dtype | None = None
 ) -> Sample:
-    """submitted: version of the weights when the request was submitted. routes_as: of the numbers of experts,
-    where they are asked for.
+    """Convert SGLang's response to a sample.
 
-    Raises RequestFailedError where the request was ended by something else than a token or its length.
+    Args:
+        submitted: Version of the weights when the request was submitted.
+        routes_as: Dtype of the expert indices, if routes are requested.
+
+    Raises:
+        RequestFailedError: The request was ended by something other than a token or its length.
     """
     meta = answer["meta_info"]
 
-    # (log-prob, token, text) of every token, the end token included; SGLang's log-probs are those of the
-    # contract.
+    # (log-prob, token, text) of every token, including the end token; SGLang's log-probs follow the contract.
     tokens = meta["output_token_logprobs"]
     reason = meta["finish_reason"]
 
-    # SGLang may end a request for another reason, such as an abort: that is no sample.
+    # SGLang may end a request for another reason, such as an abort: that is not a sample.
     if reason["type"] not in ("stop", "length") or (
         reason["type"] == "length" and len(tokens) != sampling.max_new_tokens
     ):
@@ -66,9 +69,9 @@ def read_sample(
         )
 
     ended: Literal["stop", "length"] = reason["type"]
-    if "weight_versions" in meta:  # newer versions of SGLang say which weights wrote which tokens
+    if "weight_versions" in meta:  # newer versions of SGLang report which weights wrote which tokens
         spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
-    else:  # the oldest that can have written any of it
+    else:  # the oldest version that can have written any of it
         spans = (VersionSpan(submitted, len(tokens)),)
 
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Entry points of SGLang's spawned processes: its own, after what this machine needs."""
+"""Entry points of SGLang's spawned processes: SGLang's own entry points, after preparing the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.rollout.sglang import last_words
 
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
-    """One rank of the model. Given to SGLang as its `run_scheduler_process_func`."""
+    """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
     # Adapt this process before the scheduler starts.
     _end_alone()
     hide_megatron()
@@ -45,23 +45,24 @@ def run_detokenizer(*arguments: Any, **keywords: Any) -> Any:
 def hide_megatron() -> None:
     """Make every import of Megatron-Core in this process fail as if it were not installed.
 
-    SGLang's tool for dumping tensors imports it where it is there, and with it Transformer Engine on CUDA:
-    200 MB or more in each scheduler, seconds of its start, and a second cuDNN, for nothing.
+    SGLang's tool for dumping tensors imports it if it is installed, and with it Transformer Engine on CUDA.
+    In each scheduler, that would cost 200 MB or more, seconds of startup, and a second cuDNN, without any
+    use.
     """
     sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # importing it raises ImportError
 
 
 def _end_alone() -> None:
-    """A process of SGLang that fails tells its parent by SIGQUIT, which would kill a Ray worker without a
-    word.
+    """Make a failing SGLang process end itself instead of sending SIGQUIT to its parent, which would kill a
+    Ray worker without any output.
 
-    Here it ends itself instead, its error being logged: whoever started the engine finds it dead.
+    The error is logged, and the process that started the engine finds it dead.
     """
     send_signal = psutil.Process.send_signal
 
     def send(process: psutil.Process, number: int) -> None:
         if number == signal.SIGQUIT and process.pid == os.getppid():
-            last_words.leave(traceback.format_exc())  # it is called while the error is handled
+            last_words.leave(traceback.format_exc())  # called while the error is handled
             logging.shutdown()
             os._exit(1)
         send_signal(process, number)
@@ -70,8 +71,8 @@ def _end_alone() -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """The ranks of an engine meet at 127.0.0.1, but torch's store would listen on every interface, and
-    without a password."""
+    """Make torch's store listen on 127.0.0.1 only. The ranks of an engine meet there, but the store would
+    listen on every interface, without a password."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     # a function hides the module of that name
@@ -81,7 +82,7 @@ def _stay_on_this_machine() -> None:
     def make(
         host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
     ) -> Any:
-        # Only the rank that makes the store listens: give it a socket of this one address.
+        # Only the rank that creates the store listens: give it a socket of this one address.
         if is_master:
             options["master_listen_fd"] = listen(host_name, port).detach()
         return open_store(host_name, port, world_size, is_master, **options)
@@ -90,8 +91,8 @@ def _stay_on_this_machine() -> None:
 
 
 def _fall_asleep_together() -> None:
-    """The first rank's answer stands for all of them: whoever reads it takes memory that the others may not
-    have given back yet."""
+    """Make all ranks release memory before the first one responds. Its response stands for all ranks, and the
+    caller relies on the memory of all."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )

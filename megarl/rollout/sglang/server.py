@@ -1,5 +1,5 @@
-"""SGLang's HTTP server in a process beside this one, reached over loopback or the given address, with a key
-made for it."""
+"""SGLang's HTTP server in a separate process, reached over loopback or the given address, with a key
+generated for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _POLL_S = 0.2
 
 
 class ServerBackend(Backend):
-    """start_limit_s: for the process to serve."""
+    """Backend with a server process.
+
+    Args:
+        start_limit_s: Time limit until the process serves.
+    """
 
     def __init__(self, server_args: dict[str, Any], host: str, start_limit_s: float) -> None:
         self._server_args = server_args
@@ -39,7 +43,7 @@ class ServerBackend(Backend):
         self._last_words = LastWords()
         ready, ready_fd = os.pipe()
 
-        # stdout joins stderr: a worker's own standard output is none of SGLang's business.
+        # Redirect stdout to stderr, to keep SGLang's output out of the worker's own standard output.
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore::UserWarning", "-m", "megarl.rollout.sglang.server_process"],
             stdin=subprocess.PIPE,
@@ -67,7 +71,7 @@ class ServerBackend(Backend):
             words = self._last_words.read()
             self.stop()
             why = words or (
-                "it ended without a word"
+                "it ended without any output"
                 if answered
                 else f"it did not serve within {self._start_limit_s:g} s"
             )
@@ -76,7 +80,7 @@ class ServerBackend(Backend):
         found = json.loads(answer)
         self._features = Features(**found["features"])
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{found['port']}"
-        self._children = psutil.Process(self._process.pid).children()  # theirs come and go
+        self._children = psutil.Process(self._process.pid).children()  # its descendants change
 
     @property
     def features(self) -> Features:
@@ -130,7 +134,8 @@ class ServerBackend(Backend):
         await self._client.close()
 
     def stop(self) -> None:
-        """Its standard input ends, and with it the server and what it spawned; what is slow is killed."""
+        """End the server: its standard input is closed, and it ends with its child processes. Processes that
+        are too slow are killed."""
         assert self._process.stdin is not None
         # List the descendants now: after the server's end they can no longer be found through it.
         children = (
@@ -153,7 +158,7 @@ class ServerBackend(Backend):
 
 
 def _as_json(payload: dict[str, Any]) -> dict[str, Any]:
-    """Lists of bytes as base64, which is how the server's request classes take them."""
+    """Encode lists of bytes as base64, the format of the server's request classes."""
     return {
         name: [base64.b64encode(item).decode() if isinstance(item, bytes) else item for item in value]
         if isinstance(value, list)

@@ -1,5 +1,5 @@
-"""SGLang's own arguments: those that an engine of ours needs, and the user's beside them, refused early where
-they cannot be."""
+"""SGLang's arguments: those that our engine needs, and those of the user, which are refused early if they
+cannot work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
 
-# What megarl sets, and where a user sets it instead.
+# Arguments that megarl sets, and the key that a user sets instead.
 _OWN = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
@@ -30,7 +30,7 @@ _OWN = {
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "ep_size": "rollout.expert_parallel_size",
     "expert_parallel_size": "rollout.expert_parallel_size",
-    # Experts must stay where they are and as they are: weights come to each rank by its experts' numbers.
+    # Experts must not be moved or converted: each rank receives the weights of its experts by their numbers.
     "moe_runner_backend": None,
     "moe_a2a_backend": None,
     "enable_eplb": None,
@@ -61,7 +61,7 @@ _OWN = {
     "api_key": None,
     "admin_api_key": None,
 }
-# Families of arguments that megarl does not support, by a pattern of their names, and why.
+# Families of arguments that megarl does not support, by a pattern of their names, and the reason.
 _UNSUPPORTED = {
     r"speculative_|decoupled_spec_|spec_trace_|.*_draft_|enable_multi_layer_eagle": (
         "a draft model would keep its old weights when the trainer sends new ones"
@@ -75,7 +75,7 @@ _UNSUPPORTED = {
     ),
     r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|"
     r"checkpoint_engine_|model_loader_": (
-        "weights come from the trainer into the memory of the device, and from nowhere else"
+        "weights come only from the trainer, and go into the memory of the device"
     ),
     r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": (
         "experts must stay on the ranks to which the trainer sends them"
@@ -87,7 +87,7 @@ _UNSUPPORTED = {
         "megarl starts the engine's processes and its server, which only this machine reaches"
     ),
 }
-_SPARE_TOKENS = 8  # SGLang keeps a few of the context, and of the cache, for itself
+_SPARE_TOKENS = 8  # SGLang reserves a few of the context, and of the cache
 _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
 
 
@@ -95,7 +95,8 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     """Return all arguments of the engine except those of the HTTP server.
 
     Raises:
-        ConfigError: As `refuse_own_server_args`, or the model's config.json does not name its class.
+        ConfigError: `refuse_own_server_args` refuses an argument, or the model's config.json does not name
+            its class.
     """
     model = spec.model
     rollout = spec.rollout
@@ -112,15 +113,15 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        # With generation_config.json's, which it adds: exactly the tokens that end a sample of every other
-        # engine.
+        # With the tokens of generation_config.json, which SGLang adds, exactly the tokens that end a sample
+        # in every other engine.
         "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(model.path)) or None}),
         "skip_tokenizer_init": not needs_tokenizer(rollout),
-        "load_format": "dummy",  # the weights come by an update, so that they are always the trainer's
+        "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
         "enable_deterministic_inference": rollout.sglang.deterministic or on_cpu,
         "log_level": "error",
-        "sleep_on_idle": True,  # else its schedulers take a core each while others train
+        "sleep_on_idle": True,  # otherwise each scheduler keeps a core busy while others train
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
     }
 
@@ -129,32 +130,32 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         arguments |= {
             "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
             + _SPARE_TOKENS,
-            "mem_fraction_static": 0.1,  # of the machine; bounds nothing where max_total_tokens is given
+            "mem_fraction_static": 0.1,  # of the machine; has no effect if max_total_tokens is set
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
         }
     else:
         if "num_experts_per_tok" in _model_config(model.path):
-            # others lay experts' weights out again, where updates do not find them
+            # others rearrange experts' weights, so that a weight sync cannot find them
             arguments["moe_runner_backend"] = "triton"
-        # SGLang can give memory back and take it again only with its memory saver.
+        # SGLang can release memory and allocate it again only with its memory saver.
         if spec.release_memory:
             arguments["enable_memory_saver"] = True
 
-    # The user's arguments take precedence, and None leaves SGLang's default.
+    # The user's arguments take precedence; None keeps SGLang's default.
     return {
         name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None
     }
 
 
 def needs_tokenizer(rollout: RolloutConfig) -> bool:
-    """Whether SGLang suppresses end tokens, which it takes from its tokenizer."""
+    """Return whether SGLang suppresses end tokens, which it takes from its tokenizer."""
     return rollout.validation.min_new_tokens > 0
 
 
 def context_length(path: str) -> int:
-    """Tokens of prompt and sample together."""
+    """Return the maximum tokens of prompt and sample together."""
     return _model_config(path)["max_position_embeddings"]
 
 
@@ -191,7 +192,7 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
     problems = []
     for name in names:
         if name in _OWN:
-            instead = f"; set {_OWN[name]}" if _OWN[name] else ", and it has no other value that works here"
+            instead = f"; set {_OWN[name]}" if _OWN[name] else ", and no other value works here"
             problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
         elif reason := why_unsupported(name):
             problems.append(f"rollout.sglang.server_args.{name} is not supported: {reason}; remove it")
@@ -201,13 +202,13 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
 
 
 def why_unsupported(name: str) -> str | None:
-    """Return why megarl cannot run an engine with this argument; None for one that it sets itself or passes
-    on."""
+    """Return why megarl cannot run an engine with this argument; None if megarl sets the argument itself or
+    passes it on."""
     return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 
 def refuse_unknown_server_args(names: Collection[str]) -> None:
-    """Raises ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
+    """Raise ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
     refuse_own_server_args(names)
     if not names:
         return
@@ -221,8 +222,14 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
                 get_close_matches(name, sorted(known), n=3)
                 or [each for each in sorted(known) if each.startswith(name[:5])][:3]
             )
-            hint = f"did you mean {' or '.join(close)}?" if close else "see its ServerArgs for what there is"
-            problems.append(f"rollout.sglang.server_args.{name} is no option of the installed SGLang; {hint}")
+            hint = (
+                f"did you mean {' or '.join(close)}?"
+                if close
+                else "see its ServerArgs for the available options"
+            )
+            problems.append(
+                f"rollout.sglang.server_args.{name} is not an option of the installed SGLang; {hint}"
+            )
 
     if problems:
         raise ConfigError("rollout.sglang.server_args", problems)
@@ -230,8 +237,8 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
 @cache
 def known_server_args() -> frozenset[str]:
-    """As the installed SGLang declares them, read from its source: importing it takes longer than all else
-    that is checked."""
+    """Return the arguments of the installed SGLang, read from its source because importing it takes longer
+    than all other checks."""
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -246,8 +253,8 @@ def known_server_args() -> frozenset[str]:
 
 
 def _declared_fields(file: Path, of_class: str | None) -> Iterator[str]:
-    """Of the classes in a file, or of one: older versions have all in one class, newer ones in several
-    files."""
+    """Yield the fields declared by the classes in a file, or by one class: older versions have all fields in
+    one class, newer ones in several files."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and of_class in (None, node.name):
             yield from (

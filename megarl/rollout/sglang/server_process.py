@@ -1,9 +1,8 @@
-"""The process of SGLang's HTTP server: `python -m megarl.rollout.sglang.server_process`, started by
-server.py.
+"""Process of SGLang's HTTP server: `python -m megarl.rollout.sglang.server_process`, started by server.py.
 
-Its settings, the API key among them, come as one line of JSON on standard input, so that they show in no list
-of processes. When standard input ends, the one who started it is gone, and it ends too. It answers on the
-descriptor that it is given, with one line of JSON, when it serves.
+Its settings, including the API key, are sent as one line of JSON on standard input, so that no process list
+shows them. When standard input ends, its parent is gone, and it ends too. When it serves, it writes one line
+of JSON to the given file descriptor.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _POLL_S = 0.05
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    # From now on the end of standard input means that the starter is gone.
+    # From now on the end of standard input means that the parent is gone.
     threading.Thread(target=_end_with_starter, daemon=True).start()
 
     try:
         _serve(settings)
-    except BaseException:  # the boundary of this process: its end is told to the one who started it
+    except BaseException:  # the boundary of this process: its end is reported to the parent
         last_words.leave(traceback.format_exc())
         raise
     finally:
@@ -55,7 +54,7 @@ def _serve(settings: dict[str, Any]) -> None:
 
     host = settings["host"]
 
-    # the server's, and the one where its ranks meet (in_process.py); until this process ends
+    # the server's port, and the one where its ranks meet (in_process.py); reserved until this process ends
     held = [hold_port(host) for _ in range(2)]
     port, ranks_port = (each.getsockname()[1] for each in held)
 
@@ -81,8 +80,8 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def _wait_until_listening(host: str, port: int) -> None:
-    """SGLang calls back when its model is ready, at times before its socket is. Whoever waits for the answer
-    limits the time."""
+    """Wait until the server listens. SGLang calls back when its model is ready, sometimes before its socket
+    is. The parent limits the time."""
     while True:
         try:
             socket.create_connection((host, port)).close()

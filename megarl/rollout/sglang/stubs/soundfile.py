@@ -1,4 +1,4 @@
-"""A stub for soundfile, which SGLang imports for speech models: every name raises when it is called."""
+"""Stub of soundfile, which SGLang imports for speech models: every name raises when it is called."""
 
 from collections.abc import Callable
 from typing import NoReturn

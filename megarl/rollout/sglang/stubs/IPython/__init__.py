@@ -1,12 +1,12 @@
 """Stub of IPython.
 
-SGLang imports `display` of it for notebooks, and Ray asks in what shell it is where IPython was imported.
+SGLang imports `display` for notebooks, and Ray calls `get_ipython` if IPython was imported.
 """
 
-# ruff: noqa: N999  the name is that of the package that it stands in for
+# ruff: noqa: N999  the name is that of the replaced package
 
 from . import display as display
 
 
 def get_ipython() -> None:
-    """None, as IPython's outside of its shells."""
+    """Return None, as in IPython outside of its shells."""

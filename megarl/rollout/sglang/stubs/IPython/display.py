@@ -1,4 +1,4 @@
-"""Nothing is displayed: SGLang's processes are no notebook."""
+"""Stub of IPython.display: SGLang's processes are not notebooks."""
 
 from typing import NoReturn
 

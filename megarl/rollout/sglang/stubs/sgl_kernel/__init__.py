@@ -1,4 +1,4 @@
-"""Stub of sgl_kernel, whose wheels are CUDA: every name can be imported, and raises when it is called."""
+"""Stub of sgl_kernel, whose wheels need CUDA: every name can be imported, and raises when it is called."""
 
 from collections.abc import Callable
 from typing import NoReturn

@@ -6,4 +6,4 @@ Everything raises when it is called.
 from . import io as io
 from . import transforms as transforms
 
-__version__ = "0.28.0"  # compared with by transformers
+__version__ = "0.28.0"  # transformers compares it

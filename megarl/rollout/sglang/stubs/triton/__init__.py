@@ -1,7 +1,7 @@
-"""A stub for Triton, which has no build for machines without a GPU and is imported all over SGLang.
+"""Stub of Triton, which has no build for machines without a GPU and is imported throughout SGLang.
 
-Every submodule and every name can be imported, decorators included, and kernels can be defined; what is
-called to do work raises.
+Every submodule and every name can be imported, including decorators, and kernels can be defined; calls that
+would do work raise.
 """
 
 import importlib.machinery
@@ -14,7 +14,7 @@ __version__ = "3.0.0"
 
 
 class Kernel:
-    """What `triton.jit` makes of a function: defined, never launched."""
+    """Result of `triton.jit`: a kernel that is defined but never launched."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.fn = function
@@ -35,7 +35,8 @@ class _Anything:
 
 
 class _Module(types.ModuleType):
-    """A submodule, or a function in one, which SGLang uses as decorators and annotations at its import."""
+    """A submodule, or a function in one, which SGLang uses as decorators and annotations when it is
+    imported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -134,5 +135,5 @@ class _Constexpr:
 
 
 language.constexpr = _Constexpr  # type: ignore[attr-defined]
-# Torch asks isinstance of it.
+# Torch uses it in isinstance.
 language.dtype = type("dtype", (), {"__module__": "triton.language"})  # type: ignore[attr-defined]

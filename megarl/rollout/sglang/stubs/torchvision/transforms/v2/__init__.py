@@ -1,3 +1,3 @@
-"""The second generation of the same names."""
+"""Second generation of the same names."""
 
 from . import functional as functional

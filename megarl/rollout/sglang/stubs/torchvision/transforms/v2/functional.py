@@ -1,4 +1,4 @@
-"""The same names as in the first generation."""
+"""Same names as in the first generation."""
 
 from ..functional import InterpolationMode as InterpolationMode
 from ..functional import __getattr__ as __getattr__
