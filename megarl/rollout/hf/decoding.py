@@ -27,7 +27,7 @@ class Decoded(NamedTuple):
 class _Rows(NamedTuple):
     """Rows that are still being generated.
 
-    `rows` are their indices (A,) among the B rows, and `positions` (A,) the positions of their next tokens.
+    `indices` (A,) are their rows among the B rows, and `positions` (A,) the positions of their next tokens.
     The other fields are what they have read and written.
     """
 

@@ -86,7 +86,7 @@ class SGLangParser:
             # They raise arbitrary exceptions for unexpected text.
             return [
                 unreadable(
-                    f"it is no call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
+                    f"it is not a call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
                 )
             ]
 
@@ -95,7 +95,7 @@ class SGLangParser:
         # If each call has its own start delimiter, calls that were ignored can be counted.
         begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
         num_lost = max(begun, int(has_call)) - len(calls)
-        return [*calls, *[unreadable(f"it is no call of the form {self._name!r}")] * num_lost]
+        return [*calls, *[unreadable(f"it is not a call of the form {self._name!r}")] * num_lost]
 
 
 def _read(name: str | None, arguments: str) -> ToolCall | CallError:

@@ -214,7 +214,7 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
         )
 
     assert len(caught.value.problems) == 1
-    assert "mem_fraction_statik is no option" in caught.value.problems[0]
+    assert "mem_fraction_statik is not an option" in caught.value.problems[0]
     assert "did you mean mem_fraction_static" in caught.value.problems[0]
     load_checked_anywhere(
         PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"]

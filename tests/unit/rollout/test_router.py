@@ -79,7 +79,7 @@ def test_what_was_not_given_or_came_before_is_an_error() -> None:
         with pytest.raises(RequestRoutingError, match=message):
             requests.finish(replica, request_id)
 
-    with pytest.raises(ValueError, match="the ids of requests must rise: 1 came after 1"):
+    with pytest.raises(ValueError, match="must increase: 1 came after 1"):
         requests.add(named(1))
 
 

@@ -165,7 +165,7 @@ def test_checksums_tell_which_tensor_is_wrong(client_of: Callable) -> None:
     true = {name: checksum(tensor) for name, tensor in weights.items()}
     assert {name for name, value in client.checksums().items() if value != true[name]} == {"k"}
     scheduler.models[1].norm.data[3] += 1
-    with pytest.raises(WeightTransferError, match="ranks hold different copies of norm"):
+    with pytest.raises(WeightTransferError, match="different copies of norm"):
         client.checksums()
 
 
@@ -176,7 +176,7 @@ def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
     before = {name: parameter.clone() for name, parameter in scheduler.models[0].named_parameters()}
     with pytest.raises(WeightTransferError, match="bias is not a tensor of the engine's model"):
         client.prepare({**manifest, "bias": TensorMeta((6,), torch.float32)})
-    with pytest.raises(WeightTransferError, match="no tensor goes into embed"):
+    with pytest.raises(WeightTransferError, match="no tensor is loaded into embed"):
         client.prepare({name: meta for name, meta in manifest.items() if name != "embed"})
 
     with pytest.raises(
@@ -329,7 +329,7 @@ def test_a_refused_manifest_does_not_change_where_tensors_go(client_of: Callable
     weights = random_weights()
     client = client_of(Scheduler([Model(0, 1)]))
     trainer = trainer_of(client, weights)
-    with pytest.raises(WeightTransferError, match="no tensor goes into norm"):
+    with pytest.raises(WeightTransferError, match="no tensor is loaded into norm"):
         client.prepare({name: meta for name, meta in manifest_of(weights).items() if name != "norm"})
     trainer.push(weights, 1)
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
