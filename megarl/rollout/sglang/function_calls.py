@@ -86,7 +86,8 @@ class SGLangParser:
             # They raise arbitrary exceptions for unexpected text.
             return [
                 unreadable(
-                    f"it is not a call of the form {self._name!r} ({type(error).__name__}: {str(error)[:100]})"
+                    f"it is not a call of the form {self._name!r} "
+                    f"({type(error).__name__}: {str(error)[:100]})"
                 )
             ]
 
