@@ -44,14 +44,14 @@ from tests.rollout_replicas import StartedRollout, started_rollout, sync_of
 from tests.unit.engine.models import save_critic, save_model
 
 FAMILY = "qwen2-tied"
-COOL = 0.7  # the second actor's temperature
-ONE_ROW = MicroBatchConfig(sequences=1)  # so that every uneven batch has micro-batches that only fill
+COOL = 0.7  # temperature of the second actor
+ONE_ROW = MicroBatchConfig(sequences=1)  # so that every uneven batch has padding micro-batches
 BUCKET_BYTES = 20_000  # several buckets even for a tiny model
 MAX_RESPONSE_LENGTH = 8
 END_TOKEN_ID = 5
 
-# An epsilon this large makes an update nearly linear in the gradient: a wrongly scaled gradient is a wrong
-# weight.
+# With an epsilon this large, an update is nearly linear in the gradient: a wrongly scaled gradient gives a
+# wrong weight.
 OPTIM = OptimConfig(lr=0.05, eps=0.1)
 ALGORITHM = AlgorithmConfig(kl=KLConfig(where=KLWhere.loss, coefficient=0.1), entropy_coefficient=0.01)
 
@@ -66,7 +66,7 @@ class Models(NamedTuple):
     cool_actor: Actor  # samples and trains at temperature COOL, with one update per batch
     reference: Scorer
     critic: Critic
-    syncs: list[WeightSync]  # of the actors; one at a time has the engines
+    syncs: list[WeightSync]  # of the actors; one at a time uses the engines
 
 
 def save_folders(folder: Path) -> Folders:
@@ -100,7 +100,7 @@ def model_spec(
 def started(
     pool_name: str, world_size: int, workers: Mapping[str, RayClassWithInitArgs]
 ) -> Iterator[dict[str, RoleGroup]]:
-    """The workers, fused in `world_size` processes that end with the block."""
+    """Start the workers, fused in `world_size` processes that end with the block."""
     pool = RayResourcePool([world_size], use_gpu=False, name=pool_name)
     group = RayWorkerGroup(pool, create_colocated_worker_cls(workers), phase_time_limit_s=480)
 
@@ -130,7 +130,7 @@ def started_models(folders: Folders, parallel: ParallelConfig) -> Iterator[Model
         def actor(name: str, updates: MiniBatchPlan) -> Actor:
             source = weight_source(groups[name], folders, parallel, BUCKET_BYTES)
 
-            # of the engines there are two
+            # there are two engines
             transport = Transport.device if parallel.world_size > 1 else Transport.group
             sync = sync_of(
                 source, transport, folders.policy.parent, folders.policy, num_replicas=2, verify=Verify.first

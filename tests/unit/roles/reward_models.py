@@ -1,5 +1,5 @@
-"""A tiny reward model of another family than any policy of the tests, with a byte-pair tokenizer and a chat
-template of its own."""
+"""Tiny reward model of another family than the tests' policies, with its own byte-pair tokenizer and chat
+template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Every text becomes tokens of one letter or several. The end token is the pad token, as in many
+    """Return a tokenizer with tokens of one or several letters. The end token is the pad token, as in many
     published models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +39,7 @@ def byte_pair_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_reward_model(folder: Path, seed: int = 0, num_labels: int = 1) -> None:
-    """Scores differ by about one from conversation to conversation."""
+    """Save a reward model whose scores differ by about one between conversations."""
     tokenizer = byte_pair_tokenizer()
     tokenizer.save_pretrained(folder)
     config = copy.deepcopy(FAMILIES[FAMILY])

@@ -1,4 +1,4 @@
-"""The checks of the first batch and of the first update, with numbers set by hand."""
+"""Test the checks of the first batch and of the first update, with numbers set by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def batch(*differences: float, version: int = 4) -> DataProto:
-    """Two rows, drawn by version 4; the last token of the second one is padding, and holds NaN on both
+    """Return two rows sampled by version 4. The last token of the second row is padding, with NaN on both
     sides."""
     old = torch.tensor([[-1.0, -2.0], [-3.0, NAN]])
     rollout = old + torch.tensor([[differences[0], differences[1]], [differences[2], NAN]])
@@ -54,7 +54,7 @@ def test_tokens_by_older_weights_are_not_compared() -> None:
     old = batch(9.0, 9.0, 9.0, version=5)
     assert not check.wants(old)
     check(old)
-    assert not check.passed  # it has seen nothing
+    assert not check.passed  # nothing was checked
     old.tensors["token_versions"][1, 0] = 5
     with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 tokens"):
         check(old)
@@ -66,7 +66,7 @@ def test_a_nan_does_not_pass() -> None:
 
 
 def first_update(low: float = 1.0, high: float = 1.0, mean: float = 0.0) -> dict[str, float]:
-    """Its metrics."""
+    """Return the metrics of the first update."""
     return {"actor/ratio_min": low, "actor/ratio_max": high, "actor/approx_kl": mean}
 
 
@@ -86,7 +86,7 @@ def test_a_first_ratio_that_is_not_one_ends_the_run(wrong: dict[str, float]) -> 
 
 
 def test_the_check_looks_at_the_first_mini_batch_of_the_first_step_alone() -> None:
-    """Later ones are of a policy that has moved; one without a token has no ratios, and the check waits for
+    """Later mini-batches are of a changed policy. One without a token has no ratios, and the check waits for
     the next."""
     check = FirstRatioCheck(DType.float32)
     check({"actor/pg_loss": 0.0})

@@ -1,5 +1,5 @@
-"""The roles in each kind of layout, on real Ray: their results do not depend on it, and rollout follows the
-weights."""
+"""Test the roles in each kind of layout on real Ray: their results do not depend on the layout, and the
+rollout follows the weights."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def uneven_batch() -> DataProto:
 
 
 def training_batch() -> DataProto:
-    """Three rows, fewer than two replicas' micro-batches of one row; row 0 has tokens that the model did not
-    write."""
+    """Return three rows, fewer than the one-row micro-batches of two replicas. Row 0 has tokens that the
+    model did not write."""
     tensors = make_batch(num_rows=3, seed=2)
     shape = tensors["response_mask"].shape
     tensors["response_mask"][0, 3:5] = False
@@ -92,8 +92,13 @@ class Generated(NamedTuple):
 
 
 class OnePass(NamedTuple):
-    """An update of a batch without old log-probs. again: when the future is asked twice. scores, tensors: by
-    a pass before the update, and of the batch after it."""
+    """An update of a batch without old log-probs.
+
+    Attributes:
+        again: Metrics when the future is read twice.
+        scores: Scores of a separate pass before the update.
+        tensors: Columns of the batch after the update.
+    """
 
     metrics: dict[str, float]
     again: dict[str, float]
@@ -103,14 +108,14 @@ class OnePass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What the models of one layout did, in this order."""
+    """Results of one layout's models, in this order."""
 
     scores: dict[str, Tensor]
     single_row: Tensor
     generated: Generated
     metrics: dict[str, float]  # of two updates on the training batch
     one_pass: OnePass
-    folder: Path  # the policy after them
+    folder: Path  # the policy after the updates
     critic_values: Tensor
     reference_after: Tensor
     generated_after: Generated
@@ -118,7 +123,7 @@ class Observed:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """A file for each pipeline stage."""
+    """Return the saved tensors; there is one file per pipeline stage."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -135,8 +140,8 @@ def push(sync: WeightSync, rollout: StartedRollout) -> None:
 
 
 def generate(models: Models, rollout: StartedRollout) -> Generated:
-    """Greedy samples of the actor's weights; then the gap of both actors, each against samples of its own
-    weights."""
+    """Return greedy samples of the actor's weights, and the log-prob gap of both actors, each against samples
+    of its own weights."""
     gaps: dict[float, float] = {}
     push(models.syncs[0], rollout)
     greedy = rollout.generate(prompts(), SamplingConfig(temperature=0), step=0)
@@ -219,7 +224,7 @@ def live(
     single: Observed,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Live]:
-    """`single` comes first: its processes are gone when these start."""
+    """Start a layout. `single` comes first: its processes have ended when the others start."""
     with started_models(folders, LAYOUTS[request.param]) as models:
         yield Live(
             request.param,
@@ -249,7 +254,7 @@ def test_scores_come_back_in_the_order_of_the_batch(live: Live, single: Observed
     assert live.observed.scores.keys() == single.scores.keys()
     for key, expected in single.scores.items():
         assert max_difference(live.observed.scores[key], expected) < SCORES_TOLERANCE, key
-    # On DP2 the second replica has only a filler.
+    # With DP2 the second replica has only padding.
     assert max_difference(live.observed.single_row, single.scores["old_log_probs"][:1]) < SCORES_TOLERANCE
 
 
@@ -345,7 +350,7 @@ def test_rollout_generates_with_the_weights_that_are_trained(live: Live, folders
     assert before.greedy == greedy_by_transformers(folders.policy)
     assert after.greedy == greedy_by_transformers(live.observed.folder)
     assert before.greedy != after.greedy
-    assert after.version == before.version + 2  # the other actor's were sent in between
+    assert after.version == before.version + 2  # the other actor's were synced in between
 
 
 def test_the_trainer_and_the_rollout_agree_on_log_probs(live: Live) -> None:
@@ -388,8 +393,8 @@ def test_a_rank_that_cannot_write_its_file_says_which_and_why(
 
 @pytest.mark.parametrize("live", ["TP2"], indirect=True)
 def test_a_rank_that_dies_in_a_weight_export_is_named(live: Live, folders: Folders, tmp_path: Path) -> None:
-    """Rank 1 only sends to rank 0, which holds the bucket and loses its connection. Nothing is left of the
-    folder."""
+    """Rank 1 only sends to rank 0, which has the bucket and loses its connection. Nothing of the folder is
+    left."""
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
     source.save_hf(tmp_path / "whole", str(folders.policy))

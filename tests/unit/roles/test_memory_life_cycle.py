@@ -1,5 +1,5 @@
-"""The memory plan against the moves of a run: what is in memory in each phase, state by state, on fakes that
-know what they hold."""
+"""Test the memory plan against the moves of a run: the contents of memory in each phase, with fakes that
+track their state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TRAINERS_SHARE = {
 
 
 class BufferedTrainer(FakeTrainer):
-    """Behaves as a Megatron worker: the buffers of a push stay until a part of its state is offloaded."""
+    """Trainer like a Megatron worker: the buffers of a weight sync stay until a part of its state is
+    offloaded."""
 
     has_buffers = False
 
@@ -38,7 +39,7 @@ class BufferedTrainer(FakeTrainer):
 
 
 class WatchedWorld(World):
-    """Compares what is in memory with the plan, in every phase and in every push."""
+    """World that compares memory with the plan in every phase and every weight sync."""
 
     def __init__(self, run: PPOConfig, transport: Transport) -> None:
         super().__init__(run)
@@ -47,7 +48,7 @@ class WatchedWorld(World):
             model.__class__ = BufferedTrainer
 
         for engine in self.replicas.groups:
-            # one that shares devices gives its cache back at its start
+            # an engine that shares devices frees its cache at startup
             engine.has_cache = not self.schedule.engines_move
 
         self.engines_have_buffers = False
@@ -81,11 +82,11 @@ class WatchedWorld(World):
         }
 
         if self.transport is Transport.folder and phase == "update_weights":
-            # while files are written, not before or after
+            # while files are written, neither before nor after
             planned = {role: parts - {"buckets"} for role, parts in planned.items()}
 
         resident = self.resident()
-        if self.is_first_push:  # models that have not computed yet may still be away
+        if self.is_first_push:  # models that have not computed yet may still be offloaded
             assert all(parts <= planned[role] for role, parts in resident.items()), phase
         else:
             assert resident == planned, phase

@@ -1,4 +1,4 @@
-"""How a step's samples become mini-batches and micro-batches, and how metrics come back together: on the
+"""Test how a step's samples become mini-batches and micro-batches, and how metrics are combined: on the
 driver, without processes."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_one_update_keeps_the_order() -> None:
 
 @pytest.mark.parametrize(("num_rows", "updates"), [(12, 5), (4, 5)])
 def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> None:
-    """12 // 5 = 2 rows would make six updates of the five that were asked for."""
+    """12 // 5 = 2 rows would give six updates instead of the configured five."""
     plan = MiniBatchPlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
     with pytest.raises(
         ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"
@@ -80,18 +80,18 @@ def test_fillers_have_no_token_to_train_on() -> None:
     before = batch.tensors["response_mask"].clone()
     plan, parts = role(ParallelConfig(data_parallel_size=2), 1).split(batch, ())
     assert [part.meta_info[MICRO_BATCHES] for part in parts] == [[[0], [1]]] * 2
-    assert torch.equal(batch.tensors["response_mask"], before)  # the batch itself stays as it is
+    assert torch.equal(batch.tensors["response_mask"], before)  # the batch itself is unchanged
     joined = DataProto.concat([part.select(meta_info_keys=[]) for part in parts])
     real = joined.tensors["response_mask"].any(1).numpy()
-    assert sorted(joined.non_tensor_batch["uid"][real]) == list("abc")  # of four places
+    assert sorted(joined.non_tensor_batch["uid"][real]) == list("abc")  # of four positions
     restored = joined.select_idxs(plan.restore_order())
     assert restored.non_tensor_batch["uid"].tolist() == list("abc")
     assert torch.equal(restored.tensors["response_mask"], before)
 
 
 def test_parts_have_what_the_role_reads_without_padding() -> None:
-    """`score` is not asked for; what lies beyond a row's tokens goes nowhere; a tensor that is not rows of
-    tokens is refused."""
+    """`score` is not requested; padding after a row's tokens is not sent; a tensor that is not rows of tokens
+    is refused."""
     tensors = make_batch(num_rows=5)
     real = tensors["attention_mask"][:, 6:].bool()
     advantages = torch.where(real, torch.arange(45.0).view(5, 9), torch.nan)
@@ -116,7 +116,7 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
         )
         assert torch.equal(arrived["advantages"].flat(), advantages[rank.rows][real[rank.rows]])
 
-    # they go with their row, as they are
+    # they accompany their row unchanged
     routes = RaggedTensor.of_rows([[row] * (3 * row) for row in range(5)], torch.uint8)
     _, parts = role(ParallelConfig(data_parallel_size=2), 2).split(
         batch.union(DataProto.from_dict({ROUTED_EXPERTS: routes})), (ROUTED_EXPERTS,)
@@ -141,7 +141,7 @@ def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:
 
 
 class Done:
-    """A call that has ended."""
+    """Call that has completed."""
 
     calls = ()
 
@@ -153,8 +153,11 @@ class Done:
 
 
 class UpdatedGroup:
-    """A worker group whose replicas report `metrics` of every update. seen: how many parts each call had, and
-    its loss."""
+    """Worker group whose replicas report `metrics` for every update.
+
+    Attributes:
+        seen: Number of parts of each call, and its loss.
+    """
 
     def __init__(self, *metrics: dict[str, Metric]) -> None:
         self._metrics = list(metrics)
@@ -167,7 +170,7 @@ class UpdatedGroup:
 
 
 def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
-    """The denominator is fixed before the rows are cut over replicas: 2 + 1 tokens, then 3 + 0."""
+    """The denominator is fixed before the rows are split over replicas: 2 + 1 tokens, then 3 + 0."""
     lengths = torch.tensor([2, 1, 3, 0])
     padded = {**make_batch(num_rows=4), "response_mask": torch.arange(9) < lengths[:, None]}
     batch = DataProto.from_dict(padded)
@@ -196,7 +199,7 @@ def batch_to_update(**extra: torch.Tensor) -> DataProto:
 
 
 def test_one_update_has_no_old_log_probs() -> None:
-    """Its ratios are those of the log-probs to themselves: exactly 1."""
+    """Its ratios compare the log-probs with themselves: exactly 1."""
     model = {"prompts", "responses", "response_mask", "advantages"}
     for one_update, extra in ((True, set()), (False, {"old_log_probs"})):
         plain = actor_rows(batch_to_update(), AlgorithmConfig(), one_update=one_update, seed=0)
@@ -221,7 +224,7 @@ def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
 
 
 def test_log_probs_of_an_engine_that_are_no_numbers_are_refused_before_the_update() -> None:
-    """Where the update itself makes weights of them; it must not wait to look at them."""
+    """Applies if the update itself computes weights from them; it must not wait to inspect them."""
     algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token))
     log_probs = torch.full(batch_to_update().tensors["response_mask"].shape, -1.0)
     assert (

@@ -1,5 +1,5 @@
-"""Whose turn it is: the moves of actor, reference and engines for every order of phases, on fakes that know
-what is in memory."""
+"""Test the offload schedule: the moves of actor, reference and engines for every order of phases, with fakes
+that track their memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Done(RemoteFuture):
 
 
 class FakeGroup:
-    """Of one rank. It notes the calls that change something in `log`, and refuses what a worker would
+    """Stub for a group of one rank. It records state-changing calls in `log`, and refuses what a worker would
     refuse."""
 
     def __init__(self, name: str, log: list[str]) -> None:
@@ -106,7 +106,7 @@ class FakeEngine(FakeGroup):
 
 
 class FakeReplicas:
-    """As roles/rollout/replicas.py."""
+    """Stub for Replicas in roles/rollout/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
         self.exclusive = unshared
@@ -147,11 +147,12 @@ class FakeReplicas:
 
 
 class EngineDiedError(Exception):
-    """Why a replica is lost in these tests."""
+    """The reason why a replica is lost in these tests."""
 
 
 def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any) -> PPOConfig:
-    """An actor of two ranks, so that the critic, of one, has another layout and its own process."""
+    """Place an actor of two ranks, so that the critic, with one rank, has another layout and its own
+    process."""
     return PPOConfig(
         actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
         algorithm=AlgorithmConfig(kl=KLConfig(where=KLWhere.reward if reference else KLWhere.none)),
@@ -160,7 +161,7 @@ def placed(strategy: PlacementStrategy, reference: bool = True, **placement: Any
 
 
 class World:
-    """A run. What each phase needs, and what must not be beside it, is checked while it runs."""
+    """A run. It checks, while each phase runs, what the phase needs and what must be offloaded."""
 
     def __init__(self, config: PPOConfig | None = None) -> None:
         self.log: list[str] = []
@@ -180,7 +181,8 @@ class World:
         self.failures: list[Exception] = []
 
     def push(self, replicas: Mapping[int, FakeEngine], version: int) -> tuple[None, dict[int, Exception]]:
-        """As WeightSync. `failures`: of the first replica in the next pushes."""
+        """Sync weights, with the interface of WeightSync. `failures` are those of the first replica in the
+        next syncs."""
         assert PARAMETERS in self.actor.held
         self.check_beside("update_weights")
         lost = {min(replicas): self.failures.pop()} if self.failures else {}
@@ -230,7 +232,7 @@ class World:
         self.send()
 
     def check_beside(self, phase: str) -> None:
-        """All that is needed is in, and nothing that had to leave."""
+        """Check that everything needed is loaded, and everything that had to leave is offloaded."""
         held = {Item(role, part.value) for role, model in self.models.items() for part in model.held}
         held |= (
             {Item("rollout", "engine")} if any(replica.awake for replica in self.replicas.groups) else set()
@@ -295,7 +297,7 @@ def test_a_step_of_critic_warm_up_sends_the_same_weights_again_and_leaves_the_op
 
 
 def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches() -> None:
-    """The actor's parameters and IPC buffers have no room beside a full cache, so the other replica finishes
+    """The actor's parameters and IPC buffers do not fit next to a full cache, so the other replica finishes
     the generation alone."""
     world = World()
     world.send()
@@ -306,7 +308,7 @@ def test_a_replica_restarted_in_generation_waits_while_others_have_their_caches(
     world.weights.settle()
     assert world.replicas.starting == {1}
     assert world.taken() == []
-    world.generate()  # of validation, which follows without a push
+    world.generate()  # validation, which follows without a weight sync
     assert world.taken() == [
         *("engine0 sleeps", "engine1' sleeps", "actor +parameters", "engine0 wakes", "engine1' wakes"),
         *(
@@ -434,7 +436,7 @@ def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins
     scoring = Late([])
     fused = Late([])
     world.schedule.runs("old_log_prob", fused)
-    world.run("ref")  # in the actor's process: it queues
+    world.run("ref")  # in the actor's process, where it queues
     assert not fused.waited
     world.run("values")
     assert fused.waited

@@ -1,4 +1,4 @@
-"""Where replicas run: their bundles in the pool of their own or the actor's, and the GPUs that their
+"""Test the locations of replicas: their bundles in their own or the actor's pool, and the GPUs that their
 processes see."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.roles.start_rollout import replica_places
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes see GPUs in an order of Ray's choosing."""
+    """Let processes see GPUs in an order that Ray chooses."""
     monkeypatch.setattr(
         "megarl.roles.start_rollout.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size]
     )

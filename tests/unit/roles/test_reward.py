@@ -1,5 +1,4 @@
-"""The reward worker, in this process: what it decodes, where its scores stand, and what it reports of
-failures."""
+"""Test the reward worker in this process: decoding, positions of scores, and reported failures."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ def of_answers(texts: list[str]) -> dict[str, RaggedTensor]:
 
 
 def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -> None:
-    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7= has
-    3 and a bonus of 0.5."""
+    """12 is right (2 characters + 10); 3+4 is of the second source (3 + 100); one fails and scores 0; 7=
+    scores 3 and a bonus of 0.5."""
     batch = DataProto.from_dict(
         of_answers(ANSWERS),
         {
@@ -96,18 +95,18 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     reward.begin(batch[2:])
     while not (late := reward.scored()):
         pass
-    assert late == {"b": [3.5]}  # the sample that failed is compared with no other
+    assert late == {"b": [3.5]}  # the failed sample is compared with no other
     finished = reward.finish(batch[[2, 3, 0, 1]]).get()
     assert finished.non_tensor_batch["score"].tolist() == [0, 3.5, 12, 103]
     assert finished.meta_info == scored.meta_info
     assert torch.equal(finished.tensors["score_parts"], scored.tensors["score_parts"][[2, 3, 0, 1]])
 
-    # what was begun counts once
+    # a group that was begun counts once
     assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
 
 
 class Scored(RemoteFuture):
-    """A result that is there."""
+    """Result that is available."""
 
     calls = ()
 
@@ -130,7 +129,7 @@ class FakeModel:
 
 
 class InThisProcess:
-    """A worker group of one rank, this one."""
+    """Worker group with one rank, in this process."""
 
     def __init__(self, worker: RewardWorker) -> None:
         self._worker = worker
@@ -140,7 +139,7 @@ class InThisProcess:
 
 
 def two_answers() -> DataProto:
-    """12, which is right: 2 characters + 10; and 7, which is 1 character."""
+    """Return 12, which is right (2 characters + 10), and 7, which is 1 character."""
     return DataProto.from_dict(
         of_answers(["12<end>", "7"]),
         {
@@ -153,8 +152,8 @@ def two_answers() -> DataProto:
 
 
 def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(worker: RewardWorker) -> None:
-    """The function is given all turns, and whose each is. The first wrote 3+4, was told = and wrote 12, which
-    is right: 2 + 10; its first turn was given 0.25, the other's only one -1."""
+    """The function receives all turns and their authors. The first sample wrote 3+4, was told = and wrote 12,
+    which is right (2 + 10); its first turn has a reward of 0.25, the other's only turn -1."""
     batch = two_answers()
     columns = of_answers(["3+4=12<end>", "7= "])
     wrote = torch.tensor([True, True, True, False, True, True, True, *[True] * 3])
@@ -184,7 +183,7 @@ def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorke
     assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14], [0, 0, 0]]
     assert scored.tensors["reward_function_scores"].tolist() == [12, 1]
     assert scored.tensors["reward_model_scores"].tolist() == [4, -2]
-    assert "response_text" not in scored.non_tensor_batch  # nobody asked for it
+    assert "response_text" not in scored.non_tensor_batch  # not requested
     assert scored.meta_info == {"reward/error_rate": 0}
 
 
@@ -208,7 +207,7 @@ def test_a_round_is_scored_once_by_the_model_and_its_groups_are_kept(worker: Rew
     assert finished.meta_info == {"reward/error_rate": 0}
     assert model.calls == 1
 
-    # What is forgotten is scored again.
+    # Dropped groups are scored again.
     reward.score_round(batch)
     reward.forget(batch)
     reward.finish(batch).get()

@@ -1,5 +1,5 @@
-"""The reward model on real Megatron ranks against Hugging Face: another family, tokenizer and template than
-the policy's."""
+"""Test the reward model on real Megatron ranks against Hugging Face, with another family, tokenizer and
+template than the policy's."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def policy_batch() -> DataProto:
-    """What a rollout gives, with padding that is read by nobody: `9` on both sides."""
+    """Return a rollout's batch, with padding (`9`) on both sides that must not be read."""
     tokenizer = character_tokenizer(vocabulary_extra="<>/[]")
     prompts = [
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -92,7 +92,7 @@ def policy_batch() -> DataProto:
 
 
 def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
-    """Hugging Face's, of all conversations as one batch that is padded on one side."""
+    """Return Hugging Face's scores, with all conversations as one batch that is padded on one side."""
     tokenizer = byte_pair_tokenizer()
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     chats = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in CASES.values()]
@@ -109,7 +109,8 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
 def score_in_rank(
     parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading
 ) -> DataProto:
-    """In a rank: the worker as a worker process builds it, but for the process group, which is there."""
+    """Score in a rank, with the worker built as in a worker process, except for the existing process
+    group."""
     from megarl.workers import megatron
     from tests.unit.engine.rank_side import start
 
@@ -134,7 +135,7 @@ def score_in_rank(
 
 
 class Ranks:
-    """What the handle asks of a worker group, by ranks of the pool."""
+    """Stub for a worker group, with ranks of the pool."""
 
     def __init__(self, pool: RankPool, parallel: ParallelConfig, **arguments: Any) -> None:
         self._pool = pool
@@ -179,8 +180,8 @@ def score(
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2", "CP2"])
 def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str, str], layout: str) -> None:
-    """With virtual stages seven micro-batches of one conversation become eight, of which the last only
-    fills."""
+    """With virtual stages, seven micro-batches of one conversation become eight, of which the last is
+    padding."""
     by_rows = {"micro_batch": MicroBatchConfig(sequences=1)} if "VPP" in layout else {}
     scores = score(rank_pool, folders, ALL_LAYOUTS[layout], **by_rows)
     expected = reference_scores(folders["reward_model"], "right")

@@ -1,4 +1,5 @@
-"""One row in the table of roles is a role: its model, processes, phase, memory and timing follow from it."""
+"""Test that one row in the role table defines a role: its model, processes, phase, memory and timing follow
+from it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def random_model(
     vocab_size: int = VOCAB,
     hidden_size: int = 32,
 ) -> PreTrainedModel:
-    """Logits spread over a few units, so that temperature and truncation make a difference."""
+    """Return a model whose logits are spread over a few units, so that temperature and truncation make a
+    difference."""
     config = example_config(
         family,
         num_hidden_layers=2,
@@ -62,7 +63,7 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """By the names in a folder."""
+    """Return the weights by their names in a folder."""
     return as_stored({name: parameter.detach() for name, parameter in model.named_parameters()}, model)
 
 
@@ -77,7 +78,7 @@ def engine_for(
     dtype: torch.dtype = torch.float32,
     is_ended: Callable[[list[int]], bool] | None = None,
 ) -> HFEngine:
-    """An engine without weights, from a folder that holds none either."""
+    """Return an engine without weights, from a folder without weights."""
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     policy = ModelConfig(path=str(folder), dtype=DType(str(dtype).removeprefix("torch.")))

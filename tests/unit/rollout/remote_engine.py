@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, for tests. Imports no transformers: in that process SGLang comes first."""
+"""Engine in a Ray actor, for tests. Imports no transformers: in that process SGLang must come first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.weights.tensors import Manifest
 
 
 class EngineHolder:
-    """The actor."""
+    """Ray actor with an engine."""
 
     def __init__(self, spec: RolloutEngineSpec) -> None:
         self._engine = SGLangEngine(spec)
@@ -29,7 +29,7 @@ class EngineHolder:
 
 
 class RemoteEngine(RolloutEngine):
-    """An engine in a Ray actor, as if it were here. What it raises is raised here."""
+    """Client of an engine in a Ray actor. Its errors are raised here."""
 
     def __init__(self, spec: RolloutEngineSpec) -> None:
         self.actor = ray.remote(num_cpus=1)(EngineHolder).remote(spec)
@@ -51,7 +51,7 @@ class RemoteEngine(RolloutEngine):
         self.ask("abort", request_ids)
 
     def interrupt(self) -> None:
-        """Of no use here: the actor does one thing after the other."""
+        """Has no effect here: the actor runs one call after the other."""
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
         return self.ask("needed_slices", manifest)

@@ -1,6 +1,6 @@
-"""Real SGLang engines for the tests of this folder, each started once: that takes a quarter of a minute.
+"""Real SGLang engines for the tests of this folder, each started once, which takes 15 seconds.
 
-A server is reached from the tests' own process; an in-process engine lives in a Ray actor, as in a run.
+A server is used from the tests' own process; an in-process engine runs in a Ray actor, as in a run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megarl.rollout.sglang.engine import SGLangEngine
 from tests.unit.rollout.models import random_model
 from tests.unit.rollout.remote_engine import RemoteEngine
 
-END_TOKEN = 7  # of every model that these engines are started for
+END_TOKEN = 7  # of every model for which these engines are started
 
 
 @lru_cache(maxsize=4)
 def server_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_server`."""
+    """Return a model that fits `sglang_server`."""
     return random_model("qwen2", eos_token_id=END_TOKEN, seed=seed)
 
 
 @lru_cache(maxsize=4)
 def in_process_model(seed: int = 0) -> PreTrainedModel:
-    """A model that fits `sglang_in_process`: with normalised queries and keys, with experts, and with 40 MB
-    to be given back."""
+    """Return a model that fits `sglang_in_process`: with normalized queries and keys, with experts, and with
+    40 MB to free."""
     return random_model("qwen3_moe", eos_token_id=END_TOKEN, seed=seed, vocab_size=20000, hidden_size=256)
 
 
@@ -51,7 +51,7 @@ def spec_for(
     min_new_tokens: int = 0,
     returns_routes: bool = False,
 ) -> RolloutEngineSpec:
-    """From a folder that holds no weights."""
+    """Return the spec of an engine, from a folder without weights."""
     model.config.architectures = [type(model).__name__]  # as saving the whole model does
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -70,8 +70,8 @@ def spec_for(
 
 @pytest.fixture(scope="package")
 def sglang_server(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """A server with one rank, for `server_model`. Its weights are those of the last push: each test pushes
-    its own."""
+    """Start a server with one rank, for `server_model`. Its weights are those of the last sync: each test
+    syncs its own."""
     engine = SGLangEngine(spec_for(server_model(), tmp_path_factory.mktemp("server"), mode=SGLangMode.server))
     yield engine
     engine.close()
@@ -79,8 +79,8 @@ def sglang_server(forked_processes: None, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="package")
 def sglang_in_process(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """An engine with two ranks in a Ray actor, for `in_process_model`; each has half of the experts.
-    It returns routes."""
+    """Start an engine with two ranks in a Ray actor, for `in_process_model`; each rank has half of the
+    experts. It returns routes."""
     folder = tmp_path_factory.mktemp("in_process")
     spec = spec_for(
         in_process_model(), folder, tensor_parallel_size=2, expert_parallel_size=2, returns_routes=True

@@ -1,4 +1,4 @@
-"""The engines that every conformance test runs on, with weights for them."""
+"""Engines on which every conformance test runs, with weights for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3
 
 
 class Subject(NamedTuple):
-    """model: seed -> the model whose weights `weights(seed)` are, None where there is none to compute
-    with."""
+    """An engine under test.
+
+    Attributes:
+        model: seed -> the model with the weights `weights(seed)`; None if there is no model to compare with.
+    """
 
     engine: RolloutEngine
     weights: Callable[[int], Weights]
@@ -62,7 +65,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 
 @pytest.fixture
 def ready(subject: Subject) -> Subject:
-    """With weights of seed 0, which alone are version 1 where a test ends."""
+    """Sync weights of seed 0, which alone are version 1 when a test ends."""
     if subject.engine.weight_version != 1:
         subject.push()
     return subject

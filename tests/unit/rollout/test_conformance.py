@@ -1,4 +1,4 @@
-"""What every engine must do, asked of all of them: the fake one, the reference, and SGLang in both modes."""
+"""Test the requirements on every engine: the fake one, the reference, and SGLang in both modes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
         engine.begin_weight_update(wrong)
     with pytest.raises(WeightTransferError, match=r"score\.weight"):
         engine.needed_slices(wrong)
-    assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it stayed as it was
+    assert engine.generate(PROMPTS[:1], greedy())[0].weight_versions == (1,)  # it is unchanged
     name, tensor = next((name, tensor) for name, tensor in ready.weights(0).items() if tensor.dim() == 1)
     engine.begin_weight_update(ready.manifest)
 
@@ -256,7 +256,7 @@ def test_asleep_it_holds_none_of_the_requests_that_were_on_their_way(ready: Subj
     """A request that arrives after all have been aborted would run without weights."""
     for delay_ms in range(0, 12, 2):
         ready.engine.submit(plan_requests(PROMPTS * 6, greedy(40)))
-        time.sleep(delay_ms / 1000)  # each finds them elsewhere
+        time.sleep(delay_ms / 1000)  # each delay finds them elsewhere
         ready.engine.sleep()
         ready.engine.wake()
         ready.push()

@@ -1,4 +1,4 @@
-"""The cache and the attention of the hf engine's decoding, beside transformers' own."""
+"""Test the cache and the attention of the hf engine's decoding against transformers' own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_cache_holds_what_transformers_holds_over_enlargements_and_selection
     theirs = DynamicCache()
     rows = 3
 
-    for step in range(210):  # enlarged at 1, 65 tokens behind the prompt, and so on
+    for step in range(210):  # enlarged at 1, 65 tokens after the prompt, and so on
         for layer in range(2):
             new = states(generator, rows, 5 if step == 0 else 1)
             got = ours.append(layer, *new)
@@ -52,7 +52,7 @@ def test_a_tokens_keys_are_written_into_memory_that_is_there() -> None:
 
 
 class Layer(Module):
-    """What attention reads of a model's layer."""
+    """The attributes of a model's layer that attention reads."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ LENGTHS = torch.tensor([7, 2, 5, 1])
 def test_prompts_that_are_kept_once_give_the_attention_of_transformers(
     groups: int, owners: list[int]
 ) -> None:
-    """Also after rows have gone, and with them prompts; what stands in the padding is not read."""
+    """Covers rows that have been dropped, and prompts with them; padding is not read."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.arange(WIDTH) >= WIDTH - LENGTHS[:, None]
     of_prompts = torch.randn(2, NUM_PROMPTS, 4 // groups, WIDTH, SIZE, generator=generator)

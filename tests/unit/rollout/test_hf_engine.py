@@ -25,7 +25,7 @@ def greedy(max_new_tokens: int = 6) -> SamplingParameters:
 def reference_log_probs(
     model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float
 ) -> torch.Tensor:
-    """One forward pass over the whole sequence, no padding and no cache."""
+    """Return the log-probs of one forward pass over the whole sequence, without padding and cache."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
     return (
@@ -98,7 +98,7 @@ def test_samples_are_prompt_major_and_repeatable(engine: HFEngine) -> None:
 
 
 def test_a_caller_ends_samples_by_their_tokens(model: PreTrainedModel, tmp_path: Path) -> None:
-    """And nothing more is computed for them."""
+    """No further tokens are computed for them."""
     free = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
     engine = engine_for(
         model,
@@ -135,7 +135,7 @@ def test_the_models_own_end_token(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_has_ended_is_not_computed_further(engine: HFEngine) -> None:
-    """Every token stops: one forward pass over the model and no more."""
+    """Every token stops: there is exactly one forward pass over the model."""
     passes = []
     engine.model.register_forward_hook(lambda *_: passes.append(1))
     samples = engine.generate(
@@ -173,7 +173,7 @@ def test_requests_of_different_kinds_are_decoded_apart(engine: HFEngine) -> None
         [GenerationRequest(number, PROMPTS[number], sampling) for number, sampling in enumerate(kinds)]
     )
     batches = [[finished.request_id for finished in engine.collect(0.0)] for _ in range(3)]
-    assert batches == [[2, 0], [1], []]  # the longest prompt first, with what can be decoded beside it
+    assert batches == [[2, 0], [1], []]  # the longest prompt first, with those that can be batched with it
 
 
 def test_no_token_ends_a_sample_before_the_minimum(model: PreTrainedModel, engine: HFEngine) -> None:

@@ -54,7 +54,7 @@ def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
     assert life.state is LifecycleState.EMPTY
     life.begin(MANIFEST)
     life.record(ChunkMeta("w", 0, 3), torch.float32)
-    life.begin(MANIFEST)  # what came before does not count
+    life.begin(MANIFEST)  # earlier chunks do not count
     life.record(ChunkMeta("w", 0, 4), torch.float32)
     life.end(2)
     assert life.require_ready() == 2

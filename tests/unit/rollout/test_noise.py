@@ -1,5 +1,5 @@
-"""The noise against the Gumbel distribution, and against itself: other seeds, steps and tokens have other
-numbers."""
+"""Test the noise against the Gumbel distribution, and for independence: other seeds, steps and tokens have
+other numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def splitmix64(state: int) -> int:
-    """One output of the published generator, in Python's integers."""
+    """Return one output of the published generator, computed with Python integers."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
     return state ^ (state >> 31)

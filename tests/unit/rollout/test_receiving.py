@@ -1,5 +1,5 @@
-"""Weights that every engine receives while they are sent: push after push, from a trainer that stops, and
-from one that is gone."""
+"""Test weights that every engine receives while they are sent: repeated syncs, a trainer that stops, and one
+that is gone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 
 
 def tenth(subject: Subject) -> int:
-    """Elements of a message, so that there are some ten rounds."""
+    """Return the number of elements per message, for about ten rounds."""
     return sum(prod(meta.shape) for meta in subject.manifest.values()) // 10
 
 
@@ -33,7 +33,7 @@ def assert_holds(subject: Subject, seed: int, version: int) -> None:
 
 @pytest.mark.parametrize("transport", ["device", "group"])
 def test_push_after_push(subject: Subject, transport: str) -> None:
-    """Also after the trainer gave its memory back, and after the engine did."""
+    """Includes syncs after the trainer has freed its memory, and after the engine has."""
     with joined(subject.engine, subject.weights(0), transport, tenth(subject)) as trainer:
         trainer.push(subject.weights(1), version=1)
         assert_holds(subject, seed=1, version=1)
@@ -55,7 +55,7 @@ def test_a_trainer_that_is_gone_in_the_middle(ready: Subject, transport: str) ->
     with joined(engine, ready.weights(0), transport, tenth(ready)) as trainer:
         engine.begin_weight_update(ready.manifest)
         trainer.begin(ready.weights(1))
-        assert not trainer.go_on()  # nobody takes it
+        assert not trainer.go_on()  # no engine receives it
         for end in trainer.ends:
             end.leave(0)
         with pytest.raises(WeightTransferError, match="gone|a peer was lost"):

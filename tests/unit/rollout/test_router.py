@@ -1,4 +1,4 @@
-"""The request queue: hand-made cases, and any order of finishing and losing."""
+"""Test the request queue: hand-made cases, and random orders of finishing and losing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_requests_are_dealt_in_order_to_the_least_loaded() -> None:
     requests.finish(1, 0)
     requests.finish(1, 2)
     requests.finish(0, 4)
-    assert requests.assign([0, 1]) == {1: ["r6"]}  # which has one, the other two
+    assert requests.assign([0, 1]) == {1: ["r6"]}  # has one request, the other two
     assert (requests.load(0), requests.load(1), requests.num_unfinished) == (2, 2, 4)
 
 
@@ -43,16 +43,16 @@ def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_th
     requests.add(named(2), first=True)
     requests.add(named(3, 4, 5, 6), prefer=1)
 
-    # the other where it is full
+    # the other replica if it is full
     assert requests.assign([0, 1]) == {1: ["r3", "r4", "r5"], 0: ["r6", "r2", "r0"]}
     requests.add(named(7), prefer=1)
     assert requests.requeue(1) == {3, 4, 5}
     assert requests.assign([0]) == {}
     requests.finish(0, 6)
-    assert requests.assign([0]) == {0: ["r3"]}  # and where it is not there
+    assert requests.assign([0]) == {0: ["r3"]}  # or if it is not ready
     uneven = queue(0, num_replicas=2, max_concurrency=9)
     uneven.add(named(*range(4)), prefer=1)
-    assert uneven.assign([0, 1]) == {1: ["r0", "r1", "r2"], 0: ["r3"]}  # more than twice as much, and two
+    assert uneven.assign([0, 1]) == {1: ["r0", "r1", "r2"], 0: ["r3"]}  # more than twice as many, and two
 
 
 def test_what_a_lost_replica_had_goes_first() -> None:
@@ -91,10 +91,10 @@ def test_requests_come_and_are_taken_back_while_others_run() -> None:
     assert requests.cancel([0, 2, 5, 99]) == {0: [0]}
     assert (requests.num_unfinished, requests.load(0)) == (3, 0)
     assert requests.assign([0]) == {0: ["r4"]}
-    assert not requests.finish(0, 0)  # it was on its way
+    assert not requests.finish(0, 0)  # it was in transit
     assert requests.finish(0, 4)
     assert len(requests.requeue(1)) == 1
-    assert requests.assign([0]) == {0: ["r1"]}  # it came before the other
+    assert requests.assign([0]) == {0: ["r1"]}  # it arrived before the other
     assert requests.assign([1]) == {1: ["r3"]}
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
     count: int, num_replicas: int, max_concurrency: int, events: list[tuple[str, int, int]]
 ) -> None:
     requests = queue(count, num_replicas, max_concurrency)
-    held: list[list[int]] = [[] for _ in range(num_replicas)]  # what each replica has, by our own account
+    held: list[list[int]] = [[] for _ in range(num_replicas)]  # what each replica has, tracked independently
     finished: list[int] = []
     cancelled: set[int] = set()
     waiting = list(range(count))
@@ -125,14 +125,14 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
         for replica, assigned in requests.assign(ready).items():
             held[replica] += [int(request[1:]) for request in assigned]
         new = sorted(number for number in waiting if any(number in one for one in held))
-        assert new == sorted(waiting)[: len(new)]  # the first that came
+        assert new == sorted(waiting)[: len(new)]  # the earliest arrivals
         for number in new:
             waiting.remove(number)
         assert all(len(one) <= max_concurrency for one in held)
 
-        # none is kept from working
+        # no replica is kept idle
         assert not waiting or all(len(held[replica]) == max_concurrency for replica in ready)
-        for replica in ready:  # nobody got one while another had fewer
+        for replica in ready:  # no replica got one while another had fewer
             if len(held[replica]) > loads[replica]:
                 assert len(held[replica]) - 1 <= min(len(held[other]) for other in ready)
 
@@ -160,7 +160,7 @@ def test_nothing_is_lost_or_doubled_whatever_happens(
             requests.finish(replica, number)
             finished.append(number)
 
-    while requests.num_unfinished:  # and it always comes to an end
+    while requests.num_unfinished:  # and it always terminates
         assign(list(range(num_replicas)))
         for replica, numbers in enumerate(held):
             for number in numbers:

@@ -1,5 +1,5 @@
-"""The staleness controller on random schedules: the bound is kept and reached, nothing sticks, prompts are
-trained once and in order."""
+"""Test the staleness controller on random schedules: the bound is kept and reached, there is no deadlock, and
+prompts are trained once and in order."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Trained(NamedTuple):
 
 
 def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
-    """Admits whatever may be admitted; groups end, steps begin and weights are pushed in any order that can
-    be."""
+    """Admit whatever may be admitted; groups end, steps begin and weights are synced in any possible
+    order."""
     k, num_prompts, warmup, total, first = schedule
     version = 7
     staleness = StalenessController(
@@ -47,7 +47,7 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
             unfinished.append(staleness.admit(version))
         moves = ["finish"] * bool(unfinished) + ["push"] * (in_training is not None)
         moves += ["take"] * (in_training is None and staleness.is_ready)
-        match chance.choice(moves):  # raises where it is stuck
+        match chance.choice(moves):  # raises if it is stuck
             case "finish":
                 staleness.finish(unfinished.pop(chance.randrange(len(unfinished))))
             case "take":
@@ -114,7 +114,7 @@ def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> No
 
     assert one.take(version=1) == [0, 1]
 
-    # what would be trained by step 2 + ahead is too far from the weights of now
+    # groups of step 2 + ahead would be too far from the current weights
     assert admit_all(one, version=1) == []
     assert admit_all(one, version=2) == list(range(2 * (1 + ahead), 2 * (2 + ahead)))
 
@@ -130,8 +130,8 @@ def test_while_the_critic_warms_up_weights_do_not_age() -> None:
 
 
 def test_at_staleness_0_dropped_groups_are_replaced_in_rounds() -> None:
-    """Of 4 groups 2 are kept, so that 2 x 1.2 / (2/4) are more than a step's; of 8 groups 3 are kept, so that
-    the third round has 1.2 / (3/8) = 3.2 groups. The last group is in surplus."""
+    """Of 4 groups 2 are kept, so that 2 x 1.2 / (2/4) exceeds a step; of 8 groups 3 are kept, so that the
+    third round has 1.2 / (3/8) = 3.2 groups. The last group is surplus."""
     one = StalenessController(
         max_staleness=0,
         prompts_per_step=4,

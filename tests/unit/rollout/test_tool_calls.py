@@ -1,5 +1,5 @@
-"""Calls of other families, by SGLang's parsers: what is a call, and that nothing which should have been one
-is passed over."""
+"""Test the calls of other families with SGLang's parsers: what counts as a call, and that no attempted call
+is ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODER = "<tool_call>\n<function=price>\n<parameter=item>\nab\n</parameter>\n</fu
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>price\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 CALL = ["price", {"item": "ab"}]
 UNREADABLE = "unreadable"
-# (parser, text, what is read: calls in their order, and the kinds of errors)
+# (parser, text, result: calls in order, and the kinds of errors)
 READ: list[tuple[str, str, list[Any]]] = [
     ("qwen25", f"<tool_call>\n{PRICE}\n</tool_call>", [CALL]),
     (
@@ -53,7 +53,7 @@ READ: list[tuple[str, str, list[Any]]] = [
     ("qwen3_coder", "<tool_call>\n<function=price\n</tool_call>", [UNREADABLE]),
     ("deepseekv3", DEEPSEEK.format('{"item": "ab"}'), [CALL]),
     ("deepseekv3", DEEPSEEK.format('{"item": '), [UNREADABLE]),
-    # What stands in thinking is a draft, and what is mentioned there no slip.
+    # Calls inside thinking are drafts, and mentions there are not mistakes.
     (
         "qwen25",
         f"<think>a <tool_call>\n{PRICE}\n</tool_call></think>\n\n<tool_call>\n{PRICE}\n</tool_call>",
@@ -83,7 +83,7 @@ SCHEMA = {
         "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
     },
 }
-# In a process of its own: SGLang changes what others import.
+# In a separate process: SGLang changes what others import.
 PROGRAM = """
 import json, sys
 from megarl.agents.protocol import CallError
@@ -109,7 +109,7 @@ def test_calls_of_other_families(forked_processes: None) -> None:
     for (name, text, expected), line in zip(READ, lines, strict=True):
         assert json.loads(line) == expected, (name, text)
     assert refused == "refused"
-    assert "Failed to parse" not in ended.stderr  # a model's slips are not logged
+    assert "Failed to parse" not in ended.stderr  # a model's mistakes are not logged
 
 
 def test_a_parser_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The weight loader of SGLang's processes on small models of our own that fuse, cut and pad as SGLang
+"""Test the weight loader of SGLang's processes on small models of our own that fuse, shard and pad as SGLang
 does."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 10), "norm": (6,), "embed": (7, 
 
 
 class Model(torch.nn.Module):
-    """q and k are fused and cut by rows, `down` is cut by columns and padded, `embed` is padded by rows,
-    `expert` is stored transposed for each expert, `norm` is on every rank."""
+    """Model with q and k fused and sharded by rows, `down` sharded by columns and padded, `embed` padded by
+    rows, `expert` stored transposed for each expert, and `norm` on every rank."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Model(torch.nn.Module):
 
 
 class Scheduler:
-    """Runs what SGLang's processes would, one rank after the other, in this process."""
+    """Run the code of SGLang's processes, one rank after the other, in this process."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self.models = list(models)
@@ -88,7 +88,7 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 class ClientsEngine:
-    """What PlainTrainer asks of an engine, of a client alone."""
+    """The part of an engine that PlainTrainer needs, for a client alone."""
 
     def __init__(self, client: LoaderClient) -> None:
         self._client = client
@@ -194,13 +194,13 @@ def test_tensors_that_are_not_the_models(client_of: Callable) -> None:
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the same shape, elsewhere, with other elements."""
+    """Return a tensor of the same shape at another location, with other elements."""
     return torch.full_like(tensor, 99.0)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the tensors in each call of `Model.load_weights`."""
+    """Record the names of the tensors in each call of `Model.load_weights`."""
     calls: list[list[str]] = []
     load_weights = Model.load_weights
 
@@ -232,7 +232,7 @@ def test_where_tensors_go_is_asked_once_for_all_of_them(client_of: Callable, ask
 
 
 def test_the_plan_survives_sleep(client_of: Callable, asked: list[list[str]]) -> None:
-    """Padding, which is random after a sleep, is zero again; no parameter is looked up again."""
+    """Padding, which is random after a sleep, is zeroed again; no parameter is looked up again."""
     weights = random_weights()
     scheduler = Scheduler([Model(rank, 2) for rank in range(2)])
     client = client_of(scheduler)
@@ -309,7 +309,8 @@ def test_parameters_that_were_moved_between_updates_are_followed(client_of: Call
 
     for model, parameters in zip(scheduler.models, expected, strict=True):
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, parameters[name]), name  # what no tensor fills is zero there, too
+            # Elements that no tensor fills are zero there, too.
+            assert torch.equal(parameter, parameters[name]), name
 
     assert bool((former == 7.0).all())
     assert client.checksums() == {name: checksum(tensor) for name, tensor in weights.items()}
@@ -336,7 +337,8 @@ def test_a_refused_manifest_does_not_change_where_tensors_go(client_of: Callable
 
 
 class HoldingBack(Model):
-    """Copies q and k together and last, as loaders do that fuse tensors when the last of them has come."""
+    """Model that copies q and k together and last, like loaders that fuse tensors once the last of them has
+    arrived."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         held = {}
@@ -363,7 +365,7 @@ def test_a_loader_that_holds_tensors_back_is_followed(client_of: Callable, backw
 
 
 class Stacking(Model):
-    """Computes one tensor of q and k."""
+    """Model that computes one tensor from q and k."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = dict(weights)
@@ -387,8 +389,8 @@ def test_a_loader_of_single_tensors_is_asked_about_each(client_of: Callable, ask
 
 
 class Quantizing(Model):
-    """Fails with an error of Python's on one of its tensors, as where a parameter lacks an attribute that the
-    loader uses."""
+    """Model that fails with a Python error on one of its tensors, as if a parameter lacked an attribute that
+    the loader uses."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -406,7 +408,7 @@ def test_a_refused_tensor_is_named_whatever_the_models_error(client_of: Callable
 
 
 class Reading(Model):
-    """Looks at an element, which a tensor without data does not have."""
+    """Model that reads an element, which a tensor without data does not have."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -415,7 +417,7 @@ class Reading(Model):
 
 
 class Scaling(Model):
-    """Changes a tensor in place before it is copied."""
+    """Model that changes a tensor in place before it is copied."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(
@@ -450,7 +452,7 @@ class Flattening(Model):
 def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(
     client_of: Callable, kind: type[Model], why: str
 ) -> None:
-    """Not before: a folder can still be loaded."""
+    """The error comes late, since a folder can still be loaded."""
     weights = random_weights()
     client = client_of(Scheduler([kind(0, 1)]))
     client.prepare(manifest_of(weights))

@@ -1,5 +1,5 @@
-"""Episodes ahead of training, on a clock of their own: order, ages, whoever is slow or dies, what is
-stored."""
+"""Test episodes ahead of training on a virtual clock: order, ages, slow and dying processes, and stored
+groups."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from tests.unit.roles.rollout.test_buffered_rollout import MadeUpWeights, Unscor
 SAMPLING = SamplingConfig(n=2)
 PROMPTS = 3
 NUM_ROWS = 48
-TOLD = [9, 9]  # what an environment says
+TOLD = [9, 9]  # an environment's result
 SLOW = 7  # the prompt whose environment takes SLOW_S
 SLOW_S = 4.0
-POLL_S = 0.0005  # of the clock on the wall, so that the trainer's thread keeps up
+POLL_S = 0.0005  # of wall time, so that the trainer's thread keeps up
 EPISODES = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=9)
 LIMITS = RolloutLimits(max_concurrency=4, answer_limit_s=60, sample_limit_s=200)
 
@@ -69,7 +69,7 @@ class Rows:
 
 
 class ScriptedEnvironments:
-    """A stub for Environments, of two processes."""
+    """Stub for Environments with two processes."""
 
     num_restarts = 0
 
@@ -85,7 +85,7 @@ class ScriptedEnvironments:
 
     @property
     def ended(self) -> bool:
-        """As a future: there is something to hear."""
+        """Whether there is something to report, as for a future."""
         return bool(self._reports or self._lost)
 
     @property
@@ -137,7 +137,7 @@ class ScriptedEnvironments:
         self._lost += sorted(gone)
         self._forget(gone)
         self._reports = [report for report in self._reports if report.episode not in gone]
-        self.closed.update(gone)  # with their process
+        self.closed.update(gone)  # closed with their process
 
 
 class Stage(NamedTuple):
@@ -174,7 +174,7 @@ def stage(
     rollout._runner = EpisodeRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
 
-    for step in range(total_steps + max_staleness + 9):  # which prompt an episode's seed is of
+    for step in range(total_steps + max_staleness + 9):  # the prompt to which an episode's seed belongs
         rows = Rows().batch([(PROMPTS * step + place) % NUM_ROWS for place in range(PROMPTS)], [""] * PROMPTS)
         for request in rollout.requests(rows, SAMPLING, step + 1):
             environments.prompts[request.sampling.seed] = request.prompt[0]
@@ -245,7 +245,7 @@ def in_order(num_steps: int) -> list[list[int]]:
 def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(
     max_staleness: int, on_update: OnUpdate
 ) -> None:
-    """Every turn of an episode is there once, whichever attempt it is of, and each environment is closed
+    """Every turn of an episode exists once, whichever attempt it belongs to, and each environment is closed
     once."""
     for seed in (None, 0, 1):
         chance = random.Random(seed)
@@ -272,15 +272,15 @@ def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(
 
 
 def test_a_slow_tool_delays_its_group_alone() -> None:
-    """Those behind it are finished, up to what the bound lets begin, while its step waits."""
+    """Later groups are finished while its step waits, as far as the bound lets them begin."""
     seen = list[RequestState]()
     with stage(2, 9, on_event=lambda number: seen.extend(one.rollout.snapshot()[0])) as one:
         trained = train(one, [1, 2])
-        prompts = next(one.async_rollout)  # with the slow one
+        prompts = next(one.async_rollout)  # includes the slow one
         assert SLOW in prompts.tensors["prompts"][:, 0].tolist()
         clock_s = one.rollout.scheduler.totals().now_s
         assert clock_s > SLOW_S * turns_of(SLOW)
-        # of the two steps behind it, before that one is trained; the second was begun later
+        # of the two later steps, before that one is trained; the second was begun later
         assert PROMPTS < one.async_rollout.num_finished() <= 2 * PROMPTS
         assert 0.5 < (one.rollout._runner.drain_wait() or 0) < 1
         (slow,) = {state.uid for state in seen if state.seconds > SLOW_S / 2}
@@ -290,7 +290,7 @@ def test_a_slow_tool_delays_its_group_alone() -> None:
 
 
 def test_turns_of_an_episode_go_to_the_replica_that_has_its_beginning() -> None:
-    """On the clock of the stage alone: a thread ahead would hand out earlier or later, with other loads."""
+    """Uses only the virtual clock: a thread ahead would assign earlier or later, with other loads."""
     with stage(0, 6) as one:
         for step in range(6):
             prompts = Rows().batch([PROMPTS * step + place for place in range(PROMPTS)], [""] * PROMPTS)

@@ -1,5 +1,5 @@
-"""Episodes as rows of a batch: whose tokens are whose, and that what tools wrote changes nothing that is
-trained or shown."""
+"""Test episodes as rows of a batch: the author of each token, and that tool results change nothing that is
+trained or reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ PROMPT = [5, 6]
 
 
 def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool = False) -> Trajectory:
-    """Each turn: what the model wrote, and what it was told; nothing behind the last."""
+    """Build a trajectory. Each turn consists of the model's tokens and the result, which is empty for the
+    last."""
     episode = Episode(PROMPT, 3, EpisodeLimits(max_turns=9, max_tokens=99))
     for written, told in turns:
         step = episode.next
@@ -147,7 +148,7 @@ def test_rows_of_a_batch() -> None:
 
 
 def scored(poison: float) -> DataProto:
-    """`poison` stands wherever a tool wrote: in log-probs, values and scores."""
+    """Return a scored batch with `poison` at every token of a tool, in log-probs, values and scores."""
     made = batch()
     mask = made.ragged["response_mask"]
     generator = torch.Generator().manual_seed(0)
@@ -169,8 +170,8 @@ def scored(poison: float) -> DataProto:
 
 
 def by_hand(outputs: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The actor's and the critic's loss, in float64, row by row and of nothing but what the model wrote
-    there, 8 tokens in all."""
+    """Return the actor's and the critic's loss in float64, row by row, from only the 8 tokens that the model
+    wrote."""
     losses = []
     for row, mask in enumerate(rows["response_mask"]):
         log_probs, entropy, values = (
@@ -236,7 +237,7 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(
     assert found[0] == found[1]
 
     # Rows have 6, 2 and 5 tokens, of which the model wrote 3, 2 and 3: limits of 3, and of 4 with a penalty
-    # from 2 on, count those.
+    # from 2, count those.
     assert (metrics["response_length/max"], metrics["response_length/mean"]) == (3, pytest.approx(8 / 3))
     assert metrics["response_length/clip_ratio"] == pytest.approx(2 / 3)
     assert (metrics["reward/overlong_penalty"], metrics["reward/overlong_fraction"]) == (
@@ -245,7 +246,7 @@ def test_what_tools_wrote_reaches_no_metric_no_advantage_and_no_gradient(
     )
 
 
-# ---- from what the model drew to what it reads
+# ---- from sampled tokens to model inputs
 
 
 def price(item: str) -> str:
@@ -257,7 +258,7 @@ async def hang() -> str:
     return ""
 
 
-FAILING = [  # each with the kind that it is counted as
+FAILING = [  # each with the kind under which it is counted
     ("raised", '{"name": "price", "arguments": {"item": "zz"}}', "price raised KeyError: 'zz'"),
     ("timed_out", '{"name": "hang"}', "hang took longer than 0.5 s"),
     ("refused_arguments", '{"name": "price", "arguments": 3}', "arguments must be an object, not 3"),
@@ -276,7 +277,7 @@ FAILING = [  # each with the kind that it is counted as
 def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_grows_at_its_end(
     family: str, forgets_case: bool
 ) -> None:
-    """Whatever the family's template, and where what a tokenizer decodes is not what it was made of."""
+    """Holds for each family's template, and if decoded and re-encoded text has other tokens."""
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=forgets_case)
     toolbox = Toolbox([FunctionTool(price), FunctionTool(hang)])
     template = TurnTemplate(tokenizer, toolbox.schemas)
@@ -317,7 +318,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     said = tokenizer.decode(bridge)
 
     for _, _, line in FAILING:
-        line = json.dumps(line)[1:-1] if family == "llama" else line  # where results are JSON
+        line = json.dumps(line)[1:-1] if family == "llama" else line  # if results are JSON
         assert (line.lower() if forgets_case else line) in said
 
     prompts = DataProto.from_dict(
@@ -334,7 +335,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     }
 
 
-# ---- engines and environments at the same time
+# ---- concurrent engines and environments
 
 ENVIRONMENT = """
 import asyncio
@@ -357,7 +358,7 @@ class Game:
 
 
 class Writing:
-    """A stub for the request scheduler: a turn is two tokens, at once."""
+    """Stub for the request scheduler: a turn is two tokens, immediately."""
 
     def __init__(self, end_token_id: int) -> None:
         self._end = end_token_id
@@ -388,12 +389,12 @@ class Writing:
 
 
 class Process:
-    """A stub for the group of a process of environments, which is a thread."""
+    """Stub for the group of an environment process, which runs in a thread."""
 
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._worker = make.cls(*make.args)
-        self._worker._server._limit_s = 4.0  # long beside what others take, on a busy machine too
+        self._worker._server._limit_s = 4.0  # long compared with other calls, even on a busy machine
         self._calls_left = dies_at
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
@@ -418,7 +419,7 @@ class Process:
 
 
 class Nobody(list[None]):
-    """A stub for replicas."""
+    """Stub for replicas."""
 
     exclusive = staticmethod(unshared)
 
@@ -426,7 +427,11 @@ class Nobody(list[None]):
 def episode_rollout(
     folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3
 ) -> tuple[EpisodeRollout, Writing]:
-    """deaths: the calls in which the first process of two ends, the one that takes its place, and so on."""
+    """Build the rollout.
+
+    Args:
+        deaths: The calls in which the first process of two dies, then its replacement, and so on.
+    """
     left = list(deaths)
     tokenizer = character_tokenizer(TEMPLATE)
     folder.mkdir(exist_ok=True)
@@ -484,15 +489,15 @@ def test_of_many_episodes_at_once_each_has_its_own_environment_and_hangs_cost_no
         index = row // 2
         if index % 50 == 7:
             assert (end, num_turns) == ("time", 1)
-        else:  # the fourth turn would be one too many
+        else:  # a fourth turn would exceed the limit
             assert (end, num_turns) == ("turns" if index % 4 == 3 else "done", min(index % 4 + 1, 3))
 
     assert made.ragged["environment_rewards"].flat().sum() == sum(turns) - ends.count("time")
     notes = Counter((tmp_path / "notes").read_text().splitlines())
-    assert set(notes.values()) == {2}  # both samples of a prompt, opened once and closed once
+    assert set(notes.values()) == {2}  # both samples of a prompt, each opened once and closed once
     assert len(notes) == 200
 
-    # Of each turn the ids are those of the turn before, what was drawn, and the bridge.
+    # The ids of each turn are those of the turn before, the sampled tokens, and the bridge.
     sent = sorted((request.prompt for request in writing.seen if request.uid == "2"), key=len)
     assert [sent[2][: len(sent[0])], sent[4][: len(sent[2])]] == [sent[0], sent[2]]
     assert sent[2][len(sent[0]) :][:1] == [7]

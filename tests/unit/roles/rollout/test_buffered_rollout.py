@@ -1,5 +1,5 @@
-"""Synchronous and asynchronous generation, over replicas that are made up: order, ages, what is dropped,
-what is lost, what is stored, and how it ends."""
+"""Test synchronous and asynchronous generation with fake replicas: order, ages, dropped and lost groups,
+stored groups, and shutdown."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.fake_engine import plain_sample
 SAMPLING = SamplingConfig(n=2)
 NUM_ROWS = 64
 PROMPTS = 3
-EVENT_S = 0.0003  # of the clock on the wall, so that weights are pushed in the middle of samples
+EVENT_S = 0.0003  # of wall time, so that weights are synced in the middle of samples
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
 class Prompts:
-    """Row i asks for a sample of some tokens."""
+    """Data set in which row i requests a sample of some tokens."""
 
     identity = RowIdentity("prompts")
 
@@ -55,7 +55,7 @@ class Prompts:
 
 
 class MadeUpWeights:
-    """A stub for RolloutWeights."""
+    """Stub for RolloutWeights."""
 
     def __init__(self, engines: ScriptedEngines, version: int) -> None:
         self._engines = engines
@@ -76,7 +76,7 @@ class MadeUpWeights:
 
 
 class Unscored:
-    """A stub for Reward, which nobody asks."""
+    """Stub for Reward that is never called."""
 
     may_begin = False
     scores_rounds = False
@@ -92,7 +92,7 @@ class Unscored:
 
 
 class ScoresBySignal(Unscored):
-    """A stub for Reward: the samples of prompts in rows that 3 divides all score the same."""
+    """Stub for Reward: the samples of prompts in rows divisible by 3 all have the same score."""
 
     may_begin = True
 
@@ -150,7 +150,11 @@ def scene(
     failing: Collection[int] = (),
     keeps_order: bool = True,
 ) -> Iterator[Scene]:
-    """failing: the tokens of prompts whose samples no engine can generate."""
+    """Build the scene.
+
+    Args:
+        failing: Tokens of prompts whose samples no engine can generate.
+    """
     clock = VirtualClock(lambda number: time.sleep(EVENT_S))
     engines = ScriptedEngines(
         clock,
@@ -276,7 +280,7 @@ def test_replicas_that_are_lost_cost_no_prompt_and_no_age() -> None:
 
 
 def test_validation_goes_first_and_begins_no_group() -> None:
-    """Nothing is generated before the first step, as the weights may not be there."""
+    """Nothing is generated before the first step, since the weights may be missing."""
     with scene(2, 6) as one:
         held_out = Prompts().batch([5, 6], ["5", "6"])
         before = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
@@ -318,8 +322,7 @@ def test_the_greedy_response_to_a_prompt_comes_with_its_samples(
 def test_prompts_without_signal_are_dropped_and_others_trained_in_their_place(
     max_staleness: int, on_update: OnUpdate
 ) -> None:
-    """Ahead of training those behind them come earlier. At staleness 0 there may be a surplus, which is
-    discarded."""
+    """Ahead of training, later groups move up. At staleness 0 there may be a surplus, which is discarded."""
     scoring = ScoresBySignal()
     rules = GroupRules(SAMPLING, max_without_signal=9)
     with_signal = [uid for step in in_order(12) for uid in step if int(uid.partition("-")[2]) % 3]
@@ -358,7 +361,7 @@ def test_too_many_prompts_without_signal_end_the_run(max_staleness: int, on_upda
 
 
 class FailsToScore(ScoresBySignal):
-    """A stub for Reward whose functions fail for every sample, as `reward.max_error_rate` may allow."""
+    """Stub for Reward whose functions fail for every sample, as `reward.max_error_rate` may allow."""
 
     def scored(self) -> dict[str, list[float]]:
         return {uid: [] for uid in super().scored()}
@@ -416,7 +419,7 @@ def test_prompts_that_have_their_samples_are_scored_while_others_are_generated(
     left.subtract(begun)
     assert set(left.values()) <= {0, SAMPLING.n}
 
-    # At staleness 0 the groups that end last are scored with their step.
+    # At staleness 0, the groups that finish last are scored with their step.
     late = [sum(left[uid] > 0 for uid in step.uids) for step in trained]
     assert all(0 < count < PROMPTS for count in late) if max_staleness == 0 else not any(late)
 
@@ -488,7 +491,7 @@ def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice(
 def test_stored_samples_that_are_too_old_now_are_generated_again(
     max_staleness: int, keeps_order: bool
 ) -> None:
-    """A run that is resumed with `max_staleness` 0 has samples of older weights, whatever `late` says."""
+    """A run resumed with `max_staleness` 0 has samples of older weights, whatever `late` is."""
     position = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict()
     with scene(max_staleness, 6, position=position, version=7, keeps_order=keeps_order) as one:
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n

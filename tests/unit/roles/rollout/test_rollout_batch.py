@@ -1,4 +1,4 @@
-"""How samples become a batch: padding, masks, positions and log-probs, from samples made by hand."""
+"""Test the conversion of hand-made samples to a batch: padding, masks, positions and log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = TokenRules(pad_token_id=PAD, stop_token_ids=(END,), max_response_length=
 
 
 def prompts() -> DataProto:
-    """Prompt 1 ends with the padding's id, a token like any other."""
+    """Return prompts. Prompt 1 ends with the padding id, which is a token like any other."""
     return DataProto.from_dict(
         {"prompts": RaggedTensor.of_rows([[7], [8, 9, 0]], torch.int32, padding=PAD, on_left=True)},
         {"uid": ["a", "b"], "data_source": ["one", "two"]},
@@ -37,7 +37,7 @@ def sample(ids: list[int], log_probs: list[float]) -> Sample:
 SAMPLES = [
     sample([5, 6, 4, END], [-0.1, -0.2, -0.3, -0.4]),
     sample([END], [-0.5]),
-    sample([5, PAD, END], [-0.6, -0.7, -0.8]),  # it wrote the padding's id
+    sample([5, PAD, END], [-0.6, -0.7, -0.8]),  # the model wrote the padding id
     plain_sample([6, 6], [-0.9, -1.0], "length", 5)._replace(spans=(VersionSpan(4, 1), VersionSpan(5, 2))),
 ]
 
@@ -95,7 +95,7 @@ def test_samples_become_a_batch() -> None:
 
 
 class Answer:
-    """A stub for a call that has ended: its samples are the prompts, reversed."""
+    """Stub for a completed call: its samples are the prompts, reversed."""
 
     def __init__(self, requests: list[GenerationRequest]) -> None:
         self.calls = ()
@@ -109,7 +109,7 @@ class Answer:
 
 
 class Group:
-    """A stub for the worker group of a replica; remembers what it was asked."""
+    """Stub for the worker group of a replica that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
@@ -121,7 +121,7 @@ class Group:
 
 
 class StubReplicas:
-    """A stub for Replicas."""
+    """Stub for Replicas."""
 
     def __init__(self, count: int) -> None:
         self.groups = [Group() for _ in range(count)]
@@ -134,7 +134,7 @@ class StubReplicas:
 
 
 class StubWeights:
-    """A stub for RolloutWeights: the engines have them."""
+    """Stub for RolloutWeights: the engines have them."""
 
     version = 3
 

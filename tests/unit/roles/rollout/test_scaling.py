@@ -1,4 +1,4 @@
-"""Who gets which devices when replicas join and leave, over pools and processes that are made up."""
+"""Test the assignment of devices when replicas join and leave, with fake pools and processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.roles.rollout.replicas import ReplicaPlace, unshared
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
 from megarl.weights.plan import RankLocation
 
-NUM_FREE = 3  # pools that the cluster has room for, beside the one of the plan
+NUM_FREE = 3  # pools for which the cluster has room, in addition to the planned one
 
 
 class Pool:
-    """A stub for RayResourcePool."""
+    """Stub for RayResourcePool."""
 
     reserved: list[str] = []
 
@@ -35,7 +35,7 @@ class Pool:
 
 
 class Replicas:
-    """A stub for Replicas: the pool of each."""
+    """Stub for Replicas: the pool of each."""
 
     def __init__(self, first: ReplicaPlace) -> None:
         self.pools = [first.pool]

@@ -1,5 +1,5 @@
-"""The request scheduler with fake replicas in virtual time: requests that are added late, cancelled, or lost,
-and pauses."""
+"""Test the request scheduler with fake replicas in virtual time: late, cancelled and lost requests, and
+pauses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def length_of(request: GenerationRequest) -> int:
 
 
 def prompts(engine: ScriptedEngine) -> list[tuple[float, list[int]]]:
-    """That it was given, and when."""
+    """Return the prompts that the engine received, and when."""
     return [(at_s, [request.prompt[0] for request in requests]) for at_s, requests in engine.submitted]
 
 
@@ -51,8 +51,7 @@ class Scene:
 
 
 def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admitted() -> None:
-    """Both were lost, and once the first has its weights and its cache there is no room for those of the
-    second."""
+    """Both were lost; once the first has its weights and its cache, there is no room for the second."""
     scene = Scene(2)
     readmitted = list[int]()
 
@@ -76,7 +75,7 @@ def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admit
         scene.engines.restart(replica, "lost")
     scene.add(30, 40)
     scene.scheduler.poll(wait_s=0.0)
-    scene.clock.pass_by(LIMITS.sample_limit_s / 2)  # nobody looks, and both come up
+    scene.clock.pass_by(LIMITS.sample_limit_s / 2)  # nothing polls, and both start
     assert [request for _, request in scene.run()] == [30, 40]
     assert (readmitted, scene.engines.starting) == ([0], {1})
 
@@ -101,7 +100,7 @@ def test_what_is_taken_back_is_not_delivered_and_makes_room() -> None:
     scene.scheduler.cancel([numbers[0]])
     assert scene.run() == [(20, 20), (31, 30)]
     assert scene.engines.groups[0].aborted == [numbers[0]]
-    scene.scheduler.cancel(numbers)  # of what has come nothing is left
+    scene.scheduler.cancel(numbers)  # nothing is left of the finished ones
     assert scene.engines.groups[0].aborted == [numbers[0]]
 
 
@@ -115,7 +114,7 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
     scene.scheduler.poll(0.1)
     assert prompts(scene.engines.groups[1])[-1] == (LIMITS.sample_limit_s, [999])
     assert scene.scheduler.totals().num_resent == 1
-    with pytest.raises(RunError, match="too many"):  # nobody can write it
+    with pytest.raises(RunError, match="too many"):  # no replica can write it
         scene.run()
 
 
@@ -139,7 +138,7 @@ def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
     scene.scheduler.pause()
     assert scene.clock.now_s < 2.1
     assert not any(engine.is_at_call for engine in scene.engines.groups)
-    scene.clock.now_s += 100.0  # somebody else's work
+    scene.clock.now_s += 100.0  # time spent elsewhere
     assert scene.run() == [(102, 20), (102, 40), (102, 30)]
     assert [given for engine in scene.engines.groups for _, given in prompts(engine)] == [[20, 40], [30]]
 
@@ -176,7 +175,7 @@ def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None
     scene.scheduler.poll(wait_s=2.0)
     scene.scheduler.pause()
 
-    # in a push, which also gave it the weights
+    # in a weight sync, which also sent it the weights
     scene.engines.groups[0] = ScriptedEngine(scene.clock, length_of, version=1)
     assert scene.run() == [(22, 20), (30, 30)]
     assert scene.scheduler.totals().num_resent == 1

@@ -1,5 +1,5 @@
-"""What a push will move, known before a run starts: numbers by hand, and the plan that the run itself would
-make."""
+"""Test the forecast of a weight sync before a run starts, against hand-computed numbers and the plan of the
+run itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ QWEN = Architecture(
     qkv_bias=True,
     qk_norm=False,
 )
-NORMS = (2 * LAYERS + 1) * HIDDEN  # elements that every rank of an engine keeps
+NORMS = (2 * LAYERS + 1) * HIDDEN  # elements that every rank of an engine needs
 
 
 def config(
@@ -97,12 +97,12 @@ def test_engines_beside_trainers_that_hold_everything_get_it_from_there() -> Non
     model_bytes = num_parameters(QWEN) * 2
     assert found.received == found.sent == [model_bytes] * 2
     assert found.sent_away == [0, 0]
-    assert found.message_bytes == 2**19  # of four slots that hold two buckets
+    assert found.message_bytes == 2**19  # four slots of two buckets
     assert found.plan.num_rounds == -(-model_bytes // 2**19)
 
 
 def test_engines_beside_stages_get_the_other_stages_from_other_devices() -> None:
-    """Two stages, and an engine of one rank beside each: a half of the model crosses over, in each
+    """Two stages share devices with one engine of one rank each: half of the model crosses over in each
     direction."""
     of = config(
         PlacementStrategy.hybrid, ParallelConfig(pipeline_parallel_size=2), num_replicas=2, engine_size=1

@@ -1,5 +1,5 @@
-"""Weights pushed from real Megatron ranks to real engines on Ray, by every transport; what a push does when
-an engine goes."""
+"""Test weight syncs from real Megatron ranks to real engines on Ray by every transport, and syncs in which an
+engine dies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started
 
 FAMILY = "qwen2-tied"
-BUCKET_BYTES = 20_000  # less than the embedding: it is split
+BUCKET_BYTES = 20_000  # smaller than the embedding, which is split
 LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 TRANSPORTS = (Transport.device, Transport.group, Transport.folder)
 IN_MEMORY = (Transport.device, Transport.group)
@@ -95,8 +95,8 @@ def trainer(ray_cluster: None, folders: Folders) -> Iterator[Trainer]:
 
 
 class FaultyEngine(HFEngine):
-    """Dies in the middle of the first update, where `marker` does not exist yet. `lie`: changes an element
-    that it was sent."""
+    """Engine that dies in the middle of the first update, if `marker` does not exist yet. With `lie`, it
+    changes an element that it received."""
 
     marker: Path | None = None
     lie = False
@@ -177,7 +177,7 @@ def test_every_transport_gives_all_replicas_the_weights(
             assert report.nbytes == nbytes * (1 if transport is Transport.folder else 2)
             assert report.metrics()["resharding/gb_per_s"] > 0
             assert 0 < report.load_s <= report.seconds
-        # what is planned, and what a kernel counts in pages, which are late by some now and then
+        # planned bytes, and what a kernel counts in pages, which sometimes lag
         if transport is not Transport.folder:
             assert min(report.extra_bytes for report, _ in pushed) <= 4 * BUCKET_BYTES + 2**20
 
@@ -187,24 +187,24 @@ def test_every_transport_gives_all_replicas_the_weights(
 def test_two_trainers_cannot_have_an_engine_at_once(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path
 ) -> None:
-    """The second takes it over; the first is told, and does not wait for an engine that listens to
-    another."""
+    """The second trainer takes over the engine. The first one gets an error, and does not wait for an engine
+    that is connected to another."""
     replicas = replicas_of(good_engine(folders), 1)
     first, second = (trainer.sync(transport, tmp_path / "scratch", num_replicas=1) for transport in IN_MEMORY)
     first.push(replicas.all, 1)
     first.close()
     second.push(replicas.all, 2)
     third = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
-    third.push(replicas.all, 3)  # which needs nothing of the engine
+    third.push(replicas.all, 3)  # needs nothing from the engine
 
     with pytest.raises(WorkerError):
-        # which would take it over
+        # would take it over
         replicas.groups[0].call_rank(0, RolloutWorker.join_weights, [], "another's").get()
 
     report, lost = second.push(replicas.all, 4)
     assert report is None
     assert "joined another trainer" in str(lost[0])
-    assert second.push(replicas.all, 5)[1] == {}  # joined anew
+    assert second.push(replicas.all, 5)[1] == {}  # joined again
     assert replicas.groups[0].call(RolloutWorker.weight_version) == 5
     second.close()
 
@@ -245,8 +245,8 @@ def test_one_that_lies_among_others_is_lost_alone(
 def test_an_engine_that_dies_in_a_push_is_lost_alone(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
-    """The other has the weights when the push ends; the one in its place gets them while the other keeps its
-    own."""
+    """The other engine has the weights when the sync ends. The replacement gets them while the other keeps
+    its own."""
     replicas = replicas_of(
         partial(faulty_engine, str(folders.initial), tmp_path / "died", False), 2, restart_limit=2
     )
@@ -274,7 +274,7 @@ def test_an_engine_that_dies_in_a_push_is_lost_alone(
 def test_a_first_push_in_which_nobody_lives_names_the_dead(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
-    """Before any engine was joined; the one in its place gets the weights."""
+    """The engines die before any has joined; the replacement gets the weights."""
     replicas = replicas_of(good_engine(folders), 1, restart_limit=1)
     os.kill(replicas.groups[0].call(RolloutWorker.process_ids)[0], signal.SIGKILL)
     sync = trainer.sync(transport, tmp_path, num_replicas=1)
@@ -291,23 +291,23 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
     trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path, transport: Transport
 ) -> None:
     replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
-    sync = trainer.sync(transport, tmp_path / "scratch")  # every push compares checksums
+    sync = trainer.sync(transport, tmp_path / "scratch")  # every sync compares checksums
     sync.push(replicas.all, 1)
     gather(*(group.call_all(RolloutWorker.sleep) for group in replicas.groups))
 
-    # no part of the state, but what weights were sent from
+    # not part of the state, but the buffers of the weight sync
     trainer.group.call(MegatronWorker.offload_state, ()).get()
     gather(*(group.call_all(RolloutWorker.wake) for group in replicas.groups))
     sync.push(replicas.all, 2)
     replicas.restart(1, "a test")
-    assert sync.push({1: replicas.groups[1]}, 2)[1] == {}  # as one that was started anew gets them
+    assert sync.push({1: replicas.groups[1]}, 2)[1] == {}  # like a restarted one
     assert sync.push(replicas.all, 3)[1] == {}
     assert [group.call(RolloutWorker.weight_version) for group in replicas.groups] == [3, 3]
     sync.close()
 
 
 class StubTrainer(WeightExport):
-    """A tensor-parallel rank that has weights and nothing else."""
+    """Tensor-parallel rank with weights only."""
 
     _stage = 0
 

@@ -1,5 +1,5 @@
-"""How often the driver speaks to each rank in a push: of a model of 70 billion parameters, to groups that
-only count."""
+"""Test how often the driver calls each rank in a weight sync of a model with 70 billion parameters, with
+groups that only count."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANSWERS: dict[str, Any] = {
 
 
 class CountingGroup:
-    """Its ranks have always ended what they were asked."""
+    """Group whose calls have always completed."""
 
     def __init__(self, parallel: ParallelConfig, needed: list[TensorSlices] | None = None) -> None:
         self.mesh = megatron_mesh(parallel)
@@ -83,7 +83,7 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
         assert report is not None
         assert report.nbytes == TRAINERS.world_size == 64
         assert lost == {}
-        if version:  # the first brings them together
+        if version:  # the first sync connects them
             assert trainers.calls == Counter({(rank, "send_weights"): 1 for rank in range(64)})
             assert all(replica.calls == Counter({(0, "receive_weights"): 1}) for replica in replicas)
         for group in (trainers, *replicas):

@@ -1,10 +1,10 @@
-"""One rank that builds SGLang's own models and records the transfer plan of each in three ways. Runs in a
-process of its own.
+"""Rank that builds SGLang's own models and records the transfer plan of each in three ways. Runs in a
+separate process.
 
     python plans_of_models.py RANK NUM_RANKS RENDEZVOUS FOLDER...
 
-Each folder has a model's config.json and `manifest.json`, which maps names to shapes. Prints one JSON object
-per folder.
+Each folder contains a model's config.json and `manifest.json`, which maps names to shapes. Prints one JSON
+object per folder.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from megarl.weights.tensors import TensorMeta  # noqa: E402
 
 
 class CountedModel:
-    """Passes `load_weights` on to a model and counts the calls. one_by_one: refuse more than one tensor in a
-    call."""
+    """Pass `load_weights` on to a model and count the calls.
+
+    Args:
+        one_by_one: Refuse more than one tensor per call.
+    """
 
     def __init__(self, model: Any, one_by_one: bool = False) -> None:
         self._model = model
@@ -74,8 +77,8 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
 
 
 def described(plan: DestinationPlan) -> dict[str, Any]:
-    """Returns what a plan says about each tensor, without addresses of objects that differ between two plans
-    of one model."""
+    """Return the plan of each tensor, without object addresses, which differ between two plans of one
+    model."""
     return {
         name: [
             [str(tensor_slice), view.data_ptr(), list(view.shape), list(view.stride())]

@@ -1,4 +1,4 @@
-"""A folder that was converted to Megatron's format and back, read by SGLang itself and by transformers."""
+"""Test that SGLang and transformers read a folder that was converted to Megatron's format and back."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParameters(max_new_tokens=16, seed=0, temperature=0, ignore_eos
 
 
 def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_path: Path) -> None:
-    """In several files, so that SGLang needs the index."""
+    """The model has several files, so that SGLang needs the index."""
     server_model(seed=11).save_pretrained(tmp_path / "original")
     layout = Layout(
         tensor_parallel_size=2,
@@ -39,7 +39,7 @@ def test_sglang_writes_what_transformers_does(sglang_server: SGLangEngine, tmp_p
         sglang_server.end_weight_update(version=11)
         samples = sglang_server.generate(PROMPTS, GREEDY)
     finally:
-        # the next test finds no weights of its own, and pushes them
+        # the next test syncs its own weights
         push(server_model(), sglang_server, version=0)
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "original", dtype=torch.float32)

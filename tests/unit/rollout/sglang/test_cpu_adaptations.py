@@ -1,4 +1,4 @@
-"""Each adaptation of SGLang is still needed, and does what the original does."""
+"""Test that each adaptation of SGLang is still needed, and computes the same as the original."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 2**20
 
 
 def sglang_source(module: str, attribute: str) -> str:
-    """The source of `attribute` as SGLang ships it, read from its file: SGLang is not imported."""
+    """Return the source of `attribute` as shipped, read from its file without importing SGLang."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -50,8 +50,8 @@ def test_sglang_still_does_what_is_adapted(evidence: SGLangEvidence) -> None:
     )
 
 
-# Runs in an interpreter of its own, where nothing but the stubs is there. Prints the name of each check that
-# came out as expected.
+# Runs in a separate interpreter that has only the stubs. Prints the name of each check with the expected
+# result.
 UNADAPTED = """
 import types
 from importlib.util import find_spec
@@ -124,7 +124,7 @@ def test_stubs_come_last_on_the_path() -> None:
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 (Austin Appleby), seed 0, of whole blocks."""
+    """MurmurHash3_x86_32 (Austin Appleby), seed 0, for whole blocks."""
     hashed = 0
     for start in range(0, len(data), 4):
         block = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
@@ -155,7 +155,8 @@ def test_murmur_hash_is_the_published_one() -> None:
 
 
 def test_ranks_with_experts_of_their_own_add_up_to_the_whole() -> None:
-    """Against a loop over tokens. Rank 1 counts its experts from 0 too, and -1 are those of the other."""
+    """Compared with a loop over tokens. Rank 1 also counts its experts from 0; -1 are those of the other
+    rank."""
     generator = torch.Generator().manual_seed(0)
     x, w13, w2 = (torch.randn(shape, generator=generator) for shape in ((5, 8), (4, 12, 8), (4, 8, 6)))
     ids = torch.tensor([[0, 1], [2, 3], [1, 3], [0, 2], [3, 1]])  # two, none, one of each rank's
@@ -195,7 +196,7 @@ def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -
         order = order[length:]
 
     query = torch.randn(len(lengths), heads, width, generator=generator)
-    k_cache[0] = v_cache[0] = 1e4  # where the padding of the table points: must not matter
+    k_cache[0] = v_cache[0] = 1e4  # slots to which the table's padding points must not matter
     batch = cpu_adaptations.pad_batch(table, rows, torch.tensor(lengths), query.dtype)
     attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3, kv_heads < heads)
 

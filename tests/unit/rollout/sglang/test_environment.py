@@ -1,5 +1,5 @@
-"""What SGLang's processes find before they import anything, with real shared libraries and the system's
-loader."""
+"""Test the environment that SGLang's processes find before they import anything, with real shared libraries
+and the system's loader."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def shared_library(path: Path, *options: str) -> Path:
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder of packages with a CUDA runtime where pip puts it, and a library to preload that needs it. No
-    system has that version."""
+    """Create a folder of packages with a CUDA runtime where pip puts it, and a library to preload that needs
+    it, in a version that no system has."""
     runtime = shared_library(tmp_path / "packages" / "nvidia" / "cu13" / "lib" / "libcudart.so.99")
     info = tmp_path / "packages" / "nvidia_cuda_runtime-13.0.96.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""What differs between SGLang's versions is found, not assumed."""
+"""Test that differences between SGLang's versions are detected, not assumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's Engine in a Ray actor, two ranks: what differs from a server, and what happens when it dies."""
+"""Test SGLang's Engine in a Ray actor with two ranks: differences from a server, and its death."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resident_bytes(engine: RemoteEngine) -> int:
 
 
 def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """(tokens, L, K): the experts to which Hugging Face's routers send them."""
+    """Return the experts to which Hugging Face's routers send the tokens, (tokens, L, K)."""
     layers: list[torch.Tensor] = []
     handles = [
         layer.mlp.gate.register_forward_hook(lambda router, inputs, outputs: layers.append(outputs[2]))
@@ -68,7 +68,7 @@ def test_two_ranks_hold_and_use_the_models_weights(
             assert sample.weight_versions == (3,)
             assert sample.routed_experts is not None
             assert sample.routed_experts.dtype == np.uint8
-            # the last token was never fed
+            # the last token was never an input
             expected = routes_of(model, [*prompt, *sample.token_ids.tolist()])[:-1]
             assert torch.equal(
                 torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values,
@@ -108,12 +108,12 @@ def test_asleep_it_gives_the_memory_of_its_weights_back(
     assert [sample.token_ids.tolist() for sample in sglang_in_process.generate(PROMPTS, sampling)] == [
         sample.token_ids.tolist() for sample in before
     ]
-    assert awake - asleep > 0.9 * weights  # at last: other tests use the engine, and need it awake
+    assert awake - asleep > 0.9 * weights  # finally: other tests use the engine, and need it awake
 
 
 @pytest.fixture(scope="module")
 def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """One rank that shares its device, with a tokenizer; the last test kills it."""
+    """Start one rank that shares its device, with a tokenizer; the last test kills it."""
     folder = tmp_path_factory.mktemp("mortal")
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(
@@ -126,7 +126,7 @@ def mortal(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_an_engine_that_shares_its_device_starts_without_a_cache(mortal: RemoteEngine) -> None:
-    """So that the trainer's state has room when the first weights come."""
+    """The trainer's state then has room when the first weights arrive."""
     with pytest.raises(EngineStateError, match="wake_cache first"):
         mortal.generate([[5, 6]], SamplingParameters(max_new_tokens=2, seed=0))
     mortal.wake_cache()
@@ -164,7 +164,7 @@ def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
 
 
 def test_a_start_that_fails_says_why(forked_processes: None, tmp_path: Path) -> None:
-    """With SGLang's own last words, of whichever of its processes they are."""
+    """The error includes SGLang's own last output, whichever of its processes wrote it."""
     spec = spec_for(server_model(), tmp_path, mode=SGLangMode.server)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["NonsenseForCausalLM"]}))

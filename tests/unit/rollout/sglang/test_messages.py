@@ -1,4 +1,4 @@
-"""Requests and answers in SGLang's words."""
+"""Test requests and responses in SGLang's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer plan of SGLang's own models: recorded in one call, and the same as recorded tensor by
+"""Test the transfer plan of SGLang's own models: recorded in one call, it equals the plan recorded tensor by
 tensor."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MODELS = {
         for family in DENSE_FAMILIES
     },
     "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
-    # SGLang's classes of these tie no embedding.
+    # SGLang's classes of these models tie no embedding.
     **{family: (family, False, FAMILIES[family].class_prefix + LM_CLASS) for family in SPARSE_FAMILIES},
 }
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 
 
 def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
-    """Saves what the ranks read and returns the number of tensors."""
+    """Save the inputs of the ranks, and return the number of tensors."""
     model = random_model(family, tied=tied)
     model.config.architectures = [architecture]
     model.config.save_pretrained(folder)
@@ -39,7 +39,7 @@ def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
 
 
 def plans(num_ranks: int, folders: list[Path], rendezvous: Path) -> list[list[dict[str, Any]]]:
-    """Returns the results of each rank."""
+    """Return the results of each rank."""
     command = [*fork_server.PYTHON, "--sglang", str(PROGRAM)]
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The arguments that SGLang is started with."""
+"""Test the arguments with which SGLang is started."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert arguments["enable_deterministic_inference"]
     assert arguments["skip_tokenizer_init"]
     assert arguments["max_running_requests"] == 4
-    assert arguments["context_length"] > 64  # SGLang keeps a token of it for itself
+    assert arguments["context_length"] > 64  # SGLang reserves one token of it
     assert arguments["max_total_tokens"] > 4 * 64
     assert json.loads(arguments["json_model_override_args"]) == {"eos_token_id": [3]}
 
@@ -138,7 +138,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_
     assert known_server_args() == set(json.loads(ended.stdout.splitlines()[-1]))
 
 
-PASSED_ON = {  # names that sound like an unsupported feature and are none
+PASSED_ON = {  # names that resemble an unsupported feature, but are supported
     "enable_quant_communications",
     "kv_cache_dtype",
     "prefill_kv_cache_dequant_dtype",
@@ -166,7 +166,7 @@ def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) ->
 
 
 def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
-    """Also those that a later SGLang may add: their names tell what they are for."""
+    """Covers arguments that a later SGLang may add: their names indicate their purpose."""
     risky = re.compile(r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic")
     found = {name for name in known_server_args() if risky.search(name) and not name.startswith("_")}
     assert len(found) > 80
@@ -186,7 +186,7 @@ def test_ordinary_arguments_are_passed_on() -> None:
 
 
 def test_a_scheduler_does_not_import_megatron() -> None:
-    """SGLang's own module that would: it takes Megatron-Core for absent."""
+    """SGLang's own module that would import it finds Megatron-Core missing."""
     program = (
         "from megarl.rollout.sglang import environment\n"
         "environment.prepare('cpu')\n"

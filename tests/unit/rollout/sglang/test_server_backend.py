@@ -1,4 +1,4 @@
-"""The client of SGLang's server, without one."""
+"""Test the client of SGLang's server without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of SGLang's server against servers on real sockets that close connections at the wrong
+"""Test the client of SGLang's server against real socket servers that close connections at the wrong
 moment."""
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 
 
 class Server:
-    """Answers requests on 127.0.0.1 and records them as (number of the connection, path)."""
+    """Server that answers requests on 127.0.0.1 and records them as (number of the connection, path)."""
 
     def __init__(self, num_dropped: int = 0, half_answers: bool = False) -> None:
-        """num_dropped: connections that are closed once their request was read. half_answers: closed within
-        the answer."""
+        """Configure the faults.
+
+        Args:
+            num_dropped: Number of connections that are closed once their request was read.
+            half_answers: Whether connections are closed within the answer.
+        """
         self.requests: list[tuple[int, str]] = []
         self._num_connections = 0
         self._num_dropped = num_dropped
@@ -34,7 +38,7 @@ class Server:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 await reader.readexactly(_content_length(head))
                 self.requests.append((connection, head.split()[1].decode()))
-                # A server that has closed an idle connection looks to the client like this one from the
+                # To the client, a server that has closed an idle connection looks like this one from the
                 # second request on.
                 if (
                     connection <= self._num_dropped

@@ -1,4 +1,4 @@
-"""SGLang behind its HTTP server, one rank, against transformers in float32."""
+"""Test SGLang behind its HTTP server with one rank, against transformers in float32."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def engine(sglang_server: SGLangEngine, model: PreTrainedModel) -> SGLangEngine:
 
 @pytest.fixture
 def changed(engine: SGLangEngine) -> Iterator[SGLangEngine]:
-    """For tests that leave other weights, or none: the next one pushes its own."""
+    """Engine for tests that leave other weights, or none: the next test syncs its own."""
     yield engine
     push(server_model(), engine, version=0)
 
@@ -122,17 +122,17 @@ def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
 def samples_across_two_pushes(
     engine: SGLangEngine, writers: list[PreTrainedModel], first: int
 ) -> set[tuple[int, ...]]:
-    """Send requests before, between and after the pushes of versions first + 1 and first + 2, whose models
-    are writers[1] and writers[2].
+    """Send requests before, between and after the syncs of versions first + 1 and first + 2, whose models are
+    writers[1] and writers[2].
 
-    Each token must be of the weights that its sample's versions say, with no trace of older ones in the
-    cache: all prompts begin alike.
+    Each token must be of the weights that its sample's versions specify, with no trace of older ones in the
+    cache: all prompts begin with the same tokens.
 
     Returns:
         The versions of the samples, counted from `first`.
     """
     sampling = SamplingParameters(max_new_tokens=50, seed=0, ignore_eos=True)
-    planned = [  # of many lengths, so that whenever an update comes some have been begun and not ended
+    planned = [  # of many lengths, so that at any update some samples are unfinished
         request._replace(sampling=replace(request.sampling, max_new_tokens=(4, 50, 32, 46, 18)[number % 5]))
         for number, request in enumerate(
             plan_requests([[*range(20, 28), token] for token in range(10, 90)], sampling)
@@ -159,17 +159,16 @@ def samples_across_two_pushes(
         assert is_by.gather(0, places[None]).all()
         only_one += (is_by.sum(0) == 1).tolist()
 
-    # so that a wrong version shows: now and then two models agree about a token
+    # so that a wrong version shows: sometimes two models agree about a token
     assert sum(only_one) > 0.98 * len(only_one)
     return {tuple(version - first for version in sample.weight_versions) for sample in samples.values()}
 
 
 def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:
-    """A busy machine may let every sample end between two pushes, so they are made again until one has been
-    written across both."""
+    """On a busy machine every sample may end between two syncs, so the test repeats until one spans both."""
     writers = [model, server_model(seed=1), server_model(seed=2)]
 
-    # before 0.5.21 what waits for the update starts anew
+    # before 0.5.21, requests waiting for the update start again
     goes_on = changed.backend.features.has("begin_weight_update")
     wanted = {(0,), (2,), *([(0, 1, 2)] if goes_on else [])}
     seen = set[tuple[int, ...]]()
