@@ -126,7 +126,7 @@ class RankLoader:
         # The trainers keep sending the slices that were agreed on.
         if plan.not_followed or plan.slices != self._plan.slices:
             raise WeightTransferError(
-                "SGLang has sliced its parameters differently since it was asked where its tensors go: "
+                "SGLang has sliced its parameters differently since it reported where its tensors go: "
                 "restart the engine"
             )
 

@@ -242,7 +242,7 @@ def known_server_args() -> frozenset[str]:
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ConfigError(
-            "rollout.engine", ["SGLang is not installed; install it as the page on installation says"]
+            "rollout.engine", ["SGLang is not installed; install it as described on the installation page"]
         )
 
     runtime = Path(spec.origin).parent / "srt"
