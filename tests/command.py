@@ -1,4 +1,4 @@
-"""A command that a test starts and watches, and all the processes that come of it."""
+"""Command that a test starts and watches, with all its descendant processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from tests import fork_server
 from tests.processes import gone_within
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 600.0  # of what a test waits for, on a busy machine
+LIMIT_S = 600.0  # limit of a test's waits, on a busy machine
 _MARK = "TESTS_COMMAND"  # environment variable
 
 
 class Command:
-    """Python with these arguments, forked where there is a fork server, from the repository's root or `cwd`;
-    its output goes to `log`.
+    """Python with these arguments, from the repository's root or `cwd`, forked if there is a fork server. Its
+    output goes to `log`.
 
-    What comes of it is known by a mark that processes inherit, also where the one that started them has
-    ended.
+    Descendants are recognized by a mark that processes inherit, even if their parent has ended.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Command:
             time.sleep(look_s)
 
     def status(self, limit_s: float = LIMIT_S) -> int:
-        """Its exit status, as a shell gives it."""
+        """Return the exit status, as a shell reports it."""
         try:
             status = self.process.wait(limit_s)
         except psutil.TimeoutExpired as error:
@@ -72,20 +71,20 @@ class Command:
         self.process.send_signal(signal.SIGINT)
 
     def processes(self, named: str = "") -> list[psutil.Process]:
-        """Those of its processes that are there, the command's own among them. `named`: with this in their
+        """Return its live processes, including the command's own. `named`: only those with this text in their
         command line."""
         found = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(_MARK) == self._mark and named in " ".join(process.cmdline()):
                     found.append(process)
-            except psutil.Error:  # it has ended, or is another user's
+            except psutil.Error:  # it has ended, or belongs to another user
                 continue
 
         return found
 
     def kill_all(self) -> None:
-        """SIGKILL to all at once; returns when all are gone."""
+        """Send SIGKILL to all processes at once; returns when all have ended."""
         while everything := self.processes():
             for process in everything:
                 try:

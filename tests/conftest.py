@@ -1,4 +1,4 @@
-"""Session-wide fixtures: what takes long to start is started once, and what must be new for a test is forked."""
+"""Session-wide fixtures: slow resources are started once, and fresh ones for a test are forked."""
 
 import gc
 import os
@@ -16,14 +16,14 @@ from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
 
-# Two files of tests run at a time. What a run does without it is asked of single processes.
+# Two test files run at a time. The behavior without this setting is tested in separate processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What is imported before the first test stays, and is much: the collector would look at all of it again and
+# Modules imported before the first test stay, and are many: the garbage collector would scan them again and
 # again.
 gc.disable()
 
-# A shell's background job is started with Ctrl-C ignored, and under nohup SIGHUP is. What the tests start
+# A background job of a shell is started with Ctrl-C ignored, and nohup ignores SIGHUP. The tests' processes
 # would inherit that, and the tests that send these signals would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -33,15 +33,15 @@ SHARED = ("tests/docs/", "tests/unit/rollout/")  # a reader's folder; SGLang's e
 
 
 class TogetherByFile(LoadFileScheduling):
-    """Tests of a file share what they start, and those of some folders as well: one worker of pytest-xdist
-    runs them."""
+    """Schedule tests of a file, and of some folders, on one worker of pytest-xdist, since they share
+    resources."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in SHARED if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that two workers end together."""
+    """Run the slowest tests first, so that two workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
 
 
@@ -57,8 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """The workers of pytest-xdist have one server of forked processes, that of the process which divides the
-    tests."""
+    """Let the workers of pytest-xdist share the fork server of the process that distributes the tests."""
     if find_spec("ray"):
         (shared := ExitStack()).enter_context(fork_server.own_server())
         config.add_cleanup(shared.close)
@@ -66,16 +65,15 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def forked_processes() -> Iterator[None]:
-    """Programs that are started with fork_server.PYTHON, and workers of Ray, are forked from one process; without
-    Ray are all fresh processes."""
+    """Fork programs that are started with fork_server.PYTHON, and Ray's workers, from one process. Without
+    Ray, all are fresh processes."""
     with fork_server.server() if find_spec("ray") else nullcontext():
         yield
 
 
 @pytest.fixture(scope="module")
 def forked_rehearsals(forked_processes: None) -> Iterator[None]:
-    """The processes of megarl.rehearsal are forked. A fresh one is in tests/docs, where a page's command is
-    run."""
+    """Fork the processes of megarl.rehearsal. tests/docs, where a page's command is run, has a fresh one."""
     with fork_server.spawned(fork_server.REHEARSAL):
         yield
 

@@ -1,10 +1,10 @@
-"""The pages in docs/troubleshooting.md are what tests printed: each test that makes a failure compares its
-page with the one there.
+"""Keep the failure pages in docs/troubleshooting.md equal to what tests print: each test that produces a
+failure compares its page with the documented one.
 
-    make troubleshooting        # writes the pages anew, from the same tests
+    make troubleshooting        # rewrites the pages, from the same tests
 
-A page stands in a fenced block below `<!-- page: NAME -->`. What differs from run to run (processes, paths,
-times, sizes) is replaced.
+A page is in a fenced block below `<!-- page: NAME -->`. Values that differ between runs (processes, paths,
+times, sizes) are replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-WRITE = "MEGARL_WRITE_PAGES"  # set: the document is changed, instead of compared
+WRITE = "MEGARL_WRITE_PAGES"  # if set, the document is changed instead of compared
 
 _VOLATILE = (
     (r"/tmp/ray/session_[^/\s]+/logs/worker-[^\s:]+\.err", "/tmp/ray/SESSION/logs/WORKER.err"),
@@ -31,13 +31,13 @@ _VOLATILE = (
     (r"allocate \d+ bytes", "allocate 123456789 bytes"),
     (r"for \d+ s$", "for 2 s"),
     (r"step \d+, phase", "step 2, phase"),
-    # where it is cut depends on how long the paths were
+    # the truncation depends on the length of the paths
     (r"(complete checkpoints: \S+,) .* \.\.\.$", r"\1 ..."),
 )
 
 
 def last_page_of(log: str) -> str:
-    """The page at the end of what a command printed."""
+    """Return the page at the end of a command's output."""
     return re.search(r"(?s).*(^==== megarl .*?^=+$)", log, re.MULTILINE).group(1)  # type: ignore[union-attr]
 
 
@@ -48,8 +48,7 @@ def without_volatile(page: str) -> str:
 
 
 def check_documented(name: str, printed: str) -> None:
-    """`printed`: a page, or a message of a command that did not start. Fails where the document has another
-    one."""
+    """Compare a printed page, or the message of a command that did not start, with the documented one."""
     page = without_volatile(printed)
     text = DOCUMENT.read_text(encoding="utf-8")
     block = re.compile(rf"(<!-- page: {re.escape(name)} -->\n```text\n)(.*?)(\n```)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""An inference engine without a model: real weights, samples computed from them by a hash, and misdeeds on
+"""Inference engine without a model: real weights, samples computed from them by a hash, and faults on
 demand."""
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ LAST_WORDS = "these are the fake engine's last words"
 
 
 class What(Enum):
-    die = "die"  # say that the engine is dead
-    raise_error = "raise_error"  # an error that no restart can mend
+    die = "die"  # report that the engine is dead
+    raise_error = "raise_error"  # an error that no restart can fix
     hang = "hang"
-    kill_process = "kill_process"  # its own, which is the worker's
+    kill_process = "kill_process"  # its own process, which is the worker's
     kill_child = "kill_child"  # a process that it started
     lie_checksum = "lie_checksum"
     lie_doubled = "lie_doubled"
@@ -59,7 +59,7 @@ class What(Enum):
 
 
 class Misdeed(NamedTuple):
-    """`what`, at the `call`-th call (from 1) of `method`: by the first engine that comes so far, and once."""
+    """Fault `what` at the `call`-th call (from 1) of `method`, by the first engine that gets there, once."""
 
     method: str
     call: int
@@ -68,8 +68,13 @@ class Misdeed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FakeSpec:
-    """folder: of the record of calls, shared by all replicas. samples_per_collect, delay_s: how fast it is.
-    num_processes: that it starts beside its own."""
+    """Specification of a fake engine.
+
+    Attributes:
+        folder: Folder of the record of calls, shared by all replicas.
+        samples_per_collect: Speed of the engine, with delay_s.
+        num_processes: Number of processes that it starts.
+    """
 
     folder: Path
     manifest: Manifest
@@ -84,12 +89,12 @@ class FakeSpec:
 
 
 def recorded_calls(folder: Path) -> list[dict[str, Any]]:
-    """`pid`, `method` and `detail` of all calls of all engines, in order."""
+    """Return `pid`, `method` and `detail` of all calls of all engines, in order."""
     return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
 
 
 def plain_sample(token_ids: list[int], log_probs: list[float], reason: FinishReason, version: int) -> Sample:
-    """A sample that one version of the weights wrote."""
+    """Return a sample written by a single version of the weights."""
     return Sample(*_written(token_ids, log_probs, reason), spans=(VersionSpan(version, len(token_ids)),))
 
 
@@ -116,7 +121,7 @@ class FakeEngine(RolloutEngine):
         self._record("__init__")
 
     def _record(self, method: str, detail: object = None) -> What | None:
-        """Writes the call down; what the script wants to happen now."""
+        """Record a call, and return the fault that the script requests now."""
         self._counts[method] += 1
         line = json.dumps({"pid": os.getpid(), "method": method, "detail": detail}) + "\n"
         descriptor = os.open(self._spec.folder / "calls.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -180,7 +185,7 @@ class FakeEngine(RolloutEngine):
         return finished if lie is None or not finished else _falsified(finished, lie)
 
     def _write(self, request: GenerationRequest, most: int) -> WrittenTokens:
-        """Tokens that depend on the prompt, the seed and the weights."""
+        """Return tokens that depend on the prompt, the seed and the weights."""
         sampling = request.sampling
         stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
         seed = sampling.seed if sampling.temperature else None
@@ -278,7 +283,7 @@ class FakeEngine(RolloutEngine):
     def _checksums(self) -> dict[str, int]:
         return {name: checksum(tensor) for name, tensor in self._weights.items()}
 
-    # ---- memory and end
+    # ---- memory and shutdown
 
     def sleep(self) -> None:
         self._record("sleep")
@@ -320,7 +325,7 @@ def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason)
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Without end; the same for the same text."""
+    """Yield an endless sequence, which is the same for the same text."""
     for number in range(2**63):
         yield int.from_bytes(hashlib.blake2b(f"{number} {text}".encode(), digest_size=6).digest(), "little")
 

@@ -1,9 +1,9 @@
-"""Logical devices stand for the GPUs of a node in tests on a CPU: a process sees those that its environment
-names, as with CUDA.
+"""Logical devices that replace the GPUs of a node in tests on a CPU: a process sees those that its
+environment names, as with CUDA.
 
     MEGARL_LOGICAL_DEVICES=1,0      # sees both devices of the node; its own is 1, the first
 
-Where the variable is absent, a process sees all, and has none of its own.
+Without the variable, a process sees all devices, and has none of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ VARIABLE = "MEGARL_LOGICAL_DEVICES"
 
 
 class DeviceHandle(NamedTuple):
-    """It is what an IPC handle of CUDA is: another process opens the memory with it as long as the owner has
-    it."""
+    """Counterpart of a CUDA IPC handle: another process can open the memory as long as the owner keeps it."""
 
     device: int
     path: str
@@ -29,7 +28,7 @@ class DeviceHandle(NamedTuple):
 
 
 class DeviceMemory:
-    """Memory of one device. `bytes`: (num_bytes,) uint8. It is given back with this object, and with the
+    """Memory of one device. `bytes`: (num_bytes,) uint8. It is freed with this object, and with the
     process."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
@@ -43,7 +42,7 @@ class DeviceMemory:
 
 
 class VisibleDevices:
-    """What a process sees: `devices`, its own first, or without them what the environment names."""
+    """The devices that a process sees: `devices`, its own first, or by default those in the environment."""
 
     def __init__(self, devices: Sequence[int] | None = None) -> None:
         named = os.environ.get(VARIABLE)
@@ -56,13 +55,16 @@ class VisibleDevices:
         return self._devices[0] if self._devices else None
 
     def allocate(self, num_bytes: int) -> DeviceMemory:
-        """Memory of the process's own device."""
+        """Allocate memory of the process's own device."""
         assert self.own is not None, f"{VARIABLE} names no device"
         return DeviceMemory(self.own, num_bytes)
 
     def open(self, handle: DeviceHandle) -> torch.Tensor:
-        """(num_bytes,) uint8: the memory of another process, where it is. Raises RuntimeError, as CUDA does,
-        where its device cannot be seen, and FileNotFoundError where its owner has given it back."""
+        """Open the memory of another process, (num_bytes,) uint8, in place.
+
+        Raises RuntimeError, like CUDA, if its device is not visible, and FileNotFoundError if its owner has
+        freed it.
+        """
         if self._devices is not None and handle.device not in self._devices:
             raise RuntimeError(
                 f"CUDA error: invalid device ordinal: the memory is of device {handle.device}, this process "

@@ -4,7 +4,7 @@
         trainer_rank.tell("push")
         assert trainer_rank.hear() == "sent"
 
-Each runs a function of a module, `function(place)`, which speaks with the test by `place.say` and
+Each runs a function of a module, `function(place)`, which communicates with the test by `place.say` and
 `place.listen`. They are forked: the test needs the fixture `forked_processes`.
 """
 
@@ -33,7 +33,7 @@ class _Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank knows. store_path: of a dist.FileStore that all ranks share."""
+    """The rank's side. `store_path` is that of a dist.FileStore that all ranks share."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Place:
         return self.test.recv()
 
     def die(self, number: signal.Signals) -> NoReturn:
-        """By SIGKILL, or as good as dead by SIGSTOP."""
+        """End by SIGKILL, or stop by SIGSTOP."""
         os.kill(os.getpid(), number)
         raise AssertionError("unreachable")
 
@@ -70,7 +70,8 @@ class MortalRank:
         self.connection.send(value)
 
     def hear(self) -> Any:
-        """What the rank says next. Raises AssertionError where it says nothing for long, or failed."""
+        """Return the rank's next message. Raises AssertionError if there is none for a long time, or the rank
+        failed."""
         assert self.connection.poll(ANSWER_LIMIT_S), (
             f"rank {self.rank} has said nothing for {ANSWER_LIMIT_S} s"
         )
@@ -80,7 +81,7 @@ class MortalRank:
         return value
 
     def is_silent(self, seconds: float) -> bool:
-        """For that long; at once False where it has spoken."""
+        """Return whether there is no message for that long; False as soon as there is one."""
         return not self.connection.poll(seconds)
 
 
@@ -100,7 +101,12 @@ def _run(function: Callable[[Place], None], place: Place, environment: Mapping[s
 def mortal_ranks(
     folder: Path, functions: Sequence[Callable[[Place], None]], environments: Sequence[Mapping[str, str]] = ()
 ) -> Iterator[list[MortalRank]]:
-    """folder: empty, for the store. environments: of each rank, beside the test's own."""
+    """Start the ranks.
+
+    Args:
+        folder: Empty folder for the store.
+        environments: Variables of each rank, in addition to the test's own.
+    """
     context = multiprocessing.get_context("spawn")
     ranks = []
     processes = []

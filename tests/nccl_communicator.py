@@ -1,5 +1,5 @@
-"""A communicator as NCCL makes it, on gloo's feet: its ranks are connected, and a thread runs its operations
-one after another."""
+"""Communicator with NCCL's semantics on top of gloo: its ranks are connected, and a thread runs its
+operations one after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDED = "NCCL communicator was aborted or shut down: the group is of no use"
 
 _NEVER = timedelta(days=1)  # for gloo, which needs a limit
 _POLL_S = 0.005
-_WATCH_S = 0.1  # between two looks of the watchdog, as in torch
+_WATCH_S = 0.1  # poll interval of the watchdog, as in torch
 
 Begin = Callable[[dist.ProcessGroup], dist.Work]  # on gloo
 
@@ -28,7 +28,8 @@ _live: set[Communicator] = set()
 
 
 def num_live_communicators() -> int:
-    """Of this process: made, and neither aborted nor shut down."""
+    """Return the number of communicators of this process that were created and neither aborted nor shut
+    down."""
     return len(_live)
 
 
@@ -45,20 +46,22 @@ class QueuedWork(dist.Work):
         self._is_mistake = False
 
     def run(self, gloo: dist.ProcessGroup) -> None:
-        """It ends when the peers with which it exchanges anything have begun it too, which gloo sees to."""
+        """Run the operation. gloo ensures that it ends when the peers with which it exchanges data have begun
+        it too."""
         for part in [begin(gloo) for begin in self._begins]:
             part.wait(_NEVER)
 
     def end(self, error: Exception | None = None, is_mistake: bool = False) -> None:
-        """is_mistake: the arguments were wrong, which NCCL would have said in the call."""
+        """End the operation. `is_mistake`: the arguments were wrong, which NCCL would have reported in the
+        call."""
         self._error = error
         self._is_mistake = is_mistake
         self._begins = ()
         self._ended.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the operation has ended or was aborted. With a limit, it aborts the communicator when
-        that has passed, and raises RuntimeError."""
+        """Block until the operation has ended or was aborted. After the limit, if any, it aborts the
+        communicator and raises RuntimeError."""
         if not self._ended.wait(timeout.total_seconds() or None):
             self._communicator.abort()
             raise RuntimeError(f"NCCL operation did not end within {timeout}; its communicator is aborted")
@@ -83,18 +86,19 @@ class QueuedWork(dist.Work):
 
 
 class Communicator:
-    """One rank's end. It is made when all `size` ranks have come, and nothing else ends that but `limit`, as
-    in NCCL's blocking mode. There it is a limit for all ranks but the first, which waits for ever.
+    """One rank's end of a communicator. As in NCCL's blocking mode, the constructor returns when all `size`
+    ranks have joined, or after `limit`. In NCCL the limit applies to all ranks but the first, which waits
+    forever.
+
+    The thread is a daemon: after `abort` it may remain in gloo, with the tensors, until the peer for which it
+    waits is gone.
 
     Args:
-        has_watchdog: a peer that dies, or an operation that takes longer than `limit`, ends this process with
-            SIGABRT, as torch's watchdog thread does. Without it nobody notices, until the caller aborts.
+        has_watchdog: A peer that dies, or an operation that takes longer than `limit`, ends this process with
+            SIGABRT, like torch's watchdog thread. Without it nothing happens until the caller aborts.
 
     Raises:
-        RuntimeError: the ranks have not all come within `limit`, or two of them are on one device.
-
-    The thread is a daemon: after `abort` it may remain in gloo, with the tensors, until the peer that it
-    waits for is gone.
+        RuntimeError: The ranks have not all joined within `limit`, or two of them are on one device.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class Communicator:
 
         return work
 
-    # as below autograd, whatever the mode is: a thread has its own, and the caller's may be another
+    # below autograd, whatever the mode: the mode is per thread, and the caller's may differ
     @torch.no_grad()
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and not self._over.is_set():
@@ -140,7 +144,7 @@ class Communicator:
                 work.run(self._gloo)
             except (RuntimeError, TypeError, ValueError) as raised:
                 error = raised
-                # a peer is gone: gloo raises, NCCL tells its watchdog at most
+                # a peer is gone: gloo raises, NCCL at most notifies its watchdog
                 if "gloo/transport" in str(raised):
                     if self._has_watchdog and not self._over.is_set():
                         os.kill(os.getpid(), signal.SIGABRT)
@@ -151,7 +155,7 @@ class Communicator:
         del self._gloo
 
     def _watch(self) -> None:
-        """End the process when an operation has been in the queue for longer than the limit."""
+        """End the process if an operation has been in the queue for longer than the limit."""
         while not self._over.wait(_WATCH_S):
             with self._lock:
                 oldest = self._unfinished[0].submitted_s if self._unfinished else None
@@ -167,7 +171,7 @@ class Communicator:
         self._queue.put(None)
 
     def shut_down(self, limit: timedelta) -> bool:
-        """Waits for the operations; those that have not ended within `limit` are aborted, and False is
+        """Wait for the operations. Those that have not ended within `limit` are aborted, and False is
         returned."""
         self._queue.put(None)
         self._thread.join(limit.total_seconds())
@@ -185,7 +189,7 @@ def _meet(store: dist.Store, rank: int, size: int, device: int | None, limit: ti
 
     while not store.check(keys):
         if time.monotonic() > end_s:
-            store.delete_key(keys[rank])  # who comes later must not take this rank for present
+            store.delete_key(keys[rank])  # later ranks must not consider this rank present
             raise RuntimeError(f"NCCL communicator: its {size} ranks have not all come within {limit}")
         time.sleep(_POLL_S)
 
@@ -208,6 +212,6 @@ def _connect(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group.barrier().wait(limit)  # a rank that left at once would break the connecting of others
+    group.barrier().wait(limit)  # a rank that left immediately would break the connections of others
 
     return group

@@ -1,24 +1,24 @@
-"""A process group with NCCL's semantics over gloo: what hangs or fails on CUDA only, hangs or fails on a CPU
-as well.
+"""Process group with NCCL's semantics over gloo, so that what hangs or fails only on CUDA also hangs or fails
+on a CPU.
 
-gloo forgives: it connects in its constructor, raises when a peer dies, and does not mind two ranks on one
-device. Here, as with NCCL:
+gloo is lenient: it connects in its constructor, raises when a peer dies, and allows two ranks on one device.
+Here, as with NCCL:
 
-- The first operation makes a communicator, and blocks its caller until all ranks are there: those of the
+- The first operation creates a communicator, and blocks its caller until all ranks have joined: those of the
   group for collectives and for coalesced transfers, the two of a pair for another send or receive. After
   `eager_connect_single_device` all use the group's.
-- Operations return at once. Those of a communicator run one after another: one that cannot end holds up all
+- Operations return immediately. Those of a communicator run one after another: one that cannot end blocks all
   later ones.
 - A watchdog ends the process (SIGABRT) when a peer dies during an operation, or an operation exceeds the
-  limit of the group. It does not where `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0 when the group is constructed.
+  limit of the group. It does not if `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0 when the group is constructed.
   Then `wait` neither returns nor raises when a peer has died or hangs: only `abort` ends it, and the use of
   the group.
 - Two ranks on one device are refused.
-- A communicator lives until `abort` or `shutdown`, whether its group is still there or not.
+- A communicator lives until `abort` or `shutdown`, whether its group still exists or not.
 
-CPU tensors stand for those of devices, and `wait` for what waits on a stream.
+CPU tensors replace device tensors, and `wait` replaces waiting on a stream.
 
-    group = NcclSemantics(store, rank, size, timedelta(seconds=60))      # bare, as dist.ProcessGroupNCCL
+    group = NcclSemantics(store, rank, size, timedelta(seconds=60))      # bare, like dist.ProcessGroupNCCL
     register(); dist.init_process_group(BACKEND, ...)                  # or as the backend of all groups
 """
 
@@ -40,12 +40,12 @@ from tests.nccl_communicator import ENDED, Begin, Communicator, QueuedWork
 BACKEND = "nccl_semantics"
 
 _FULL = "full"  # key of the communicator of all ranks
-_TAG = 0  # of all transfers: NCCL has no tags, and those of a pair match in their order
-_ProcessGroup: Any = dist.ProcessGroup  # its stubs overload what is one function here
+_TAG = 0  # of all transfers: NCCL has no tags, and those of a pair match in order
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs overload methods that are one function here
 
 
 def _collective(name: str) -> Callable[..., Any]:
-    """A method of dist.ProcessGroup."""
+    """Return a collective as a method of dist.ProcessGroup."""
 
     def method(self: NcclSemantics, *arguments: Any, **options: Any) -> Any:
         return self._submit(lambda gloo: getattr(gloo, name)(*arguments, **options))
@@ -54,14 +54,16 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 class NcclSemantics(_ProcessGroup):
-    """One rank's place in a group; it returns at once.
+    """One rank of a group. The constructor returns immediately.
 
-    options: a limit of time, or an object with one, as dist.ProcessGroupNCCL.Options; it holds for the making
-    of each communicator and for `shutdown`. device: the logical device of this rank; where it is None, the
-    process's own, and where that is None, one that no other rank is on.
+    Operations return a QueuedWork, or nothing if they are coalesced. They raise RuntimeError if the group was
+    aborted or shut down, or if a communicator cannot be created.
 
-    Operations return a QueuedWork, or nothing where they are coalesced. They raise RuntimeError when the
-    group was aborted or shut down, and where a communicator cannot be made.
+    Args:
+        options: A time limit, or an object with one, such as dist.ProcessGroupNCCL.Options. It applies to the
+            creation of each communicator and to `shutdown`.
+        device: Logical device of this rank. If None, the process's own; if that is None, one that no other
+            rank uses.
     """
 
     supports_coalescing = True
@@ -82,24 +84,24 @@ class NcclSemantics(_ProcessGroup):
 
     @property
     def num_pair_communicators(self) -> int:
-        """Made so far, by sends and receives that were not coalesced."""
+        """Number of communicators created by sends and receives that were not coalesced."""
         return len(self.communicators.keys() - {_FULL})
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Makes the communicator of all ranks. Raises RuntimeError when they do not all call this, or an
+        """Create the communicator of all ranks. Raises RuntimeError if they do not all call this, or an
         operation, within the limit."""
         self._full()
         self._is_eager = True
 
     def abort(self) -> None:
-        """Ends what is under way on this rank; its peers still wait. It does not reach a communicator that is
-        being made."""
+        """Abort the operations of this rank; its peers keep waiting. It does not affect a communicator that
+        is being created."""
         self._is_over = True
         for communicator in list(self.communicators.values()):
             communicator.abort()
 
     def shutdown(self) -> None:
-        """Waits for what is under way. Raises RuntimeError where that has not ended within the limit, and was
+        """Wait for pending operations. Raises RuntimeError if they have not ended within the limit and were
         aborted."""
         self._is_over = True
         hung = [
@@ -121,7 +123,7 @@ class NcclSemantics(_ProcessGroup):
             store = dist.PrefixStore(key, self.store)
             made = Communicator(store, rank, size, self._device, self.limit, has_watchdog=self._has_watchdog)
             self.communicators[key] = made
-            if self._is_over:  # while it was made
+            if self._is_over:  # while it was being created
                 made.abort()
 
         return self.communicators[key]
@@ -134,11 +136,11 @@ class NcclSemantics(_ProcessGroup):
         return None
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        """device: given where it is called as a process group's, not as a bare backend's."""
+        """Start coalescing. `device` is given if it is called on a process group, not on a bare backend."""
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> QueuedWork | None:
-        """What was begun since `_start_coalescing` is one operation; None where that is nothing."""
+        """Return everything since `_start_coalescing` as one operation; None if there is nothing."""
         begins = self._coalesced or []
         self._coalesced = None
         return self._full().submit(begins) if begins else None
@@ -184,7 +186,7 @@ class NcclSemantics(_ProcessGroup):
     alltoall = _collective("alltoall")
     all_to_all_single = alltoall_base = _collective("all_to_all_single")
 
-    # What torch, and megarl.weights.p2p, ask of a group that torch has made.
+    # The interface that torch and megarl.weights.p2p use of a group created by torch.
 
     def _is_initialized(self) -> bool:
         return _FULL in self.communicators
@@ -204,14 +206,14 @@ class NcclSemantics(_ProcessGroup):
 
 
 def register() -> None:
-    """Makes BACKEND known to torch.distributed in this process; another call changes nothing."""
+    """Register BACKEND with torch.distributed in this process. Idempotent."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, NcclSemantics, devices=["cpu"])
         dist.batch_isend_irecv = partial(_batch_isend_irecv, dist.batch_isend_irecv)
 
 
 def _batch_isend_irecv(of_torch: Callable[..., list[Any]], transfers: list[dist.P2POp]) -> list[Any]:
-    """torch coalesces the transfers of groups of its own class only."""
+    """Coalesce transfers; torch does so only for groups of its own class."""
     group: Any = transfers[0].group or dist.group.WORLD
     if not isinstance(group, NcclSemantics):
         return of_torch(transfers)

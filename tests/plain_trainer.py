@@ -1,5 +1,4 @@
-"""A trainer of one rank in the test's own process, which has tensors and nothing else, and gives them to an
-engine."""
+"""Trainer of one rank in the test's own process, which only has tensors and sends them to an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def manifest_of(weights: Weights) -> Manifest:
 
 
 class PlainShards:
-    """As Shards: every tensor whole."""
+    """Stub for Shards with every tensor unsharded."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -46,7 +45,8 @@ class PlainShards:
 
 
 class PlainTrainer:
-    """Joined with `engine`: by IPC buffers beside each of its ranks, or in a group with them."""
+    """Trainer that is joined with `engine`: by IPC buffers on each of its ranks' devices, or in a group with
+    them."""
 
     def __init__(
         self, engine: RolloutEngine, weights: Weights, transport: str = "device", message_numel: int = 2**20
@@ -107,12 +107,13 @@ class PlainTrainer:
         return links
 
     def begin(self, weights: Weights) -> None:
-        """What comes of `go_on` are these weights."""
+        """Begin to send these weights by calls of `go_on`."""
         shards: Any = PlainShards(weights)
         self._pending = [SendPass(end, shards, [0]) for end in self.ends]
 
     def go_on(self) -> bool:
-        """Whether all was sent and taken; False after a second without a word from the engine."""
+        """Return whether everything was sent and received; False after a second without a response from the
+        engine."""
         self._pending = [sending for sending in self._pending if sending.run(()) is None]
         return not self._pending
 
@@ -155,7 +156,7 @@ def push(engine: RolloutEngine, weights: Weights, version: int = 1, message_nume
 
 
 def load_folder(engine: RolloutEngine, *files: Weights) -> None:
-    """A folder of these files."""
+    """Load a folder with these files."""
     with tempfile.TemporaryDirectory() as folder:
         for number, weights in enumerate(files):
             contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
@@ -164,7 +165,7 @@ def load_folder(engine: RolloutEngine, *files: Weights) -> None:
 
 
 def halves(weights: Weights) -> Sequence[dict[str, torch.Tensor]]:
-    """The tensors in two parts."""
+    """Split the tensors into two parts."""
     names = list(weights)
     return [
         {name: weights[name] for name in part}

@@ -1,4 +1,4 @@
-"""Watching processes from a test: which of those that must end are still there."""
+"""Watch processes from a test: find those that must end but still exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import psutil
 
 
 def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str]:
-    """Waits until all have ended; describes those that have not after `limit_s` seconds. A psutil.Process
-    knows a reused pid."""
+    """Wait until all have ended; describe those that have not after `limit_s` seconds. A psutil.Process
+    detects a reused pid."""
     deadline = time.monotonic() + limit_s
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -19,8 +19,8 @@ def gone_within(processes: Sequence[psutil.Process], limit_s: float) -> list[str
 
 
 def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
-    """Where one of them listens and is not for this machine alone: its address says so, or one of the
-    network's reaches it."""
+    """List sockets that accept connections from other machines: by their address, or by connecting through
+    the network's address."""
     ports = set()
     found = []
 

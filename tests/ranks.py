@@ -1,6 +1,6 @@
-"""A pool of rank processes for tests: real torch.distributed over gloo, imports paid once per session.
+"""Pool of rank processes for tests: real torch.distributed over gloo, with imports once per session.
 
-    results = rank_pool.run(function, world_size=2, argument=...)   # list of what each rank returned
+    results = rank_pool.run(function, world_size=2, argument=...)   # list of the ranks' results
 
 `function` is a module-level function; it is called in ranks 0..world_size-1 with the default process group
 ready. An exception in a rank ends the pool and is re-raised here with the rank's traceback.
@@ -48,8 +48,8 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
                 outbox.put((rank, True, pickle.dumps(function(**arguments))))
             finally:
                 dist.destroy_process_group()
-                # a model's cycles hold its process groups, each with three threads of gloo's that wake all
-                # the time
+                # a model's reference cycles contain its process groups, each with three gloo threads that
+                # keep waking up
                 gc.collect()
         except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
             outbox.put((rank, False, traceback.format_exc()))
@@ -70,13 +70,13 @@ class RankPool:
             process.start()
 
     def run(self, function: Callable[..., Any], *, world_size: int, **arguments: Any) -> list[Any]:
-        """Results are in the order of ranks.
+        """Run the function, and return the results in the order of ranks.
 
-        Arguments and results travel by value: a queue of torch's sends a file descriptor for each tensor,
-        which is open as long as the tensor lives, and a system gives a process as few as 1,024 of them.
+        Arguments and results are sent by value: a torch queue sends a file descriptor for each tensor, which
+        is open as long as the tensor lives, and a process may have as few as 1,024 of them.
 
         A rank that does not answer in time (a collective that its peers do not reach) makes the pool
-        unusable, so that the next tests fail at once and do not wait as long.
+        unusable, so that the next tests fail immediately instead of waiting as long.
         """
         assert not self._hung, "a rank of an earlier test hangs; the first failure is the one to look at"
         call_id = uuid.uuid4().hex
@@ -98,7 +98,8 @@ class RankPool:
         return [results[rank] for rank in range(world_size)]
 
     def _answer(self, failures: Sequence[str]) -> tuple[int, bool, Any]:
-        """Of the next rank that has one. failures: of others, for which it may wait in vain."""
+        """Return the next rank's answer. `failures` are those of other ranks, because of which it may never
+        come."""
         self._hung = True
         end_s = time.monotonic() + ANSWER_LIMIT_S
 

@@ -32,8 +32,8 @@ RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length
 
 @dataclass(frozen=True)
 class Push:
-    """Gives replicas `weights`, from a folder of this process's; gives back those that are lost, and why.
-    wakes: they may sleep."""
+    """Send `weights` to replicas from a folder of this process. Returns lost replicas, with the reason.
+    `wakes`: they may be asleep."""
 
     weights: Mapping[str, torch.Tensor]
     version: int
@@ -68,7 +68,7 @@ class Push:
 
 
 class TestsPusher:
-    """A stub for WeightSync."""
+    """Stub for WeightSync."""
 
     current: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]]
 
@@ -77,7 +77,7 @@ class TestsPusher:
 
 
 class StartedRollout(Rollout):
-    """A rollout to which a test sends weights, and on whose replicas it does what roles do."""
+    """A rollout to which a test sends weights, and on whose replicas it performs the roles' operations."""
 
     def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
         self._pusher = TestsPusher()
@@ -118,7 +118,7 @@ def started_rollout(
     sample_limit_s: float = 60.0,
     seed: int = 0,
 ) -> Iterator[StartedRollout]:
-    """Its processes end with the block."""
+    """Start a rollout, whose processes end with the block."""
     pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
     places = [ReplicaPlace(part) for part in pool.split()]
     replicas = Replicas(places, build_engine, restart_limit=restart_limit, phase_time_limit_s=480)
@@ -143,8 +143,8 @@ def sync_of(
     num_ranks: int = 1,
     verify: Verify = Verify.always,
 ) -> WeightSync:
-    """To replicas of `num_ranks` each: with the transport `device` they are on the trainers' devices, in
-    order, else on their own."""
+    """Build a sync to replicas of `num_ranks` ranks each. With the transport `device` they are on the
+    trainers' devices, in order; otherwise on their own."""
     name = "device" if transport is Transport.device else "engine-device"
     return WeightSync(
         source,

@@ -1,11 +1,12 @@
-"""A trainer process and engine processes that a test leads, call by call: on one GPU, on two, or for
-rehearsal on the CPU.
+"""A trainer process and engine processes that a test controls, call by call: on one GPU, on two, or on the
+CPU.
 
     with mortal_ranks(tmp_path, [partial(serve_trainer, spec), partial(serve_engine, spec)]) as (trainer, engine):
         link = ask(trainer, "serve", ask(engine, "needed"))
         ask(engine, "join", link)
 
-The trainer has the random weights of a small model, a seed's for each push; the engine is of the kind hf.
+The trainer has the random weights of a small model, of a given seed for each sync; the engine is of the kind
+hf.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
 
 DTYPE = torch.bfloat16
-LIMIT_S = 60.0  # of a push, and for a group to meet
+LIMIT_S = 60.0  # of a weight sync, and for a group to connect
 NAME = "device"  # of the one device, in the plan
 
-# As NCCL on one GPU: it refuses two ranks on it.
+# NCCL refuses two ranks on one GPU.
 ONE_DEVICE = "nccl_semantics_on_one_device"
 BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantics(
     store, rank, size, limit, device=0
@@ -60,8 +61,13 @@ BACKENDS[ONE_DEVICE] = lambda store, rank, size, limit, host, port: NcclSemantic
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """folder: of the model's config.json. devices: of the trainer and of the engines. buffer_bytes: what fits
-    in one IPC buffer."""
+    """Specification of the processes.
+
+    Attributes:
+        folder: Folder of the model's config.json.
+        devices: Devices of the trainer and of the engines.
+        buffer_bytes: Size of one IPC buffer.
+    """
 
     folder: Path
     devices: tuple[torch.device, torch.device]
@@ -69,20 +75,24 @@ class SharedSpec:
 
     @property
     def bucket_bytes(self) -> int:
-        """All IPC buffers hold two."""
+        """Bytes of a bucket; all IPC buffers together hold two."""
         return NUM_IPC_BUFFERS * self.buffer_bytes // 2
 
 
 class Held(NamedTuple):
-    """Bytes. of_process: by the allocator's count. of_device: all that is in use of a GPU, whoever uses it;
-    as of_process on a CPU."""
+    """Memory in bytes.
+
+    Attributes:
+        of_process: As counted by the allocator.
+        of_device: Everything in use on a GPU, by any process; equals of_process on a CPU.
+    """
 
     of_process: int
     of_device: int
 
 
 def save_model(folder: Path, num_layers: int, hidden_size: int, vocab_size: int = 3000) -> None:
-    """A config.json."""
+    """Save a config.json."""
     config = Qwen2Config(
         num_hidden_layers=num_layers,
         hidden_size=hidden_size,
@@ -106,7 +116,7 @@ def manifest(folder: Path) -> Manifest:
 
 
 def weights(folder: Path, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The same on every device: made on the CPU."""
+    """Return weights that are the same on every device, because they are generated on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(meta.shape, generator=generator).to(DTYPE).to(device)
@@ -115,7 +125,7 @@ def weights(folder: Path, seed: int, device: torch.device) -> dict[str, torch.Te
 
 
 def ask(rank: MortalRank, name: str, *arguments: Any) -> Any:
-    """What the process answers. Raises WeightTransferError where that is what its method raised."""
+    """Return the process's answer. Raises WeightTransferError if its method raised that."""
     rank.tell((name, *arguments))
     return answer(rank)
 
@@ -149,7 +159,7 @@ class _Obeying:
         return self._listener.getsockname()[1]
 
     def meet(self, address: P2PAddress, rank: int) -> float:
-        """Seconds that it took; raises where they do not meet."""
+        """Connect a group, and return the seconds it took. Raises if the ranks do not meet."""
         start_s = time.monotonic()
         listener = self._listener
         self._listener = None
@@ -173,7 +183,7 @@ class TrainerProcess(_Obeying):
         return plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
 
     def serve(self, replica: int, needed: TensorSlices) -> str:
-        """A link, as it travels."""
+        """Return a serialized link."""
         schedules = self._plan(needed, NAME).of_target(0)
         address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
         return json.dumps(EngineLink(DeviceEndpoint(address, NAME), schedules, DTYPE).encode())
@@ -188,11 +198,11 @@ class TrainerProcess(_Obeying):
         return json.dumps(EngineLink(GroupEndpoint(address, 1), schedules, DTYPE).encode())
 
     def change(self, seed: int) -> None:
-        """What comes next are the weights of this seed."""
+        """Use the weights of this seed from now on."""
         self._weights = weights(self.spec.folder, seed, self.device)
 
     def send(self, replicas: Collection[int]) -> SendReport:
-        """Ends with the pass, or fails after LIMIT_S."""
+        """Send the weights. Ends with the transfer, or fails after LIMIT_S."""
         shards: Any = PlainShards(self._weights)
         sending = SendPass(self._end, shards, replicas)
         deadline_s = time.monotonic() + LIMIT_S
@@ -208,7 +218,7 @@ class TrainerProcess(_Obeying):
         self._end.leave(replica)
 
     def held(self) -> Held:
-        """When garbage is collected, and what the allocator keeps is given back."""
+        """Return the memory after garbage collection and after emptying the allocator's cache."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -230,8 +240,11 @@ class TrainerProcess(_Obeying):
 
 
 class _MortalEngine(HFEngine):
-    """dies_at: it is killed when it is to find the place of so many parts, in the middle of a push; 0:
-    never."""
+    """Engine that is killed in the middle of a sync.
+
+    Args:
+        dies_at: Number of the part at whose lookup it is killed; 0: never.
+    """
 
     dies_at = 0
     place: Place
@@ -249,7 +262,8 @@ class EngineProcess(_Obeying):
         self.manifest = manifest(spec.folder)
 
     def start(self) -> TensorSlices:
-        """What it needs. Until here it takes nothing of the device."""
+        """Start the engine, and return the slices that it needs. Before this, it uses nothing of the
+        device."""
         policy = ModelConfig(path=str(self.spec.folder), dtype=DType.bfloat16)
         engine_spec = RolloutEngineSpec(
             model=policy, rollout=RolloutConfig(), device=Device(self.device.type)
@@ -267,7 +281,7 @@ class EngineProcess(_Obeying):
         self.engine.dies_at = num_parts
 
     def receive(self, version: int) -> int:
-        """The most bytes that it took beyond what it had."""
+        """Receive weights. Returns the peak of additional bytes."""
         peak = PeakMemory(self.device)
         self.engine.begin_weight_update(self.manifest)
         self.engine.receive_weights()
@@ -278,9 +292,9 @@ class EngineProcess(_Obeying):
         return self.engine.checksums()
 
     def differing(self, seed: int) -> list[str]:
-        """Names of parameters that are not those of the seed's weights, to the bit."""
+        """Return the names of parameters that are not bitwise equal to the seed's weights."""
         wanted = weights(self.spec.folder, seed, self.device)
-        bits = torch.int16  # as whole numbers, of which each equals itself
+        bits = torch.int16  # compared as integers, since NaN does not equal itself
         return [
             name
             for name, each in self.engine.parameters.items()

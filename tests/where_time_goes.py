@@ -1,13 +1,13 @@
-"""Where the suite's time goes: tests, wall seconds, CPU seconds and processes started, by package; printed
-when the tests end.
+"""Report where the suite's time goes: tests, wall seconds, CPU seconds and processes started, by package;
+printed when the tests end.
 
-A thread looks at /proc every INTERVAL_S. A process belongs to the run if its environment carries the run's
-mark, which Ray's daemons inherit as well, or if its parent belongs to the run. What it uses is booked to the
-test that runs then. What the kernel reports of children that a process waited for is booked too, less what
-was booked while they lived: short ones cost what they cost. Each process that pytest itself starts is
-counted; of what others start, one that ends within INTERVAL_S may not be. Where pytest-xdist divides the
-tests, each of its workers looks for itself, and the sum is printed, with what this process and its server of
-forked processes took themselves.
+A thread reads /proc every INTERVAL_S. A process belongs to the run if its environment contains the run's
+mark, which Ray's daemons inherit as well, or if its parent belongs to the run. Its usage is attributed to the
+test that is running. The kernel's totals for children that a process waited for are attributed too, minus
+what was attributed while they lived, so that short processes count. Each process that pytest itself starts is
+counted; of those that others start, one that ends within INTERVAL_S may be missed. If pytest-xdist
+distributes the tests, each of its workers measures itself, and the sum is printed, including this process and
+its fork server.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Costs = defaultdict[tuple[str, str], float]  # by the test's id and the column
 class _Process:
     parent: int = 0
     own_s: float = 0.0
-    children_s: float = 0.0  # of all that it waited for, and of theirs
-    lived_s: float = 0.0  # its ended children: what was booked while they lived
+    children_s: float = 0.0  # of all children that it waited for, and their descendants
+    lived_s: float = 0.0  # its ended children: usage attributed while they lived
     late_s: float = 0.0  # and after that
 
 
 class Ledger:
-    """What the tests of this process cost."""
+    """Costs of the tests of this process."""
 
     def __init__(self) -> None:
         self._costs: Costs = defaultdict(float)
@@ -89,8 +89,7 @@ class Ledger:
             ids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
             self._foreign &= ids
             seen: dict[int, _Process] = {}
-            # Parents first: where a child ends meanwhile, its end is seen before what its parent reports of
-            # it.
+            # Parents first: if a child ends in the meantime, its end is seen before its parent's totals.
             for pid in [*self._known, *sorted(ids - self._known.keys() - self._foreign)]:
                 if (process := _process(pid)) is None:
                     continue
@@ -98,12 +97,13 @@ class Ledger:
                     seen[pid] = process
                 elif process.parent in seen or self._mark in (environment := _read(pid, "environ")):
                     seen[pid] = process
-                    # Of what pytest itself starts, the audit hook sees all but what multiprocessing spawns.
+                    # The audit hook sees all processes that pytest itself starts, except those of
+                    # multiprocessing's spawn.
                     if process.parent != self._own_id or b"multiprocessing." in _read(pid, "cmdline"):
                         self._count(_executable(pid))
                 elif (
                     _SERVER not in environment
-                ):  # one that it has just forked has its client's environment in a moment
+                ):  # a process that was just forked briefly has its client's environment
                     self._foreign.add(pid)
             self._book(seen)
 
@@ -137,7 +137,7 @@ class Ledger:
 
 
 def _process(pid: int) -> _Process | None:
-    # from the third on: the second, a name, may hold spaces
+    # from the third field on: the second, a name, may contain spaces
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     if not fields:
         return None
@@ -146,27 +146,27 @@ def _process(pid: int) -> _Process | None:
 
 
 def _read(pid: int, file: str) -> bytes:
-    """Empty where the process has ended, or is another user's."""
+    """Return a file of a process; empty if it has ended or belongs to another user."""
     with suppress(OSError), open(f"/proc/{pid}/{file}", "rb", buffering=0) as opened:
         return opened.read()
     return b""
 
 
 def _shared_s() -> float:
-    """Processor time of this process, and of the fork server that it may have."""
+    """Return the CPU time of this process, and of its fork server, if any."""
     servers = {
         int(name) for name in os.listdir("/proc") if name.isdigit() and _SERVER in _read(int(name), "environ")
     }
     processes = {pid: process for pid in servers | {os.getpid()} if (process := _process(pid)) is not None}
     own = [os.getpid()]
-    for parent in own:  # which grows
+    for parent in own:  # grows during the loop
         own += [pid for pid, process in processes.items() if process.parent == parent]
 
     return sum(processes[pid].own_s for pid in own)
 
 
 def _executable(pid: int) -> str:
-    """Empty where the process has ended, or is another user's."""
+    """Return the executable of a process; empty if it has ended or belongs to another user."""
     with suppress(OSError):
         return os.readlink(f"/proc/{pid}/exe")
     return ""
@@ -181,10 +181,14 @@ def _package(test: str) -> str:
 
 
 class Summary:
-    """Prints what the tests of all processes cost."""
+    """Print the costs of the tests of all processes."""
 
     def __init__(self, own: Ledger | None) -> None:
-        """own: of this process, where it runs tests itself."""
+        """Create the summary.
+
+        Args:
+            own: Ledger of this process, if it runs tests itself.
+        """
         self._own = own
         self._costs: Costs = defaultdict(float)
 
@@ -215,7 +219,7 @@ class Summary:
 
 
 class Reporter:
-    """Gives what the tests of a worker of pytest-xdist cost to the process that prints it."""
+    """Send the costs of a pytest-xdist worker's tests to the process that prints them."""
 
     def __init__(self, config: Any, own: Ledger) -> None:
         self._config = config
@@ -226,7 +230,8 @@ class Reporter:
 
 
 def table(costs: Costs, group_of: Callable[[str], str], most: int = 1000) -> Iterator[str]:
-    """The groups of tests, that with the most wall time first; below them the sum of all, shown or not."""
+    """Yield the groups of tests, sorted by wall time, and the sum of all groups, including those not
+    shown."""
     groups: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (test, column), cost in costs.items():
         groups[group_of(test)][column] += cost
