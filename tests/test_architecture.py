@@ -1,5 +1,5 @@
-"""The layers of megarl: imports go down only, and heavy libraries stay in their homes. Read from the source
-with `ast`."""
+"""Test the layers of megarl: imports go only downwards, and heavy libraries stay in their packages. The
+source is read with `ast`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ HOMES = {
     "swanlab": ("megarl.tracking",),
 }
 WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents")
-# Roles make the losses on the driver; to what runs in a worker's process they come with the rows, so that it
-# knows no algorithm.
+# Roles create the losses on the driver; worker processes receive them with the rows, so they know no
+# algorithm.
 LOSSES = "megarl.algorithms.losses"
 WITHOUT_LOSSES = ("engine", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import statement at any depth; `from x import y` counts as x.y, which
-    may be a module."""
+    """Yield (line, absolute module) of every import statement at any depth; `from x import y` counts as x.y,
+    which may be a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -115,7 +115,7 @@ def test_every_package_has_a_layer() -> None:
 
 
 def own_modules() -> dict[str, str]:
-    """Module -> source, of all of megarl; a package by its own name."""
+    """Return module -> source for all of megarl; a package has its own name."""
     found = {}
     for file in sorted((ROOT / "megarl").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -128,12 +128,12 @@ def own_modules() -> dict[str, str]:
 
 
 def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[list[str]]:
-    """Modules that import each other, however deep in a function or for types only; each with all that are in
-    its cycle."""
+    """Return groups of modules that import each other, including imports inside functions and for types only;
+    each group contains all modules of its cycle."""
     edges: dict[str, set[str]] = {}
     for module, source in sources.items():
         imported = (name for _, name in imported_modules(source, module, module in packages))
-        # `from a.b import c`: the module a.b.c where there is one, else what stands in a.b.
+        # `from a.b import c`: the module a.b.c if it exists, otherwise a member of a.b.
         edges[module] = {
             name if name in sources else name.rpartition(".")[0] for name in imported
         } & sources.keys() - {module}
@@ -152,7 +152,7 @@ def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[l
 
 
 def public_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name -> the modules that define it."""
+    """Return name -> the modules that define it."""
     homes: dict[str, list[str]] = {}
     for module, source in sources.items():
         for node in ast.parse(source).body:
@@ -236,9 +236,9 @@ def test_what_is_allowed_passes(module: str, source: str) -> None:
     assert breaches(source, module) == []
 
 
-# ---- calls to workers: by `group.call(ActorWorker.update, parts, loss)`, which mypy checks
+# ---- calls to workers as `group.call(ActorWorker.update, parts, loss)`, which mypy checks
 
-PUBLIC_NAMES = re.compile(r"execute_(all|rank|rank_zero)_(sync|async)")  # of verl: for users
+PUBLIC_NAMES = re.compile(r"execute_(all|rank|rank_zero)_(sync|async)")  # verl's names, for users
 
 
 def calls_by_name(source: str) -> list[str]:
@@ -251,7 +251,7 @@ def calls_by_name(source: str) -> list[str]:
 
 
 def callers() -> dict[str, list[Path]]:
-    """The packages that have to do with worker groups, and their files."""
+    """Return the packages that use worker groups, and their files."""
     packages: dict[str, list[Path]] = {}
     for file in sorted((ROOT / "megarl").rglob("*.py")):
         if "megarl.controller.group" in file.read_text(encoding="utf-8"):
@@ -286,12 +286,12 @@ def test_mypy_checks_every_package_that_calls_workers() -> None:
     assert "roles" in callers()
 
 
-# ---- model families: what only some of them have is in their files
+# ---- model families: code that only some of them need is in their files
 
 
 def family_names(source: str) -> list[str]:
-    """Return where a source asks which family a model is of: a comparison of `model_type`, or a family's name
-    as a string."""
+    """Return where a source checks a model's family: a comparison of `model_type`, or a family's name as a
+    string."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare | ast.Match):
@@ -355,22 +355,22 @@ def test_what_does_not_ask_for_a_family_passes() -> None:
 PUBLIC_OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
 NAMES_BY_STRING = {"setattr", "getattr", "delattr", "hasattr", "object", "patch"}
 
-# File -> how many accesses to private names of other modules are left in it, and why.
+# File -> the number of remaining accesses to private names of other modules, and the reason.
 PRIVATE_ACCESSES = {
-    # Ours.
-    "tests/soak/kills.py": (1, "which replicas are restarting is known to the rollout alone"),
+    # Our own modules.
+    "tests/soak/kills.py": (1, "only the rollout knows which replicas are restarting"),
     "tests/unit/algorithms/test_advantages.py": (1, "blocks so small that a batch has several"),
     "tests/unit/algorithms/test_token_rows.py": (1, "blocks so small that a batch has several"),
     "tests/unit/batch/test_ragged.py": (1, "blocks so small that a batch has several"),
     "tests/unit/rewards/test_confined_call.py": (2, "the initializer of a process, run in the test's own"),
-    "tests/unit/roles/agents/test_async_episodes.py": (2, "the runner behind an async rollout"),
+    "tests/unit/roles/agents/test_async_episodes.py": (2, "the runner of an async rollout"),
     "tests/unit/roles/agents/test_episodes.py": (
         3,
-        "the server behind a worker, and the runner of a rollout",
+        "the server of a worker, and the runner of a rollout",
     ),
     "tests/unit/roles/rollout/test_buffered_rollout.py": (2, "the buffer of a rollout"),
     "tests/unit/roles/rollout/test_scheduler.py": (3, "methods of the test's own scene"),
-    # Of other packages, which offer no public way.
+    # Other packages, which offer no public way.
     "tests/conftest.py": (1, "pytest-xdist's schedule by scope, which is extended by overriding it"),
     "tests/gpu/test_weights.py": (1, "torch: keep the device busy"),
     "tests/nccl_communicator.py": (7, "torch: register a backend, and gloo's options"),
@@ -419,7 +419,7 @@ def private_accesses(source: str) -> list[str]:
 
 
 def test_tests_use_no_more_private_names_than_are_listed() -> None:
-    """A number that has fallen must be lowered here as well."""
+    """If a number has fallen, it must be lowered here as well."""
     found = {
         file.relative_to(ROOT).as_posix(): places
         for file in sorted((ROOT / "tests").rglob("*.py"))

@@ -1,13 +1,13 @@
-"""Processes that are forked from one that has imported torch, Megatron and transformers, in place of
-importing them again.
+"""Fork server for tests: processes are forked from one that has imported torch, Megatron and transformers,
+instead of importing them again.
 
     with fork_server.server():  # once in a session
         ray.init()  # Ray's workers are forked, here and in programs that were forked
         subprocess.run([*fork_server.PYTHON, "-m", "megarl", "train", ...])
 
-Such a process is a new one for its test: nothing of another test's is left in it. It differs from a fresh one
-in what it has imported, so what is about imports and the environment before them is tested in fresh
-processes. Without the server, every process is a fresh one.
+Such a process is new for its test: it has no state of another test. It differs from a fresh process in its
+imports, so imports and the environment before them are tested in fresh processes. Without the server, every
+process is fresh.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from tests.fork_server.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAININ
 
 CLIENT = Path(__file__).with_name("client.py")
 _SITE = Path(__file__).with_name("site")
-# as `python`: a module, a script or a text of a program, and its arguments
+# used like `python`: with a module, a script or a program text, and its arguments
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]
 ROOM = "WARM_ROOM"  # environment variable of the server
-# /proc shows a process's environment as long as that with which its program was started
+# /proc shows at most the number of environment bytes with which a program was started
 _ENVIRONMENT_BYTES = 2**16
 
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
-    """That of the process which has started this one, if it has one; else one that ends with the block."""
+    """Use the server of the process that started this one, if it has one; otherwise start one that ends with
+    the block."""
     with contextlib.nullcontext() if ADDRESS in os.environ else own_server():
-        # fails here and now if that does not work, which many would wait for
+        # fails immediately if that does not work, instead of in many waiting tests
         subprocess.run([*PYTHON, "-c", ""], check=True)
         forked_ray_processes()
         yield
@@ -49,14 +50,15 @@ def server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[None]:
-    """It ends with the block, or with this process however that ends, and what it has started with it."""
+    """Start a server. It ends with the block, or with this process however that ends, and so do the processes
+    that it has started."""
     with tempfile.TemporaryDirectory() as folder:
         _write_launchers(Path(folder))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server.server", folder],
             cwd=Path(__file__).parents[2],
             env={**os.environ, ROOM: "." * _ENVIRONMENT_BYTES},
-            stdin=subprocess.PIPE,  # that ends when we do
+            stdin=subprocess.PIPE,  # closes when this process ends
             stdout=subprocess.PIPE,
         )
         assert process.stdin is not None
@@ -90,19 +92,20 @@ def _write_launchers(folder: Path) -> None:
 
 
 def search_path() -> str:
-    """For PATH: `python` is forked there, if the server is there, and else the tests' own, as all other
-    programs."""
+    """Return a PATH in which `python` is forked if the server exists; otherwise it is the tests' own. All
+    other programs are the usual ones."""
     own = [str(Path(sys.executable).parent), os.environ["PATH"]]
     return os.pathsep.join([f"{os.environ[ADDRESS]}/bin", *own] if ADDRESS in os.environ else own)
 
 
 def launcher(kind: str) -> str:
-    """An executable in place of Python's, for those that start one without arguments of their own."""
+    """Return an executable that replaces Python, for programs that start one without arguments of their
+    own."""
     return f"{os.environ[ADDRESS]}/python-{kind}"
 
 
 def behind(pid: int) -> int:
-    """The process that works where `pid` is one that stands in for it; else `pid` itself."""
+    """Return the process that does the work if `pid` is its stub; otherwise `pid` itself."""
     return int(path.read_text()) if ADDRESS in os.environ and (path := behind_path(pid)).exists() else pid
 
 
@@ -111,14 +114,15 @@ def behind_path(client: int) -> Path:
 
 
 def forked_ray_processes() -> None:
-    """The nodes of Ray that this process starts fork their workers and daemons. Ray has no setting for how
-    they are started."""
+    """Make the Ray nodes that this process starts fork their workers and daemons. Ray has no setting for
+    that."""
     for name in _CHANGES.keys() & sys.modules.keys():
         _change(sys.modules[name])
     sys.meta_path.insert(0, _WhenImported(_CHANGES.keys() - sys.modules.keys()))
 
 
-# What differs in modules of Ray: the script in which workers start, and the beginning of a daemon's command.
+# Patched names in Ray's modules: the script in which workers start, and the first words of a daemon's
+# command.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "ray._private.ray_constants": {"SETUP_WORKER_FILENAME": str(CLIENT)},
     "ray._private.services": {
@@ -138,7 +142,7 @@ def _change(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def spawned(kind: str = TRAINING) -> Iterator[None]:
-    """What multiprocessing spawns in the block is forked, if the server is there."""
+    """Fork the processes that multiprocessing spawns in the block, if the server exists."""
     if ADDRESS not in os.environ:
         yield
         return
@@ -153,7 +157,7 @@ def spawned(kind: str = TRAINING) -> Iterator[None]:
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds the modules of Ray that are to be changed, each once."""
+    """Finds the Ray modules that are patched, each once."""
 
     def __init__(self, names: Set[str]) -> None:
         self._names = set(names)

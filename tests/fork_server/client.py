@@ -1,9 +1,9 @@
-"""A stub of `python`: the process that runs the program is forked from the fork server, and this one ends as
-it does.
+"""Stub of `python`: the process that runs the program is forked from the fork server, and this one ends as it
+does.
 
-It gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start workers in this
-script as well, in place of Ray's setup_worker.py, and daemons. Where there is no server, or for options that
-it does not know, Python itself starts. Standard library only.
+The forked process gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start
+workers in this script as well, instead of Ray's setup_worker.py, and daemons. If there is no server, or for
+unknown options, Python itself starts. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import sys
 import zlib
 
 ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
-# Kinds of processes, and names of sockets; the last is of Ray's own.
+# Kinds of processes, which are names of sockets; the last is for Ray's own.
 TRAINING = "training"
 REHEARSAL = "rehearsal"
 SGLANG = "sglang"
 DAEMON = "daemon"
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_WITHOUT_MEANING = ("-B", "-W")  # options, of compiling and of warnings
-_TRACKER = "multiprocessing.resource_tracker"  # imports nothing, and is needed by what ends after the server
+_WITHOUT_MEANING = ("-B", "-W")  # ignored options, for compiling and warnings
+# Imports nothing, and is needed by processes that end after the server.
+_TRACKER = "multiprocessing.resource_tracker"
 _RAY_WORKER = "default_worker.py"
-# What Ray's daemons read when it is imported, as it is in a cluster that megarl starts on this machine.
+# Variables that Ray's daemons read when it is imported, in a cluster that megarl starts on this machine.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-# what setup_worker.py takes for itself
+# options that setup_worker.py consumes
 _RAY_CONTEXT = "--serialized-runtime-env-context="
 _RAY_LANGUAGE = "--language="
 
@@ -68,26 +69,27 @@ def _can_be_forked(program: list[str], kind: str) -> bool:
 
 
 def read_by_ray(environment: dict[str, str]) -> dict[str, str]:
-    """What Ray reads when it is imported. Workers of one job on one node have the same."""
+    """Return the variables that Ray reads when it is imported. Workers of one job on one node have the
+    same."""
     return {name: environment[name] for name in sorted(environment) if name.startswith("RAY_")}
 
 
 def _node_address() -> str:
-    """Of the server of such workers, which may be there."""
+    """Return the address of the server for such workers, which may exist."""
     settings = "".join(f"{name}={value}\0" for name, value in read_by_ray(dict(os.environ)).items())
     return f"{os.environ[ADDRESS]}/node-{zlib.crc32(settings.encode()):x}"
 
 
 def _takes_context(arguments: list[str]) -> bool:
-    """What setup_worker.py does before it starts a worker: environment and folder. False where there is more
-    to it."""
+    """Set environment and folder, as setup_worker.py does before it starts a worker. Returns False if more is
+    needed."""
     contexts = [
         argument.removeprefix(_RAY_CONTEXT) for argument in arguments if argument.startswith(_RAY_CONTEXT)
     ]
     if contexts in ([], ["{}"]):
         return True
 
-    # with this and the next, it would take twice as long to start as it does, where they are not needed
+    # imported here, because this and the next double the startup time and are rarely needed
     import json
     import shlex
 
@@ -111,8 +113,8 @@ def _takes_context(arguments: list[str]) -> bool:
 
 
 def run(program: list[str], kind: str, node: str) -> int:
-    """The exit code, or minus the number of the signal that ended it. node: of a worker of Ray, where the
-    server of its node may be."""
+    """Run a program, and return its exit code, or minus the number of the signal that ended it. `node`: of a
+    Ray worker, the possible address of its node's server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
@@ -136,14 +138,14 @@ def run(program: list[str], kind: str, node: str) -> int:
 
 
 def _inherited() -> list[int]:
-    """The open files that a program started here would have."""
+    """Return the open files that a program started here would inherit."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.get_inheritable(int(name)):
                 found.append(int(name))
         except OSError:
-            pass  # that of the listing itself
+            pass  # the file of the listing itself
 
     return found
 

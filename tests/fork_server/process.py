@@ -1,5 +1,4 @@
-"""What a forked process does to be the one that the client asked for: it gets what the client has, runs the
-program, and ends."""
+"""Setup of a forked process for its client: it takes over the client's state, runs the program, and ends."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.fork_server import behind_path, forked_ray_processes, launcher
 from tests.fork_server.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
-# Programs that start runs, or nodes of Ray, by sys.executable: what they start is forked as well.
+# Programs that start runs or Ray nodes by sys.executable; their child processes are forked as well.
 _STARTERS = (
     "-m examples.resume",
     "-m torch.distributed.run",
@@ -40,16 +39,20 @@ class Request:
     files: list[int]  # their numbers in the client
     ignored: list[int]  # signals
     client: int  # its process id
-    node: str  # of a worker of Ray: where the server of its node may be; else nothing
+    node: str  # of a Ray worker: the possible address of its node's server; otherwise empty
 
 
 def become(request: Request, files: list[int], kind: str) -> None:
-    """files: those of the request, as they are open here. kind: of this process, and of those that it
-    spawns."""
+    """Take over the client's state.
+
+    Args:
+        files: Files of the request, as open in this process.
+        kind: Kind of this process, and of those that it spawns.
+    """
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
-    os.setsid()  # as the leader of a group, which workers of Ray are
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the server
+    os.setsid()  # as the leader of a group, like Ray workers
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the server
     _take_files(files, request.files)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -70,12 +73,13 @@ def become(request: Request, files: list[int], kind: str) -> None:
     else:
         if " ".join(request.program[:3]).startswith(_STARTERS):
             sys.executable = launcher(TRAINING)
-        # What it spawns, such as processes that score, imports little, and is known by its process id.
+        # Processes that it spawns, such as scoring processes, import little, and are identified by process
+        # id.
         sys.meta_path.insert(0, _SGLangComes())
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:
-    """They become open under `numbers`, in place of what is."""
+    """Open the files under `numbers`, replacing any that are open."""
     above = max([*files, *numbers]) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
     for file in files:
@@ -89,7 +93,7 @@ def _take_files(files: list[int], numbers: list[int]) -> None:
 
 
 def _show_environment(environment: dict[str, str]) -> None:
-    """In /proc, by which processes are found."""
+    """Show the environment in /proc, by which processes are found."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(field) for field in fields[47:49])  # env_start and env_end
     block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
@@ -99,9 +103,9 @@ def _show_environment(environment: dict[str, str]) -> None:
 
 
 class _SGLangComes(MetaPathFinder):
-    """Before SGLang is prepared: transformers is as if it had not been imported, since it decides then which
-    classes there are, and SGLang brings stubs for what some of them want. And what SGLang spawns is of its
-    kind."""
+    """Prepare for SGLang before it is imported. transformers is removed from the imported modules, because it
+    decides at import time which classes exist, and SGLang provides stubs for the packages that some of them
+    need. Processes that SGLang spawns are of its kind."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "megarl.rollout.sglang.environment":
@@ -112,8 +116,8 @@ class _SGLangComes(MetaPathFinder):
 
 
 def run(program: list[str]) -> NoReturn:
-    """Ends as Python does, but for what that gives back object by object: a forked process would first have
-    to copy it."""
+    """Run the program, and end as Python does, without freeing the objects one by one: a forked process would
+    first have to copy them."""
     code = 0
     try:
         _run(program)

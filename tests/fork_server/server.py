@@ -1,9 +1,9 @@
-"""The processes from which others are forked, one of each kind: it imports what takes long when the first
-client asks, starts no thread, and serves until its standard input ends, which is the end of the tests.
+"""Fork servers, one for each kind of process. A server does the slow imports when the first client asks,
+starts no thread, and serves until its standard input closes at the end of the tests.
 
-Ray reads its environment when it is imported, also which node and which job a worker is of. So a node that
-has had many workers gets a server of its own, in whose processes Ray is there: a worker starts in a quarter
-of the time that it takes where it has to import Ray.
+Ray reads its environment when it is imported, including the node and job of a worker. A node with many
+workers therefore gets its own server, in whose processes Ray is already imported: a worker starts in a
+quarter of the time that importing Ray would take.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.fork_server.client import (
 from tests.fork_server.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
-_NODE = "node"  # kind: of workers of one node of Ray, and one job
-_MANY = 5  # workers that a node has had, where Ray is imported once for all that come
+_NODE = "node"  # kind: workers of one node and one job of Ray
+_MANY = 5  # number of workers of a node after which Ray is imported once for all further ones
 
 
 def _import_for_training() -> None:
@@ -49,7 +49,7 @@ def _import_for_training() -> None:
     platform.activate(Device.cpu)  # before Megatron is imported
 
     for name in (
-        # of what Ray imports, the most
+        # most of Ray's imports
         *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),
         "megarl.config.load",
         "megarl.engine.checkpoint",
@@ -72,7 +72,7 @@ def _import_for_a_rehearsal() -> None:
     from megarl.rehearsal import processes
 
     processes.make_ready()  # before torch is imported
-    processes.make_ready = lambda: None  # which each would do by itself
+    processes.make_ready = lambda: None  # each process would call it
 
 
 def _import_for_sglang() -> None:
@@ -80,7 +80,7 @@ def _import_for_sglang() -> None:
 
     from megarl.rollout.sglang import environment
 
-    # finds where the title is, which it could not where the environment has been changed
+    # finds the memory of the title, which fails once the environment has changed
     setproctitle.getproctitle()
 
     environment.prepare("cpu")
@@ -97,12 +97,12 @@ def _import_for_sglang() -> None:
 
 
 def _import_for_a_daemon() -> None:
-    # Ray reads it now; the last is what a raylet gives its agents, so that they end when it does.
+    # Ray reads these now; the last is given to agents by a raylet, so that they end when it does.
     os.environ.update({**RAY_ENVIRONMENT, "RAY_enable_pipe_based_agent_to_parent_health_check": "1"})
     from ray import _raylet
     from ray.dashboard import utils
 
-    _raylet.getproctitle()  # as setproctitle's above
+    _raylet.getproctitle()  # same as for setproctitle above
     logging.disable(logging.INFO)
     utils.get_all_modules(utils.DashboardAgentModule)
     logging.disable(logging.NOTSET)
@@ -145,7 +145,7 @@ KINDS: Mapping[str, Callable[[], None]] = {
 
 
 def main(folder: Path) -> None:
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported objects stay
     listeners = {kind: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in KINDS}
 
     for kind, listener in listeners.items():
@@ -153,7 +153,7 @@ def main(folder: Path) -> None:
         listener.listen(128)
 
     print("ready", flush=True)
-    os.dup2(2, 1)  # nobody reads on
+    os.dup2(2, 1)  # nothing reads it from here on
     rehearsal = listeners.pop(REHEARSAL)
 
     if os.fork() == 0:
@@ -163,12 +163,12 @@ def main(folder: Path) -> None:
         return
 
     rehearsal.close()
-    importlib.import_module("torch")  # the memory of all others
+    importlib.import_module("torch")  # imported before all others
     _fork_when_asked(listeners)
 
 
 def _fork_when_asked(listeners: Mapping[str, socket.socket]) -> None:
-    """The server of a kind, when it is first asked for."""
+    """Start the server of a kind at its first request."""
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     for kind, listener in listeners.items():
@@ -187,7 +187,7 @@ def _fork_when_asked(listeners: Mapping[str, socket.socket]) -> None:
 
 
 def _forget(selector: selectors.BaseSelector, but: socket.socket | None = None) -> None:
-    """In a new process, which has no use for the files of the one that forked it."""
+    """Close the parent's files in a new process, which does not need them."""
     for key in list(selector.get_map().values()):
         if isinstance(key.fileobj, socket.socket) and key.fileobj is not but:
             key.fileobj.close()
@@ -195,8 +195,8 @@ def _forget(selector: selectors.BaseSelector, but: socket.socket | None = None) 
 
 
 class Server:
-    """Forks; tells each client how its process ended, and each process what its client gets: signals, or the
-    end."""
+    """Fork processes, report to each client how its process ended, and forward signals and the end of the
+    client to its process."""
 
     def __init__(self, listener: socket.socket, kind: str) -> None:
         self._listener = listener
@@ -209,20 +209,19 @@ class Server:
         for source in (self._listener, self._woken, sys.stdin):
             self._selector.register(source, selectors.EVENT_READ)
 
-        # by the process that was forked; None: it has gone
+        # by the forked process; None: it has ended
         self._clients: dict[int, socket.socket | None] = {}
-        self._workers = Counter[str]()  # of Ray, by the node
+        self._workers = Counter[str]()  # Ray workers by node
 
-        # Ray reads the environment of a worker when it is imported; a thread would be missing in what is
-        # forked.
+        # Ray reads the environment of a worker when it is imported; a forked process would lack a thread.
         assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
-        gc.freeze()  # what is here is not looked at again, so that its memory stays shared
+        gc.freeze()  # existing objects are not scanned again, so that their memory stays shared
         gc.enable()
 
     def serve(self) -> Request:
-        """Returns in each forked process, with what it is to run."""
+        """Serve. Returns in each forked process, with the request that it must run."""
         while True:
             # one at a time: the end of a process closes the connection of its client
             key, _ = self._selector.select()[0]
@@ -245,8 +244,8 @@ class Server:
         os._exit(0)
 
     def _hear(self, client: socket.socket, pid: int | None) -> Request | None:
-        """A program to run, from one that has no process yet; the request in the new process, and None in
-        this one."""
+        """Receive a program to run, from a client that has no process yet. Returns the request in the new
+        process, and None in this one."""
         message, ancillary, _, _ = client.recvmsg(
             MAX_MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_FILES * array.array("i").itemsize)
         )
@@ -283,7 +282,7 @@ class Server:
         return None
 
     def _leave_all(self) -> None:
-        """In a new process, which is no server, or another one."""
+        """Close everything in a new process, which is not a server, or another one."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _forget(self._selector)
@@ -292,9 +291,9 @@ class Server:
 
     def _tell_of_the_ended(self) -> None:
         while self._clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            client = self._clients.pop(ended[0], None)  # of the server of a node there is none
+            client = self._clients.pop(ended[0], None)  # the server of a node has none
             if client is not None:
-                with contextlib.suppress(OSError):  # it has gone as well
+                with contextlib.suppress(OSError):  # it has ended as well
                     client.send(str(os.waitstatus_to_exitcode(ended[1])).encode())
                 self._leave(client)
 
@@ -304,13 +303,13 @@ class Server:
 
 
 def _serve_node(first: Request) -> Request:
-    """Serves the workers of a node from now on. Returns as Server.serve does."""
+    """Serve the workers of a node from now on. Returns like Server.serve."""
     _import_for_a_node(first.environment)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{first.node}.partial")
     listener.listen(128)
     server = Server(listener, _NODE)
-    os.rename(f"{first.node}.partial", first.node)  # now it is found
+    os.rename(f"{first.node}.partial", first.node)  # from now on it can be found
 
     return server.serve()
 

@@ -1,14 +1,14 @@
-"""Proves that the wheel works in the environments that users get: `make test-wheel`.
+"""Test that the wheel works in the environments that users get: `make test-wheel`.
 
-For each Python, with the newest and the oldest versions that megarl/config/versions.py allows, it installs
-the wheel alone, does what a new user does (journey.py), and prints one table of it.
+For each Python, with the newest and the oldest versions that megarl/config/versions.py allows, this installs
+the wheel alone, does what a new user does (journey.py), and prints one table.
 
     python -m tests.wheel                                           # Python 3.11 and 3.12, newest and oldest
     python -m tests.wheel --python python3.11 --resolution newest
     python -m tests.wheel --record                                  # and writes the versions to megarl/config/tested_versions.json
 
-An environment is about 8 GB, and is removed once it has been tried. Takes about ten minutes for each, and a
-download of some GB.
+An environment is about 8 GB, and is removed after its test. Each takes about ten minutes, and downloads some
+GB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = ("python", "torch", "megatron-core", "transformers", "sglang", "ray", "
 
 
 def main(options: Sequence[str] | None = None) -> int:
-    """Returns 1 where a command failed or an environment could not be made."""
+    """Return 1 if a command failed or an environment could not be created."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.wheel",
         description=__doc__,
@@ -117,8 +117,8 @@ def main(options: Sequence[str] | None = None) -> int:
 
 
 def _told(environment: Environment, place: Path) -> list[Step]:
-    """The steps of a journey, each printed when it is done; of one that failed also the end of what it
-    said."""
+    """Return the steps of a journey, printing each when it is done, with the end of its output if it
+    failed."""
     (logs := LOGS / environment.name).mkdir(parents=True)
     taken = []
 
@@ -130,7 +130,7 @@ def _told(environment: Environment, place: Path) -> list[Step]:
             taken.append(step)
             if step.status != 0:
                 print("\n".join(step.log.read_text(errors="replace").splitlines()[-30:]), flush=True)
-                break  # later commands need what this one was to make
+                break  # later commands need its results
 
     return taken
 

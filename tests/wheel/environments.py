@@ -1,4 +1,4 @@
-"""Virtual environments with nothing but the wheel and what a resolver chooses for it today."""
+"""Virtual environments with nothing but the wheel and the versions that a resolver chooses for it today."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from megarl.config.versions import SGLANG
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("quickstart", "sglang-cpu")
-_SGLANG = f"sglang{SGLANG['sglang']}"  # without its dependencies: most of them are for CUDA (docs/install.md)
+# Without its dependencies, most of which are for CUDA (docs/install.md).
+_SGLANG = f"sglang{SGLANG['sglang']}"
 
 
 class Resolution(Enum):
     newest = "newest"  # as `pip install` resolves
-    lowest = "lowest"  # the oldest version of each requirement of the wheel, the newest of what those require
+    # The oldest version of each requirement of the wheel, and the newest of their dependencies.
+    lowest = "lowest"
 
 
 class Environment(NamedTuple):
-    """python: an interpreter, such as python3.12."""
+    """An environment. `python` is an interpreter, such as python3.12."""
 
     python: str
     resolution: Resolution
@@ -53,7 +55,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(environment: Environment, wheel: Path, folder: Path) -> None:
-    """Makes a virtual environment in `folder` and installs the wheel with `EXTRAS` and SGLang. Raises
+    """Create a virtual environment in `folder`, and install the wheel with `EXTRAS` and SGLang. Raises
     CalledProcessError."""
     _run([environment.python, "-m", "venv", str(folder)])
     if environment.resolution is Resolution.newest:
@@ -68,8 +70,8 @@ def install(environment: Environment, wheel: Path, folder: Path) -> None:
         _run([*pip, f"{wheel}[{','.join(EXTRAS)}]"])
         _run([*pip, "--no-deps", _SGLANG])
     else:
-        # pip has no such resolution. Given the wheel itself, uv would take the newest of all that the wheel
-        # requires.
+        # pip has no such resolution. Given the wheel itself, uv would take the newest of all its
+        # requirements.
         uv = [
             str(Path(sys.executable).with_name("uv")),
             "pip",
@@ -84,7 +86,7 @@ def install(environment: Environment, wheel: Path, folder: Path) -> None:
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """What the wheel requires, with `EXTRAS`."""
+    """Return the requirements of the wheel, with `EXTRAS`."""
     with ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = BytesParser().parsebytes(files.read(name))
@@ -112,7 +114,8 @@ print(json.dumps({"python": platform.python_version(), **found}))
 
 
 def variables(folder: Path, home: Path) -> dict[str, str]:
-    """The environment variables of a user who has activated the virtual environment and set nothing else."""
+    """Return the environment variables of a user who has activated the virtual environment and set nothing
+    else."""
     return {
         "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin",
         "VIRTUAL_ENV": str(folder),

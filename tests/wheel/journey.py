@@ -1,5 +1,5 @@
-"""What a new user does with the wheel, in an empty folder: from the quickstart to a converted checkpoint,
-with both engines."""
+"""Steps of a new user with the wheel, in an empty folder: from the quickstart to a converted checkpoint, with
+both engines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT_S = 900.0  # of a command
-_MODEL = "outputs/quickstart/sft/huggingface"  # of the quickstart, which trains it from nothing
+LIMIT_S = 900.0  # per command
+_MODEL = "outputs/quickstart/sft/huggingface"  # the quickstart's model, trained from scratch
 _RUN = "train mine/run.yaml trainer.prompts_per_step=4 rollout.n=4 data.max_response_length=16"
 _LAST = "outputs/mine/checkpoints/step_00000003/actor"
 
-# Name -> arguments of `megarl`, or a command line where the first word is python. In order; later ones use
-# what earlier ones made.
+# Name -> arguments of `megarl`, or a command line if the first word is python. Later commands use the results
+# of earlier ones.
 COMMANDS: Mapping[str, str] = {
     "doctor": "doctor",
     "quickstart": "quickstart trainer.total_steps=2",
@@ -46,7 +46,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 class Step(NamedTuple):
-    """status: of the process; None where it ran into `LIMIT_S`."""
+    """Result of a command. `status` is the process's; None if it exceeded `LIMIT_S`."""
 
     name: str
     status: int | None
@@ -55,8 +55,8 @@ class Step(NamedTuple):
 
 
 def walk(folder: Path, logs: Path, variables: Mapping[str, str]) -> Iterator[Step]:
-    """Runs `COMMANDS` in `folder`, with their output in `logs`. The environment variables are `variables`
-    alone."""
+    """Run `COMMANDS` in `folder`, with their output in `logs`. The environment consists only of
+    `variables`."""
     for number, (name, line) in enumerate(COMMANDS.items()):
         words = line.split()
         command = words if words[0] == "python" else ["megarl", *words]

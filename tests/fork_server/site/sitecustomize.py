@@ -1,7 +1,7 @@
-"""Python imports this at its start, as it is on the path of what the tests start: processes that SGLang's
-server spawns are forked.
+"""Make processes that SGLang's server spawns forked ones. Python imports this module at startup, since it is
+on the path of the tests' processes.
 
-The server itself is a fresh process, as it is known by its process id.
+The server itself is a fresh process, because it is identified by its process id.
 """
 
 import os

@@ -183,7 +183,7 @@ def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
 
 def test_another_trainers_checkpoint_is_refused(config: PPOConfig) -> None:
     save(config, 4, state={"trainer": "sft"})
-    with pytest.raises(ConfigError, match="written by sft, this is ppo"):
+    with pytest.raises(ConfigError, match="written by sft, but this is ppo"):
         find_resume(config)
 
 
