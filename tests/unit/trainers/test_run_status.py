@@ -113,8 +113,6 @@ def test_what_does_not_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     stalled = scene.look_at(140).stalled
     assert stalled is not None
-    assert stalled == (
-        "rollout replica 1 has finished none of its 1 requests for 110 s; the oldest is of prompt b, asked "
-        "for 140 s ago. After 400 s "
-        "(trainer.phase_time_limit_s) it is considered hung and restarted"
-    )
+    assert "rollout replica 1 has finished none of its 1 requests for 110 s" in stalled
+    assert "prompt b, submitted 140 s ago" in stalled
+    assert "After 400 s (trainer.phase_time_limit_s)" in stalled
