@@ -106,6 +106,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": Executed(),
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
+    "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(
         status=2
     ),
