@@ -93,6 +93,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "make test-wheel": Make(("-m tests.wheel",)),
     "make test-wheel ARGS=--record": Make(("-m tests.wheel --record",)),
+    "make reference": Make(("-m docs.generate",)),
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
     "megarl check configs/quickstart.yaml": Executed(),
     "megarl check configs/quickstart.yaml --fast": Executed(),
