@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 import pytest
 from markdown_it import MarkdownIt
 
+from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.config.schema.keys import leaves
 from megarl.tracking.metric_table import unknown_metrics
@@ -78,3 +79,13 @@ def test_learning_problems_name_existing_metrics_and_keys() -> None:
     assert len(keys) > 25
     assert unknown_metrics(metrics) == []
     assert [key for key in keys - files if not any(f"{leaf}.".startswith(f"{key}.") for leaf in known)] == []
+
+
+def test_learning_changes_are_valid_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+    overrides = sorted(set(re.findall(r"`([a-z_.]+=[^`]+)`", page)))
+    assert len(overrides) > 20
+
+    for override in overrides:
+        load_config(PPOConfig, "configs/quickstart.yaml", [override])
